@@ -16,12 +16,8 @@ from pagoda.common.backend import (
     RankComm,
     Weight,
 )
-from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import RankInfo
-from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.models.spec import ModelSpec
 
 
@@ -115,7 +111,11 @@ class RankRuntime(Protocol):
 class CompileTarget(Protocol):
     """A description of devices to compile for; none need be present."""
 
-    devices: tuple[Any, ...]
+    @property
+    def devices(self) -> Sequence[object]:
+        """Return the backend's descriptions of the devices."""
+        ...
+
     hbm_bytes: int  # usable by programs, per device
     device_name: str  # such as V6E; empty for a CPU
 
@@ -141,22 +141,13 @@ class CompilerModule(Protocol):
         ...
 
     @staticmethod
-    def compile_ahead(
-        target: CompileTarget,
-        spec: ModelSpec,
-        *,
-        limits: Limits,
-        layout: KvLayout,
-        cache: CacheConfig,
-        dtype: str,
-        tensor: int,
-        data: int,
-        mode: LogprobsMode,
-        largest: bool,
-        stated: bool,
-        quantization: str | None,
-    ) -> CompileReport:
-        """Compile a model's programs. Raises ConfigError if it does not fit."""
+    def compile_ahead(target: CompileTarget, options: BackendOptions, *, largest: bool, stated: bool) -> CompileReport:
+        """Compile a model's programs.
+
+        `largest`: compile only the largest program of each kind. `stated`: the user set max_model_len (generation) or
+        max_num_batched_tokens (pooling), so it must not be lowered to fit. Raises ConfigError if the model does not
+        fit.
+        """
         ...
 
 

@@ -131,7 +131,7 @@ def parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes:
     """Return how the backend distributes a model. Raises ConfigError when it does not support the configuration."""
     entry = _entry(name)
     if parallel.nnodes > 1 and entry.hosts is None:
-        able = " or ".join(entry.name for entry in BACKENDS if entry.hosts is not None)
+        able = _names(lambda each: each.hosts is not None)
         raise ConfigError("--nnodes", f"{name} runs a model on one host; use 1, or --backend {able} on every host")
     sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size}
     for kind, size in sizes.items():
@@ -147,7 +147,7 @@ def _not_parallel(entry: Entry, kind: str) -> str:
             f"{entry.name} runs one copy of a model per server; use 1, and start several servers, each with GPUs of "
             "its own (CUDA_VISIBLE_DEVICES) and a --port of its own, behind a load balancer"
         )
-    able = " or ".join(each.name for each in BACKENDS if kind in each.parallel)
+    able = _names(lambda each: kind in each.parallel)
     return f"{entry.name} runs a model on one device; use 1, or --backend {able} where there are more"
 
 
@@ -167,23 +167,19 @@ def runs_ranks(name: str, parallel: ParallelConfig) -> bool:
 
 def load_rank_runtime(name: str) -> RankRuntime:
     """Import a backend's support for ranks, after `runs_ranks`."""
-    module = _entry(name).ranks
-    assert module is not None, "runs_ranks() comes first"
-    return cast(RankRuntime, importlib.import_module(module))
+    return cast(RankRuntime, _load(_entry(name).ranks))
 
 
 def load_host_runtime(name: str) -> HostRuntime:
     """Import a backend's multi-host support, after `parallel_sizes`."""
     choose_backend(name)
-    module = _entry(name).hosts
-    assert module is not None, "parallel_sizes() comes first"
-    return cast(HostRuntime, importlib.import_module(module))
+    return cast(HostRuntime, _load(_entry(name).hosts))
 
 
 def check_checkpoints(name: str) -> None:
     """Raise ConfigError if the backend does not read the checkpoints of `convert`."""
     if not _entry(name).checkpoints:
-        able = " or ".join(entry.name for entry in BACKENDS if entry.checkpoints)
+        able = _names(lambda each: each.checkpoints)
         raise ConfigError(
             "--load-format",
             f"sharded_state is not read by {name}; use --backend {able}, or serve the model that was converted",
@@ -194,22 +190,20 @@ def check_moves(name: str, *, sleep_mode: bool, cpu_offload_gb: float) -> None:
     """Raise ConfigError if the backend cannot move weights out of device memory."""
     for flag, wanted in (("--enable-sleep-mode", sleep_mode), ("--cpu-offload-gb", cpu_offload_gb > 0)):
         if wanted and not _entry(name).moves_weights:
-            able = " or ".join(entry.name for entry in BACKENDS if entry.moves_weights)
+            able = _names(lambda each: each.moves_weights)
             raise ConfigError(flag, f"{name} cannot move its weights; drop it, or use --backend {able}")
 
 
 def load_backend(name: str) -> BackendModule:
     """Import a backend that `choose_backend` returned. May take seconds."""
-    module = _entry(name).module
-    assert module is not None, "choose_backend() comes first"
-    return cast(BackendModule, importlib.import_module(module))
+    return cast(BackendModule, _load(_entry(name).module))
 
 
 def pooling_parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes:
     """Return how the backend distributes a pooling model. Raises ConfigError if it is not supported."""
     entry = _entry(name)
     if entry.pooling is None:
-        able = " or ".join(each.name for each in BACKENDS if each.pooling is not None)
+        able = _names(lambda each: each.pooling is not None)
         raise ConfigError("--runner", f"pooling: {name} only generates; use --backend {able}")
     sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size, "nnodes": parallel.nnodes}
     for kind, size in sizes.items():
@@ -222,27 +216,34 @@ def pooling_parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes
 
 def load_pooling(name: str) -> PoolingModule:
     """Import a backend's pooling module, after `pooling_parallel_sizes`. May take seconds."""
-    module = _entry(name).pooling
-    assert module is not None, "pooling_parallel_sizes() comes first"
-    return cast(PoolingModule, importlib.import_module(module))
+    return cast(PoolingModule, _load(_entry(name).pooling))
 
 
 def load_compiler() -> CompilerModule:
     """Import the TPU compiler. Raises ConfigError if its packages are not installed."""
     choose_backend("jax_tpu")
-    return cast(CompilerModule, importlib.import_module("pagoda.backends.jax_tpu.ahead_of_time.compile"))
+    return cast(CompilerModule, _load("pagoda.backends.jax_tpu.ahead_of_time.compile"))
 
 
 def load_converter() -> ConverterModule:
     """Import the checkpoint converter. Raises ConfigError if its packages are not installed."""
     choose_backend("jax_tpu")
-    return cast(ConverterModule, importlib.import_module("pagoda.backends.jax_tpu.weights.convert"))
+    return cast(ConverterModule, _load("pagoda.backends.jax_tpu.weights.convert"))
 
 
 def explain(chosen: str = "") -> str:
     """Return one line on what each backend but the chosen one lacks."""
     others = (entry for entry in BACKENDS if entry.name != chosen)
     return "; ".join(f"{entry.name}: {entry.obstacle() or 'available'}" for entry in others)
+
+
+def _load(module: str | None) -> object:
+    assert module is not None, "the backend lacks it: its check comes first"
+    return importlib.import_module(module)
+
+
+def _names(able: Callable[[Entry], bool]) -> str:
+    return " or ".join(entry.name for entry in BACKENDS if able(entry))
 
 
 def _entry(name: str) -> Entry:

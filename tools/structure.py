@@ -26,6 +26,7 @@ SMALL: Final = 80
 REASONS: Final[Mapping[str, str]] = {
     "common/models/families/": "a file per model family",
     "backends/torch_cuda/kernels/": "a folder per kernel",
+    "backends/torch_cuda/ranks.py": "the registry loads it, without torch",
     "kernels_pallas/": "a folder per kernel",
     "server/openai/": "a file per endpoint",
     "server/admin/": "a file per endpoint",

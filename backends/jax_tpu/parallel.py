@@ -1,4 +1,4 @@
-"""Sharding of arrays: one table from logical axes to mesh axes.
+"""Sharding of arrays (one table from logical axes to mesh axes), and the platform: TPU or CPU, dtypes, memory.
 
 The mesh axis `model` shards every layer (tensor parallelism); `data` has the model replicas, called shards, each with
 separate rows and KV blocks. The forward pass runs under `shard_map`: arrays are local pieces, collectives are explicit,
@@ -27,6 +27,8 @@ TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL, "P": DATA, "R": DATA}
 """Logical axis -> mesh axis: K KV head slots, F ffn width, V vocabulary, P cache pages, R rows of a step's arrays
 (packed input, tokens, logits). All other axes are replicated.
 """
+
+_DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def make_mesh(tensor: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -65,11 +67,6 @@ def named_sharding(mesh: Mesh, axes: str) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-# The platform (TPU or CPU), its dtypes and its memory.
-
-_DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def platform() -> str:

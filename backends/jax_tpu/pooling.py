@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
 from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PackedShape, pack_prompts
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape, pack_pool
 from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
@@ -91,7 +91,7 @@ class JaxPooling:
         assert model.spec.pooler is not None, "the model pools"
         self.model, self.limits, self.pooler = model, limits, model.spec.pooler
         self.program_set = PoolProgramSet(model, limits)
-        self.programs: CompiledPrograms[PoolProgramSet, PackedShape] = CompiledPrograms(
+        self.programs: CompiledPrograms[PoolProgramSet, PoolShape] = CompiledPrograms(
             self.program_set, strict=strict, cache=compile_cache
         )
         self._bundle, self._leaves = bundle, Leaves()
@@ -133,7 +133,7 @@ class JaxPooling:
 
     def _run(self, plan: PoolPlan, of_tokens: bool) -> jax.Array:
         shape = self.program_set.shape_for(plan.num_tokens, of_tokens)
-        raw: jax.Array = self.programs[shape](self._leaves, pack_prompts(shape, plan))
+        raw: jax.Array = self.programs[shape](self._leaves, pack_pool(shape, plan))
         raw.copy_to_host_async()
         return raw
 

@@ -1,7 +1,8 @@
-"""StepPlan -> input of the decoder: positions, KV slots, and per sequence the span of the cache to attend to.
+"""StepPlan -> input of the decoder, PoolPlan -> input of an encoder.
 
-A slot is block * block_size + offset. A sequence whose visible blocks are consecutive reads the cache in place; for
-any other the slots are listed and gathered.
+A step has positions, KV slots, and per sequence the span of the cache to attend to. A slot is block * block_size +
+offset. A sequence whose visible blocks are consecutive reads the cache in place; for any other the slots are listed and
+gathered. Prompts to pool are concatenated without padding; those of one length attend in one batch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.models.spec import Attention
+
+QUERIES: Final = 256
+"""Queries whose attention scores are materialised at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +160,6 @@ def _consecutive(table: Int32, first_pages: np.ndarray, last_pages: np.ndarray) 
 def _listed(row: Int32, start: int, end: int, block_size: int) -> Tensor:
     positions = np.arange(start, end)
     return torch.from_numpy(row[positions // block_size].astype(np.int64) * block_size + positions % block_size)
-
-
-# PoolPlan -> input of an encoder: whole prompts end to end without padding; those of one length attend in one batch.
-
-QUERIES: Final = 256
-"""Queries whose attention scores are materialised at a time."""
 
 
 @dataclass(frozen=True, slots=True)

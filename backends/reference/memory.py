@@ -1,4 +1,8 @@
-"""The CPU memory plan, and the paged KV cache."""
+"""The CPU memory plan, and the paged KV cache.
+
+K and V are [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which attention reads
+without a gather (a gather costs several times the attention itself).
+"""
 
 from __future__ import annotations
 
@@ -57,12 +61,6 @@ def available_bytes() -> int:
             return min(free, int(limit.read()) - int(used.read()))
     except (OSError, ValueError, StopIteration):
         return free
-
-
-# The paged KV cache: one pair of arrays per cache index, head-major.
-#
-# K and V are [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which attention reads
-# without a gather (a gather costs several times the attention itself).
 
 
 @dataclass(frozen=True, slots=True)

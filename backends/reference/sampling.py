@@ -1,8 +1,7 @@
 """Logits -> tokens and logprobs in the order that common.engine.sampling defines: the readable definition.
 
-State and packing are those of every backend (common.engine.sampling_state). Greedy rows
-without edits cost one argmax. Random rows with filters sort their best candidates first, and the whole vocabulary only
-when those do not decide.
+State and packing are those of every backend (common.engine.sampling_state). Greedy rows without edits cost one argmax.
+Random rows with filters sort their best candidates first, and the whole vocabulary only when those do not decide.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, USUAL, LogprobsMode, SamplerOptions
-from pagoda.common.engine.sampling_state import RowTable, SampledRows, additions, allowed, banned_words, penalties
-from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenLogprobs, UInt32
+from pagoda.common.engine.sampling_state import RowTable, SampledRows, additions, banned_words, penalties
+from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenLogprobs
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
@@ -47,25 +46,22 @@ class Sampler:
         logits float32 [R, V], one row per sampling sequence; edited in place.
         """
         sampled = SampledRows.compact(plan, self.rows)
-        packed = torch.from_numpy(sampled.pack(len(logits), 0))
         needs_edit = plan.masks is not None or self.options.processors or sampled.columns["needs_edit"].any()
-        shown = self._edit(logits, sampled, plan, RowRules.unpack(packed)) if needs_edit else {}
-        tokens = logits.argmax(-1)
+        shown = self._edit(logits, sampled, plan) if needs_edit else {}
+        # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
+        tokens = torch.from_numpy(logits.numpy().argmax(-1))
         if sampled.kind != "greedy":
+            packed = torch.from_numpy(sampled.pack(len(logits), 0))
             random = packed[3].nonzero()[:, 0]  # by temperature
             tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
-        # through numpy, whose indexing is several times faster than torch's
-        chosen = tokens.numpy()
-        self.last.numpy()[sampled.rows] = self.history.numpy()[sampled.rows, sampled.ends] = chosen
+        self.last.numpy()[sampled.rows] = self.history.numpy()[sampled.rows, sampled.ends] = tokens.numpy()
         mode = self.options.logprobs_mode
         return tokens, {
             index: token_logprobs(row[None], tokens[index : index + 1], best, mode)
             for index, (best, row) in shown.items()
         }
 
-    def _edit(
-        self, logits: Tensor, sampled: SampledRows, plan: StepPlan, rules: RowRules
-    ) -> dict[int, tuple[int, Tensor]]:
+    def _edit(self, logits: Tensor, sampled: SampledRows, plan: StepPlan) -> dict[int, tuple[int, Tensor]]:
         """Edit the logits in place.
 
         Returns, by row of logits, how many logprobs a sequence reports and the logits [V] that they are taken of.
@@ -73,6 +69,7 @@ class Sampler:
         best = {row.index: row.state.rules.logprobs or 0 for row in sampled.where("logprobs")}
         if self.options.logprobs_mode.startswith("processed"):
             self._apply_rules(logits, sampled, plan)
+            rules = RowRules.unpack(torch.from_numpy(sampled.pack(len(logits), 0)))
             return {index: (count, drawn_from(logits[index], rules.take([index]))) for index, count in best.items()}
         raw = {index: (count, logits[index].clone()) for index, count in best.items()}
         self._apply_rules(logits, sampled, plan)
@@ -88,8 +85,11 @@ class Sampler:
                 add(logits, torch.from_numpy(entries))
             for words, heads in banned_words(edited, seqs):
                 ban_words(logits, self.history, torch.from_numpy(words), torch.from_numpy(heads))
-        if bits := allowed(sampled.where("masked"), _grammar_masks(plan), logits.shape[1]):
-            mask(logits, torch.tensor(list(bits)), torch.from_numpy(np.stack(list(bits.values())).view(np.int32)))
+        for row in sampled.where("masked"):
+            allow_only(logits[row.index], row.state.rules.allowed_token_ids or ())
+        if plan.masks is not None:
+            numbers = np.searchsorted(np.flatnonzero(plan.samples), plan.masks.sequences)  # rows of logits
+            mask(logits, torch.from_numpy(numbers), torch.from_numpy(plan.masks.bits.view(np.int32)))
         if self.options.processors:
             self._process(logits, sampled)
 
@@ -99,14 +99,6 @@ class Sampler:
             state, tokens = self.rows[row], self.history[row, :known].tolist()
             for processor in self.options.processors:
                 processor.apply(logits[index].numpy(), tokens, len(state.prompt), state.rules.extra_args or {})
-
-
-def _grammar_masks(plan: StepPlan) -> dict[int, UInt32]:
-    """Return the plan's masks by number among the sequences that sample."""
-    if plan.masks is None:
-        return {}
-    numbers = np.searchsorted(np.flatnonzero(plan.samples), plan.masks.sequences)
-    return dict(zip(numbers.tolist(), plan.masks.bits))
 
 
 # Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling_state.
@@ -151,11 +143,18 @@ def ban_words(logits: Tensor, history: Tensor, words: Tensor, heads: Tensor) -> 
     logits[index[complete], last[complete]] = -torch.inf
 
 
+def allow_only(logits: Tensor, token_ids: Sequence[int]) -> None:
+    """Set all logits [V] of a row to minus infinity but those of `token_ids`."""
+    allowed = torch.from_numpy(np.array(token_ids, np.int64))
+    values = logits[allowed]
+    logits.fill_(-torch.inf)[allowed] = values
+
+
 def mask(logits: Tensor, sequences: Tensor, bits: Tensor) -> None:
     """Minus infinity where a bit is 0. sequences [n]: rows of logits; bits int32 [n, ceil(V/32)] of `allowed_bits`."""
-    allowed = np.unpackbits(bits.cpu().numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    for index, row in zip(sequences.tolist(), torch.from_numpy(allowed == 0).to(logits.device)):
-        logits[index].masked_fill_(row, -torch.inf)
+    for index, row in zip(sequences.tolist(), ~bits.cpu().numpy()):
+        forbidden = np.unpackbits(row.view(np.uint8), count=logits.shape[1], bitorder="little").view(np.bool_)
+        logits[index].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 
 
 # Edited logits -> tokens.

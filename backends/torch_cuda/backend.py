@@ -15,7 +15,7 @@ from typing import Final, cast
 
 import torch
 
-from pagoda.backends.torch_cuda import parallel
+from pagoda.backends.torch_cuda import ranks
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
 from pagoda.backends.torch_cuda.device import Device, find_device, use_device
 from pagoda.backends.torch_cuda.execution.runner import Runner, StepParts, StepPrograms
@@ -73,7 +73,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     spec, layout = options.spec, options.layout
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
-    parallel.check(spec, options.parallel.tensor)
+    ranks.check(spec, options.parallel.tensor)
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
     if device is None:

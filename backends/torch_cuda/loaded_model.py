@@ -32,6 +32,12 @@ from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.models.spec import ModelSpec
 
+CALIBRATION_TOKENS: Final = 512
+"""Tokens that calibrate the scales of an 8-bit KV cache."""
+
+MARGIN: Final = 1.25
+"""Factor between the largest K or V in calibration and the largest that is stored exactly."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
@@ -108,19 +114,16 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# Calibration of the scales of an 8-bit KV cache: one sequence of random tokens runs through the model with a cache of
-# the activations' type; the largest K and V of each layer, times a margin, map to the largest 8-bit value. Larger
-# values saturate. Each rank calibrates its own heads.
-
-CALIBRATION_TOKENS: Final = 512
-MARGIN: Final = 1.25
-
-
 @torch.inference_mode()
 def calibrate_kv_scales(
     decoder: CudaDecoder, caches: Mapping[int, CudaLayerCache], layout: KvLayout, *, max_len: int, tile: int
 ) -> None:
-    """Set `k_scale` and `v_scale` of every layer's cache, in place, from one step of at most `max_len` tokens."""
+    """Set `k_scale` and `v_scale` of every layer's 8-bit cache, in place.
+
+    One sequence of at most `max_len` random tokens runs through the model with a cache of the activations' type; the
+    largest K and V of each layer, times MARGIN, map to the largest 8-bit value. Larger values saturate. Each rank
+    calibrates its own heads.
+    """
     build, tokens = decoder.build, min(CALIBRATION_TOKENS, max_len)
     pages, groups = -(-tokens // layout.block_size), len(layout.groups)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, pages)

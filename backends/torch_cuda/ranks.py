@@ -5,19 +5,24 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from pagoda.backends.torch_cuda.parallel import check as check_sharding
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.spec import Mlp, ModelSpec
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.parallel import TorchComm
 
 
 def check(spec: ModelSpec, size: int) -> None:
-    """Raise ConfigError if the model cannot be sharded over `size` ranks, naming sizes that work."""
-    check_sharding(spec, size)
+    """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks."""
+    if (indivisible := _indivisible(spec, size)) is None:
+        return
+    heads = min(layer.mixer.heads for layer in spec.layers)
+    fitting = [str(fewer) for fewer in range(1, heads + 1) if _indivisible(spec, fewer) is None]
+    raise ConfigError(
+        "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
+    )
 
 
 def check_devices(size: int) -> None:
@@ -48,3 +53,20 @@ def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
     from pagoda.backends.torch_cuda.parallel import join as join_group
 
     return join_group(rank_info, listener, use_device(rank_info.device).torch)
+
+
+def _indivisible(spec: ModelSpec, size: int) -> str | None:
+    for layer in dict.fromkeys(spec.layers):
+        mixer = layer.mixer
+        if mixer.heads % size:
+            return f"{mixer.heads} query heads"
+        if mixer.kv_heads % size and size % mixer.kv_heads:
+            return f"{mixer.kv_heads} KV heads"
+        width = layer.ffn.width if isinstance(layer.ffn, Mlp) else layer.ffn.expert.width
+        if width % size:
+            return f"the ffn width of {width}"
+    return None
+
+
+def _either(sizes: list[str]) -> str:
+    return " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)

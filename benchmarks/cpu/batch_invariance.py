@@ -57,10 +57,10 @@ def compare(llm: LLM, temperature: float, max_tokens: int) -> dict[str, Any]:
         for number in range(len(PROMPTS))
     ]
 
-    def tokens(prompts: list[str], asked: list[SamplingParams]) -> list[list[int]]:
-        return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, asked, use_tqdm=False)]
+    def tokens(prompts: list[str], params: list[SamplingParams]) -> list[list[int]]:
+        return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, params, use_tqdm=False)]
 
-    alone = [tokens([prompt], [asked])[0] for prompt, asked in zip(PROMPTS, params)]
+    alone = [tokens([prompt], [one])[0] for prompt, one in zip(PROMPTS, params)]
     together = tokens(list(PROMPTS), params)
     parted = [at for pair in zip(alone, together) if (at := parted_after(*pair)) is not None]
     return {
@@ -87,17 +87,17 @@ def main() -> None:
     parser.add_argument("--backend", default="reference")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name}
-    found |= {"backend": args.backend, "max_tokens": args.max_tokens}
+    results: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name}
+    results |= {"backend": args.backend, "max_tokens": args.max_tokens}
     for dtype in args.dtype:
         # Without a prefix cache, or the batch would read what the prompts left behind when they ran alone.
         llm = LLM(args.model, dtype=dtype, backend=args.backend, max_model_len=512, enable_prefix_caching=False, seed=0)
-        found[dtype] = {
+        results[dtype] = {
             "greedy": compare(llm, 0.0, args.max_tokens),
             "seeded, temperature 1": compare(llm, 1.0, args.max_tokens),
         }
         llm.shutdown()
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

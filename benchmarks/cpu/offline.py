@@ -62,7 +62,7 @@ class Worker:
 
 
 def measure(workers: dict[str, Worker], cases: list[str], rounds: int) -> dict:
-    found: dict = {}
+    results: dict = {}
     for worker in workers.values():
         worker.run(2, 16, 8)
     for case in cases:
@@ -71,16 +71,16 @@ def measure(workers: dict[str, Worker], cases: list[str], rounds: int) -> dict:
         for _ in range(rounds):
             for name, worker in workers.items():
                 runs[name].append(round(worker.run(*shape), 2))
-        found[case] = {
+        results[case] = {
             name: {"tokens_per_s": values, "median": statistics.median(values)} for name, values in runs.items()
         }
         if "vllm" in runs:
             ratios = [ours / theirs for ours, theirs in zip(runs["pagoda"], runs["vllm"])]
-            found[case]["ratio"] = {
+            results[case]["ratio"] = {
                 "rounds": [round(r, 2) for r in ratios],
                 "median": round(statistics.median(ratios), 2),
             }
-    return found
+    return results
 
 
 def main() -> None:

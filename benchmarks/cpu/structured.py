@@ -48,11 +48,11 @@ class Answer:
     text: str = ""
 
 
-def ask(llm: LLM, asked: list[Schema], max_tokens: int) -> list[Answer]:
-    """An answer to each schema, all at once."""
+def ask(llm: LLM, batch: list[Schema], max_tokens: int) -> list[Answer]:
+    """Return an answer to each schema, generated in one batch."""
     refused: dict[int, Answer] = {}
     runs: list[tuple[int, str, SamplingParams]] = []
-    for number, schema in enumerate(asked):
+    for number, schema in enumerate(batch):
         form = StructuredOutputsParams(json=schema)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=float(number % 2), seed=number, structured_outputs=form
@@ -66,12 +66,12 @@ def ask(llm: LLM, asked: list[Schema], max_tokens: int) -> list[Answer]:
             continue
         runs.append((number, prompt, params))
     outputs = llm.generate([prompt for _, prompt, _ in runs], [params for *_, params in runs], use_tqdm=False)
-    found = {number: held(asked[number], output.outputs[0]) for (number, _, _), output in zip(runs, outputs)}
-    return [(refused | found)[number] for number in range(len(asked))]
+    checked = {number: check(batch[number], output.outputs[0]) for (number, _, _), output in zip(runs, outputs)}
+    return [(refused | checked)[number] for number in range(len(batch))]
 
 
-def held(schema: Schema, answer: Any) -> Answer:
-    """A generated answer against its schema."""
+def check(schema: Schema, answer: Any) -> Answer:
+    """Return a generated answer, validated against its schema."""
     tokens = tuple(answer.token_ids)
     if answer.finish_reason == "length":
         return Answer(schema, "length", tokens, text=answer.text)
@@ -85,21 +85,21 @@ def held(schema: Schema, answer: Any) -> Answer:
     return Answer(schema, "finished", tokens, text=answer.text)
 
 
-def replay(made: Structured, answers: list[Answer]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Seconds: of every mask by itself, by the clock and of the processor alone (other programs on the machine do not
-    count in these), of every step of all answers together, and of compiling each grammar.
+def replay(structured: Structured, answers: list[Answer]) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Seconds: of every mask by itself, in wall-clock and in CPU time (which other programs on the machine do not
+    affect), of every step of all answers together, and of compiling each grammar.
     """
     alone, processor, together, compiling = [], [], [], []
     states: list[tuple[TokenMaskState, Answer]] = []
     for answer in answers:
-        held_to = Grammar(guidance_text(StructuredOutputsParams(json=answer.schema), {}))
+        grammar = Grammar(guidance_text(StructuredOutputsParams(json=answer.schema), {}))
         request = EngineRequest(
-            request_id="", prompt_token_ids=[], rules=SamplingRules(), max_tokens=1, grammar=held_to
+            request_id="", prompt_token_ids=[], rules=SamplingRules(), max_tokens=1, grammar=grammar
         )
         began = time.perf_counter()
-        made.mask_state(request)
+        structured.mask_state(request)
         compiling.append(time.perf_counter() - began)
-        states.append((made.mask_state(request), answer))
+        states.append((structured.mask_state(request), answer))
     for place in range(max(len(answer.token_ids) for answer in answers)):
         moving = []
         for state, answer in states:
@@ -119,13 +119,13 @@ def replay(made: Structured, answers: list[Answer]) -> tuple[list[float], list[f
     return alone, processor, together, compiling
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds: the middle, the 99th of 100, the most."""
-    found = 1e3 * np.array(seconds)
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Return median, 99th percentile and maximum in milliseconds."""
+    times = 1e3 * np.array(seconds)
     return {
-        "p50_ms": round(float(np.percentile(found, 50)), 4),
-        "p99_ms": round(float(np.percentile(found, 99)), 4),
-        "max_ms": round(float(found.max()), 4),
+        "p50_ms": round(float(np.percentile(times, 50)), 4),
+        "p99_ms": round(float(np.percentile(times, 99)), 4),
+        "max_ms": round(float(times.max()), 4),
         "count": len(seconds),
     }
 
@@ -133,23 +133,24 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole benchmark."""
     llm = LLM(args.model, max_model_len=1024, max_num_seqs=args.batch)
-    asked = schemas(args.schemas, args.seed)
+    tried = schemas(args.schemas, args.seed)
     began = time.perf_counter()
     answers: list[Answer] = []
-    for first in range(0, len(asked), args.batch):
-        answers += ask(llm, asked[first : first + args.batch], args.max_tokens)
+    for first in range(0, len(tried), args.batch):
+        answers += ask(llm, tried[first : first + args.batch], args.max_tokens)
         print(f"{len(answers)} {dict(Counter(each.fate for each in answers))}", flush=True)
     seconds = time.perf_counter() - began
     tokenizer, info = llm.get_tokenizer(), llm.llm_engine.info
-    made = Structured(lambda: vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids))
+    structured = Structured(lambda: vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids))
     done = [answer for answer in answers if answer.fate == "finished"]
     alone, processor, together, compiling = [], [], [], []
     for first in range(0, len(done) - CONCURRENT + 1, CONCURRENT):
-        for total, part in zip((alone, processor, together, compiling), replay(made, done[first : first + CONCURRENT])):
+        replayed = replay(structured, done[first : first + CONCURRENT])
+        for total, part in zip((alone, processor, together, compiling), replayed):
             total += part
     reasons = Counter(_reason(answer.fault) for answer in answers if answer.fate == "refused")
     return {
-        "schemas": len(asked),
+        "schemas": len(tried),
         "seed": args.seed,
         "fates": dict(Counter(answer.fate for answer in answers)),
         "refused": dict(reasons.most_common()),
@@ -160,10 +161,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ],
         "tokens": sum(len(answer.token_ids) for answer in answers),
         "seconds": round(seconds, 1),
-        "mask_alone": spread(alone) if alone else None,
-        "mask_alone_processor": spread(processor) if processor else None,
-        "mask_step_of_64": spread(together) if together else None,
-        "compile": spread(compiling) if compiling else None,
+        "mask_alone": percentiles(alone) if alone else None,
+        "mask_alone_processor": percentiles(processor) if processor else None,
+        "mask_step_of_64": percentiles(together) if together else None,
+        "compile": percentiles(compiling) if compiling else None,
         "vocabulary": info.vocab_size,
         "llguidance": version("llguidance"),
         "cpu": platform.processor() or platform.machine(),
@@ -185,8 +186,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    found = measure(args)
-    text = json.dumps(found, indent=1, ensure_ascii=False)
+    results = measure(args)
+    text = json.dumps(results, indent=1, ensure_ascii=False)
     print(text)
     if args.output is not None:
         args.output.write_text(text + "\n")

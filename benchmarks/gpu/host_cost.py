@@ -54,7 +54,7 @@ def plans(rows: int, context: int, rules: SamplingRules) -> tuple[StepPlan, Step
     numbers = np.arange(rows, dtype=np.int32)
     starts = tuple(RowStart(row, np.zeros(context, np.int32), context - 1, rules) for row in range(rows))
     blocks = np.random.default_rng(0).integers(64, size=(rows, context // BLOCK + 1), dtype=np.int32)
-    made = [
+    plans = [
         StepPlan(
             step=0,
             starts=first,
@@ -67,7 +67,7 @@ def plans(rows: int, context: int, rules: SamplingRules) -> tuple[StepPlan, Step
         )
         for first in (starts, ())
     ]
-    return made[0], made[1]
+    return plans[0], plans[1]
 
 
 def microseconds(run: Callable[[], object], steps: int) -> float:

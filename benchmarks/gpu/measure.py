@@ -168,3 +168,8 @@ def _median_ms_on_host(run: Callable[[int], object], repeats: int) -> float:
         run(i)
         times.append(time.perf_counter() - begin)
     return 1e3 * statistics.median(times)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether Triton rejected settings that need too many registers or too much shared memory."""
+    return type(error).__name__ in ("OutOfResources", "PTXASError", "CompilationError")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import json
 import os
 import signal
@@ -42,6 +41,7 @@ def main() -> int:
     import torch
 
     from pagoda.benchmarks.gpu.measure import Bench, machine
+    from pagoda.benchmarks.gpu.stages import numbers_of
 
     device = machine(args.device)
     write(machine=device)
@@ -52,8 +52,7 @@ def main() -> int:
     leave_out = set(request["leave_out"])
     for part in args.parts:
         write(part=part)
-        module, _, function = part.rpartition(".")
-        for number in getattr(importlib.import_module(f"pagoda.benchmarks.gpu.{module}"), function)(bench):
+        for number in numbers_of(part, bench):
             if f"{part}/{number.name}" in leave_out:
                 continue
             if time.monotonic() > request["until"]:

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.benchmarks.gpu import decode_attention, model, prefill_attention
+from pagoda.benchmarks.gpu import model
 from pagoda.benchmarks.gpu.engine import LOADS, prompts
+from pagoda.benchmarks.gpu.kernels import decode_attention, prefill_attention
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, package_version
 
 AGREE = 0.02

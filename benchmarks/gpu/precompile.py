@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,9 +31,9 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import CpuStream
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, find_chip
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.benchmarks.gpu.measure import Bench, Number
+from pagoda.benchmarks.gpu.measure import Bench
 from pagoda.benchmarks.gpu.parity import SMALL
-from pagoda.benchmarks.gpu.stages import STAGES
+from pagoda.benchmarks.gpu.stages import STAGES, numbers_of
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -147,14 +147,6 @@ def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: 
     backend.close()
 
 
-def numbers_of(stages: list[str], bench: Bench) -> Iterator[tuple[str, Number]]:
-    for stage in stages:
-        for part in STAGES[stage]:
-            module, _, function = part.rpartition(".")
-            for number in getattr(importlib.import_module(f"pagoda.benchmarks.gpu.{module}"), function)(bench):
-                yield f"{part}/{number.name}", number
-
-
 def stop_at_launch(capability: int) -> list[Any]:
     """Make kernel launches stop at the compiled program. Return the list of programs, which grows."""
     from triton.runtime import driver
@@ -195,14 +187,16 @@ def compile_share(stages: list[str], capability: int, sms: int, share: int, shar
     programs = stop_at_launch(capability)
     chip = find_chip(divmod(capability, 10), sms)
     pagoda.LLM = lambda folder, **settings: WarmEngine(chip, folder, **settings)  # type: ignore[attr-defined,misc]
-    for at, (name, number) in enumerate(numbers_of(stages, AbsentBench(META, chip))):
+    bench = AbsentBench(META, chip)
+    numbers = ((part, number) for stage in stages for part in STAGES[stage] for number in numbers_of(part, bench))
+    for at, (part, number) in enumerate(numbers):
         if at % shares == share:
             before = len(programs)
             try:
                 number.run()
             except Exception as error:
                 if verbose:
-                    print(f"{name}: {len(programs) - before} launches", file=sys.stderr)
+                    print(f"{part}/{number.name}: {len(programs) - before} launches", file=sys.stderr)
                     traceback.print_exception(error, limit=-9, file=sys.stderr)
     return programs
 

@@ -1,6 +1,16 @@
-"""The parts of each stage. A part is a function of a module here, named `module.function`."""
+"""The parts of each stage. A part is a function of a module here or in `kernels`, named `module.function`."""
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagoda.benchmarks.gpu.measure import Bench, Number
+
+PACKAGE = "pagoda.benchmarks.gpu"
 
 STAGES: dict[str, tuple[str, ...]] = {
     "smoke": (
@@ -28,3 +38,10 @@ STAGES: dict[str, tuple[str, ...]] = {
     "tune": ("decode_attention.trials", "prefill_attention.trials", "gemm.trials"),
 }
 """In the recommended order: correctness, the engine, the comparison, then the details."""
+
+
+def numbers_of(part: str, bench: Bench) -> Iterator[Number]:
+    """Import a part's module and yield its numbers."""
+    name, _, function = part.rpartition(".")
+    package = PACKAGE if find_spec(f"{PACKAGE}.{name}") else f"{PACKAGE}.kernels"
+    yield from getattr(importlib.import_module(f"{package}.{name}"), function)(bench)

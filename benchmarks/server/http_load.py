@@ -35,7 +35,7 @@ class Stream:
         head, _, body = raw.partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
             raise SystemExit(raw[:500].decode())
-        found = []
+        texts = []
         for line in _unchunked(body).split(b"\n\n"):
             event = line.removeprefix(b"data: ")
             if not event or event == b"[DONE]":
@@ -43,8 +43,8 @@ class Stream:
             for choice in json.loads(event)["choices"]:
                 text = choice.get("text") or choice.get("delta", {}).get("content")
                 if text:
-                    found.append(text)
-        return found
+                    texts.append(text)
+        return texts
 
 
 def _unchunked(body: bytes) -> bytes:

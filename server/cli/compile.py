@@ -13,6 +13,7 @@ from typing import Final
 
 from pagoda.backends.modules import CompileTarget
 from pagoda.backends.registry import load_compiler
+from pagoda.common.backend import BackendOptions, ParallelSizes
 from pagoda.common.config.commands import COMMAND_SETTINGS, CompileConfig
 from pagoda.common.config.defaults import Platform
 from pagoda.common.config.engine import EngineConfig
@@ -35,29 +36,27 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile and print the report. Returns 0. Raises ConfigError if the model or topology cannot be compiled."""
-    settled = resolve_settings(args, SETTINGS)
-    config: CompileConfig = build(CompileConfig, settled.values, SETTINGS.values())
+    settings = resolve_settings(args, SETTINGS)
+    config: CompileConfig = build(CompileConfig, settings.values, SETTINGS.values())
     if config.topology is None:
         raise ConfigError("--topology", "required: the chips to compile for, such as v6e:1x1")
     compiler = load_compiler()
     target = compiler.find_target(config.topology)
-    data = settled.values["data_parallel_size"]
+    data = settings.values["data_parallel_size"]
     tensor = config.tensor_parallel_size or max(1, len(target.devices) // data)
-    resolved = resolve_for(settled, config, target, tensor)
-    report = compiler.compile_ahead(
-        target,
-        resolved.spec,
+    resolved = resolve_for(settings, config, target, tensor)
+    options = BackendOptions(
+        spec=resolved.spec,
         limits=resolved.limits,
         layout=resolved.layout,
         cache=resolved.config.cache,
         dtype=resolved.dtype,
-        tensor=tensor,
-        data=data,
-        mode=sampler_options(resolved.config).logprobs_mode,
-        largest=config.budget_only,
-        stated=("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settled.sources,
+        sampling=sampler_options(resolved.config),
+        parallel=ParallelSizes(tensor, data),
         quantization=resolved.config.model.runtime_quantization,
     )
+    stated = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
+    report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=stated)
     print(report)
     write_results(config.output_json, report.as_json())
     if config.output is not None:
@@ -65,17 +64,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def resolve_for(settled: ResolvedSettings, config: CompileConfig, target: CompileTarget, tensor: int) -> Resolved:
+def resolve_for(settings: ResolvedSettings, config: CompileConfig, target: CompileTarget, tensor: int) -> Resolved:
     """Resolve the model and its limits for the target. Raises ConfigError or ModelError."""
-    values = {**settled.values, "tensor_parallel_size": tensor}
-    engine = EngineArgs.from_resolved(replace(settled, values=values)).create_engine_config()
+    values = {**settings.values, "tensor_parallel_size": tensor}
+    engine = EngineArgs.from_resolved(replace(settings, values=values)).create_engine_config()
     if engine.model.backend not in ("auto", _BACKEND):
         raise ConfigError("--backend", f"{engine.model.backend} has no ahead-of-time compilation; drop it")
     engine = replace(engine, model=replace(engine.model, backend=_BACKEND))
     if config.config_only:
         engine = _config_only(engine)
     platform = Platform("tpu", target.hbm_bytes, target.device_name, tensor)
-    return resolve(engine, "server", settled.sources, weights=not config.config_only, platform=platform)
+    return resolve(engine, "server", settings.sources, weights=not config.config_only, platform=platform)
 
 
 def _config_only(engine: EngineConfig) -> EngineConfig:

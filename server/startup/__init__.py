@@ -1,1 +1,1 @@
-"""From a settled configuration to a running engine: backend, weights, memory plan, ranks, warm-up."""
+"""From a resolved configuration to a running engine: backend, weights, memory plan, ranks, warm-up."""

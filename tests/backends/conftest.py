@@ -9,12 +9,12 @@ from support.reference_driver import Driver
 @pytest.fixture
 def driver():
     """A factory of drivers whose backends are closed at the end."""
-    made: list[Driver] = []
+    drivers: list[Driver] = []
 
     def make(*args, **kwargs) -> Driver:
-        made.append(Driver(*args, **kwargs))
-        return made[-1]
+        drivers.append(Driver(*args, **kwargs))
+        return drivers[-1]
 
     yield make
-    for one in made:
+    for one in drivers:
         one.backend.close()

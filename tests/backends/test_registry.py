@@ -34,7 +34,7 @@ def test_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "reason"),
     [("simulated", "not in this version"), ("torch_cuda", "torch_cuda: "), ("abacus", "abacus is unknown; use auto")],
 )
-def test_asking_for_what_is_not_there(name: str, reason: str) -> None:
+def test_an_unavailable_backend_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         registry.choose_backend(name)
     assert caught.value.setting == "--backend"
@@ -58,7 +58,7 @@ def parallel(**settings: Any) -> ParallelConfig:
     return ParallelConfig(**settings)
 
 
-def test_what_create_is_told_about_devices() -> None:
+def test_parallel_sizes_keeps_only_supported_fields() -> None:
     assert registry.parallel_sizes("jax_tpu", parallel(tensor_parallel_size=4)) == ParallelSizes(tensor=4)
     assert registry.parallel_sizes("torch_cuda", parallel(tensor_parallel_size=2)) == ParallelSizes(tensor=2)
     assert registry.parallel_sizes("reference", parallel()) == ParallelSizes()
@@ -93,7 +93,7 @@ def test_ranks_are_of_one_backend_and_more_than_one_device() -> None:
         ),
     ],
 )
-def test_what_a_backend_does_not_spread(name: str, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_parallel_sizes_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         registry.parallel_sizes(name, parallel(**settings))
 

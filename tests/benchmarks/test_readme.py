@@ -31,7 +31,7 @@ def test_the_table_is_current() -> None:
     assert readme.with_table(text) == text, "run python benchmarks/readme.py --table"
 
 
-def test_each_row_says_what_kind_of_processor_it_is_of() -> None:
+def test_each_row_names_its_processor_kind() -> None:
     with_bf16, without = result(True, offline=beside(7.0, 10.0)), result(False, offline=beside(30.0, 10.0))
     table = readme.table({"new.json": with_bf16, "old.json": without | {"startup": {"median": 6}}})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
@@ -48,7 +48,7 @@ def test_each_row_says_what_kind_of_processor_it_is_of() -> None:
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_a_kind_of_processor_that_was_not_measured_is_named(bf16: bool) -> None:
+def test_an_unmeasured_processor_kind_is_named(bf16: bool) -> None:
     table = readme.table({"a.json": result(bf16, offline=beside(30.0, 10.0))})
     assert "not in this table yet" in table
     assert f"processor\n{'without' if bf16 else 'with'} them" in table

@@ -25,16 +25,16 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PackedShape
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
+from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.chips import CHIPS
@@ -45,22 +45,8 @@ _DEFAULT_CACHE: Final = CacheConfig()
 _SCHEDULES: Final = "*.jit_*.after_codegen.txt"
 
 
-def compile_ahead(
-    target: Target,
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    tensor: int,
-    data: int = 1,
-    mode: LogprobsMode = "raw_logprobs",
-    largest: bool = False,
-    stated: bool = True,
-    quantization: str | None = None,
-) -> Report:
-    """Compile the programs of `data` model replicas, each on `tensor` devices of the target. Needs no weights.
+def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = False, stated: bool = True) -> Report:
+    """Compile the programs of a model on devices of the target. Needs no weights.
 
     `largest`: compile only the largest program of each kind, which is enough for the memory budget. `stated`: the user
     set max_model_len (generation) or max_num_batched_tokens (pooling), so it must not be lowered to fit.
@@ -68,15 +54,17 @@ def compile_ahead(
     Raise ConfigError if the heads cannot be sharded that way or the model does not fit.
     """
     begin = time.perf_counter()
-    model = model_for(target, spec, limits, layout, dtype, tensor, data, cache, quantization)
+    limits, layout, cache, parallel = options.limits, options.layout, options.cache, options.parallel
+    tensor, data = parallel.tensor, parallel.data
+    model = model_for(target, options.spec, limits, layout, options.dtype, tensor, data, cache, options.quantization)
     program_set: ProgramSet[Any]
-    if spec.pooler is not None:
+    if options.spec.pooler is not None:
         limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
         program_set, num_blocks, history = PoolProgramSet(model, limits), 0, 0
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
         shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
-        program_set = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, mode)
+        program_set = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, options.sampling.logprobs_mode)
         history = program_set.history.size * program_set.history.dtype.itemsize
     keys = _largest(program_set) if largest else list(program_set)
     programs = compile_programs(program_set, keys)
@@ -164,7 +152,7 @@ def _size(key: Key) -> tuple[int, ...]:
     match key:
         case Forward(shape) | ForwardEmbeds(shape):
             return shape.tokens, shape.seqs, shape.pages
-        case ScorePrompt(tokens) | PackedShape(tokens):
+        case ScorePrompt(tokens) | PoolShape(tokens):
             return (tokens,)
         case Sample(seqs, _) | LogitsProgram(_, seqs):
             return (seqs,)

@@ -23,7 +23,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     SetHistoryRow,
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet
-from pagoda.backends.jax_tpu.execution.step_input import PackedShape
+from pagoda.backends.jax_tpu.execution.step_input import PoolShape
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, ProgramMemory
 from pagoda.common.config.engine import Limits
 from pagoda.kernels_pallas.chips import ChipInfo
@@ -255,7 +255,7 @@ def key_name(key: Key) -> str:
             return f"{name} {seqs} rows"
         case SetHistoryRow():
             return "set history row"
-        case PackedShape(tokens, seqs, _, of_tokens):
+        case PoolShape(tokens, seqs, _, of_tokens):
             return f"pool {tokens} tokens, " + ("one output per token" if of_tokens else f"{seqs} prompts")
 
 

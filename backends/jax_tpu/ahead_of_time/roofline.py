@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ScorePrompt,
     SetHistoryRow,
 )
-from pagoda.backends.jax_tpu.execution.step_input import TILE, PackedShape
+from pagoda.backends.jax_tpu.execution.step_input import POOL_TILE, PoolShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.weights.placement import Path
@@ -27,9 +27,9 @@ from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import Moe
 from pagoda.kernels_pallas.chips import ChipInfo
 
-Key: TypeAlias = program_keys.Key | PackedShape
+Key: TypeAlias = program_keys.Key | PoolShape
 
-PROMPT: Final = TILE
+PROMPT: Final = POOL_TILE
 """Prompt length assumed for a full pooling batch, in tokens: each tile of queries attends to one tile of keys."""
 
 
@@ -72,7 +72,7 @@ def full_batch(model: Model, key: Key, num_blocks: int) -> BatchLoad:
     match key:
         case Forward(shape) | ForwardEmbeds(shape):
             return full_step(shape, model.kernel.page_size, num_blocks)
-        case PackedShape(tokens):
+        case PoolShape(tokens):
             return _prompts(tokens, PROMPT)
         case _:
             return BatchLoad(0, 0)
@@ -108,7 +108,7 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
             return RooflineCost(head * model.dtype.itemsize, 2 * head)
         case Sample(seqs, _) | LogitsProgram(_, seqs):
             return RooflineCost(seqs * vocab * 4, 0)
-        case PackedShape():
+        case PoolShape():
             return _pool(model, key, load)
         case SetHistoryRow():
             return RooflineCost(2 * (model.max_len + 1) * 4, 0)
@@ -123,7 +123,7 @@ def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
     return RooflineCost(moved, flops, kernel_bytes, kernel_flops)
 
 
-def _pool(model: Model, shape: PackedShape, load: BatchLoad) -> RooflineCost:
+def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
     """Return the cost of a pooling program. Bidirectional attention is plain XLA, whose operands may stay on chip."""
     moved, flops = _layers(model, shape.tokens)
     if all(layer.mixer.causal for layer in model.spec.layers):
@@ -148,7 +148,7 @@ def _layers(model: Model, tokens: int) -> tuple[int, int]:
     return moved, flops
 
 
-def _attention(model: Model, shape: StepShape | PackedShape, load: BatchLoad) -> tuple[int, int]:
+def _attention(model: Model, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
     """Return bytes and FLOP of all layers' attention, sliding windows considered."""
     moved = flops = 0
     for layer in model.spec.layers:

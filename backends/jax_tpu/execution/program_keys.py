@@ -1,4 +1,4 @@
-"""The programs of a generating engine, by key, and how each is lowered. Needs shapes only, no weights.
+"""The programs of a generating or pooling engine, by key, and how each is lowered. Needs shapes only, no weights.
 
 The forward pass is one program; penalties, sampling and logprobs are small programs on its logits, so that rarely used
 features do not multiply the number of large programs.
@@ -17,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu import sampling
-from pagoda.backends.jax_tpu.execution.step_input import MIN_TOKENS, KernelChoice, PackedInput, PackedShape, packed_size
+from pagoda.backends.jax_tpu.execution.step_input import (
+    MIN_POOL_TOKENS,
+    KernelChoice,
+    PoolInput,
+    PoolShape,
+    packed_size,
+)
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
@@ -136,10 +142,7 @@ class StepProgramSet:
     def lower(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower a program. Not thread-safe."""
         function, donated, arguments = self._program(key)
-        with self.model.matmul_precision:
-            options, outputs = compiler_options(self.model.kernel), self._out_shardings(key)
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
-            return jitted.lower(*arguments)
+        return _lower(self.model, function, arguments, self._out_shardings(key), donated)
 
     def _out_shardings(self, key: Key) -> Any:
         """Logits and hidden states stay with their shard; what the host reads is replicated."""
@@ -156,9 +159,7 @@ class StepProgramSet:
 
     def signature(self, key: Key) -> str:
         """Return logprobs mode, kernel choice, and the shapes, dtypes and shardings of all arguments."""
-        arguments = jax.tree.leaves(self._program(key)[2])
-        parts = ((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)
-        return repr([self.mode, self.model.kernel, *parts])
+        return repr([self.mode, self.model.kernel, *_shapes(self._program(key)[2])])
 
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """Return the function, the indices of its donated arguments, and the shapes of all arguments."""
@@ -193,7 +194,7 @@ class StepProgramSet:
         rows = logits.shape[0]
         match name:
             case "penalise":
-                function = self._per_shard(_penalise, ("R.", "", ""), "R.")
+                function = _per_shard(self.model, _penalise, ("R.", "", ""), "R.")
                 return function, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
                 return sampling.adjust, (), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
@@ -204,14 +205,8 @@ class StepProgramSet:
             case "mask":
                 return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
-                function = self._per_shard(partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
+                function = _per_shard(self.model, partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
-
-    def _per_shard(self, function: Callable[..., Any], in_axes: tuple[str, ...], out_axes: Any) -> Callable[..., Any]:
-        """Map the function over the shards' rows; the compiler alone would gather all logits."""
-        specs = jax.tree.map(partition, (in_axes, out_axes))
-        # check_vma=False: the devices of a shard hold the same values
-        return jax.shard_map(function, mesh=self.model.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
     def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
         rows = self.model.shards * seqs
@@ -233,12 +228,12 @@ def _set_history_row(history: jax.Array, row: jax.Array, tokens: jax.Array) -> j
     return history.at[row].set(tokens)
 
 
-# The programs of a pooling model: one per bucket of tokens, with outputs per prompt or per token.
-
-
 @dataclass(frozen=True, slots=True)
 class PoolProgramSet:
-    """Programs (leaves, packed batch) -> pooled outputs float32 [S or T, n], keyed by padded shape."""
+    """The programs of a pooling model: one per bucket of tokens, with outputs per prompt or per token.
+
+    (leaves, packed batch) -> pooled outputs float32 [S or T, n], keyed by padded shape.
+    """
 
     model: Model
     limits: Limits
@@ -248,45 +243,61 @@ class PoolProgramSet:
         """Return what bundled programs depend on besides model and limits. There is no persistent KV cache."""
         return {"num_blocks": 0}
 
-    def __iter__(self) -> Iterator[PackedShape]:
+    def __iter__(self) -> Iterator[PoolShape]:
         """Yield every shape, the largest first."""
         assert self.model.spec.pooler is not None, "the model pools"
         per_prompt = () if self.model.spec.pooler.kind == "all" else (False,)
         for tokens in reversed(token_ladder(self.limits).sizes):
             yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *per_prompt))
 
-    def shape_for(self, tokens: int, of_tokens: bool) -> PackedShape:
+    def shape_for(self, tokens: int, of_tokens: bool) -> PoolShape:
         """Return the smallest shape that fits `tokens`. `of_tokens`: one output per token instead of per prompt."""
         size = token_ladder(self.limits).bucket_for(tokens)
         pages = -(-min(self.limits.max_model_len, size) // self.limits.block_size)
-        return PackedShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
+        return PoolShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
 
-    def lower(self, key: PackedShape) -> jax.stages.Lowered:
+    def lower(self, key: PoolShape) -> jax.stages.Lowered:
         """Trace and lower a program. Not thread-safe."""
-        with self.model.matmul_precision:
-            options, outputs = compiler_options(self.model.kernel), replicated(self.model.mesh)
-            jitted = jax.jit(partial(self._pool, key), out_shardings=outputs, compiler_options=options)
-            return jitted.lower(self.model.leaves, self._packed(key))
+        arguments = self.model.leaves, self._packed(key)
+        return _lower(self.model, partial(self._pool, key), arguments, replicated(self.model.mesh))
 
-    def signature(self, key: PackedShape) -> str:
+    def signature(self, key: PoolShape) -> str:
         """Return the kernel choice and the shapes, dtypes and shardings of all arguments."""
-        arguments = (*self.model.leaves, self._packed(key))
-        return repr([self.model.kernel, *((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)])
+        return repr([self.model.kernel, *_shapes((self.model.leaves, self._packed(key)))])
 
-    def _packed(self, key: PackedShape) -> jax.ShapeDtypeStruct:
+    def _packed(self, key: PoolShape) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((key.size,), jnp.dtype(jnp.int32), sharding=replicated(self.model.mesh))
 
-    def _pool(self, key: PackedShape, leaves: Leaves, packed: jax.Array) -> jax.Array:
+    def _pool(self, key: PoolShape, leaves: Leaves, packed: jax.Array) -> jax.Array:
         def run(leaves: Leaves, packed: jax.Array) -> jax.Array:
-            return self.model.decoder(leaves).pooled(PackedInput.unpack(packed, key, self.model.kernel))
+            return self.model.decoder(leaves).pooled(PoolInput.unpack(packed, key, self.model.kernel))
 
-        specs = tuple(map(partition, self.model.axes)), partition("")
-        # check_vma=False: every device computes the same outputs
-        mapped = jax.shard_map(run, mesh=self.model.mesh, in_specs=specs, out_specs=partition(""), check_vma=False)
-        return mapped(leaves, packed)
+        pooled: jax.Array = _per_shard(self.model, run, (tuple(self.model.axes), ""), "")(leaves, packed)
+        return pooled
+
+
+def _lower(
+    model: Model, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: Any, donated: tuple[int, ...] = ()
+) -> jax.stages.Lowered:
+    with model.matmul_precision:
+        options = compiler_options(model.kernel)
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
+        return jitted.lower(*arguments)
+
+
+def _shapes(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the shapes, dtypes and shardings of all arguments."""
+    return [(each.shape, each.dtype.name, each.sharding.spec) for each in jax.tree.leaves(arguments)]
+
+
+def _per_shard(model: Model, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Map the function over the shards' rows; the compiler alone would gather all logits."""
+    specs = jax.tree.map(partition, (in_axes, out_axes))
+    # check_vma=False: devices that hold the same rows compute the same values
+    return jax.shard_map(function, mesh=model.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
 def token_ladder(limits: Limits) -> ShapeLadder:
     """Return the padded numbers of tokens, doubling up to the longest step."""
-    longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // MIN_TOKENS) * MIN_TOKENS
-    return ShapeLadder.between(MIN_TOKENS, longest)
+    longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // MIN_POOL_TOKENS) * MIN_POOL_TOKENS
+    return ShapeLadder.between(MIN_POOL_TOKENS, longest)

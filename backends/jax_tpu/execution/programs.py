@@ -33,7 +33,11 @@ from pagoda import __version__
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.models.spec import ModelSpec
 
-# Serialise compiled programs, and collect the facts that a serialised program depends on.
+logger = logging.getLogger(__name__)
+
+_STACK_BYTES: Final = 64 << 20  # the compiler's recursion exceeds the default thread stack
+
+# Serialised programs, and the facts that they depend on.
 #
 # Under another compiler, model or mesh an executable silently computes wrong results, so the facts must be stored with
 # it. Deserialising uses pickle: load trusted files only.
@@ -125,12 +129,6 @@ def _processor() -> str:
     return hashlib.sha256(features.encode()).hexdigest()[:12]
 
 
-# Persistent cache of compiled programs: on a hit, a start neither traces nor compiles.
-#
-# XLA's own cache is consulted only after tracing and lowering, which for all buckets of a model takes longer than
-# reading every program from disk. Here the file name is the digest of everything a program depends on: the model's
-# facts, the program's key and its arguments.
-
 MAX_BYTES: Final = 16 << 30
 """Maximum size of the folder; beyond it the least recently used programs are deleted."""
 
@@ -167,7 +165,12 @@ class ProgramSet(Protocol[KeyT]):
 
 
 class CompileCache:
-    """A folder of programs. Each file is the SHA-256 of a program followed by the program. Engines may share it."""
+    """A folder of compiled programs: on a hit, a start neither traces nor compiles. Engines may share it.
+
+    XLA's own cache is consulted only after tracing and lowering, which for all buckets of a model takes longer than
+    reading every program from disk. Here the file name is the digest of everything a program depends on: the model's
+    facts, the program's key and its arguments. A file is the SHA-256 of a program followed by the program.
+    """
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -234,11 +237,6 @@ def _load(path: Path, data: bytes, devices: list[jax.Device]) -> jax.stages.Comp
     except Exception as error:  # XLA raises various types for an executable it rejects
         logger.warning("%s cannot be loaded (%s); recompiling the program", path, error)
         return None
-
-
-logger = logging.getLogger(__name__)
-
-_STACK_BYTES: Final = 64 << 20  # the compiler's recursion exceeds the default thread stack
 
 
 class RecompileError(RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.execution.step_input import pack
+from pagoda.backends.jax_tpu.execution.step_input import pack_step
 from pagoda.common.config.defaults import TPU_TABLE_ENTRIES
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.shapes import StepShape, StepShapes
@@ -59,12 +59,14 @@ def make_embeds(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.D
 
 def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
     if plan is None:
-        return pack(shape, _EMPTY, _ZERO, _EMPTY, _EMPTY, (0, 0), (), empty_row)
+        return pack_step(shape, _EMPTY, _ZERO, _EMPTY, _EMPTY, (0, 0), (), empty_row)
     lengths = np.diff(plan.query_start)
     prefills = np.flatnonzero(lengths != 1)
     counts = (int(prefills[0]) if len(prefills) else plan.num_seqs, plan.num_seqs)
     tables = tuple(table[:, : shape.pages] for table in plan.block_tables)
-    return pack(shape, plan.token_ids, plan.query_start, plan.context + lengths, plan.rows, counts, tables, empty_row)
+    return pack_step(
+        shape, plan.token_ids, plan.query_start, plan.context + lengths, plan.rows, counts, tables, empty_row
+    )
 
 
 _EMPTY: Final[Int32] = np.zeros(0, np.int32)

@@ -1,4 +1,7 @@
-"""The batch of a generation step: packed into one int32 array on the host, split inside the program."""
+"""The inputs of generation and pooling programs: one int32 array packed on the host, split inside the program.
+
+A pooling program gets whole prompts, concatenated. Both kinds of input attend through `KernelChoice.attend`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,6 @@ from pagoda.common.engine.step import PREVIOUS, Int32
 from pagoda.common.models.spec import Attention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
-
-
-def packed_size(shape: StepShape) -> int:
-    """Return the length of a step's packed array."""
-    return shape.tokens + 3 * shape.seqs + 1 + 2 + shape.groups * shape.seqs * shape.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,34 @@ class KernelChoice:
         """Return the static arguments of every kernel."""
         return {"use_kernel": self.use_kernel, "interpret": self.interpret, "chip": self.chip}
 
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, spec: Attention, **batch: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write K and V [T, K, H] into the cache, then attend: q [T, N, H] -> [T, N, H], and the cache.
+
+        `batch`: the arguments of `ragged_paged_attention` that describe the sequences.
+        """
+        return ragged_paged_attention(
+            q,
+            k,
+            v,
+            cache,
+            layout=self.kv_layout(*k.shape[1:]),
+            scale=spec.scale,
+            softcap=spec.softcap,
+            window=spec.window,
+            **batch,
+            **self.options,
+        )
+
+
+# Generation.
+
+
+def packed_size(shape: StepShape) -> int:
+    """Return the length of a step's packed array."""
+    return shape.tokens + 3 * shape.seqs + 1 + 2 + shape.groups * shape.seqs * shape.pages
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -63,7 +89,7 @@ class StepInput:
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
-        """Split int32 [packed_size(shape)] in the order of `pack`."""
+        """Split int32 [packed_size(shape)] in the order of `pack_step`."""
         sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2)
         token_ids, query_start, kv_len, rows, counts, tables = jnp.split(packed, np.cumsum(sizes))
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
@@ -102,24 +128,20 @@ class StepInput:
         `cache_index` int32 [2]: block table, layer of the stacked cache. `scales` [2]: of K and V in a scaled cache.
         """
         k_scale, v_scale = (None, None) if scales is None else scales
-        return ragged_paged_attention(
+        return self.kernel.attend(
             q,
             k,
             v,
             cache,
-            layout=self.kernel.kv_layout(*k.shape[1:]),
+            spec,
             layer=cache_index[1],
             query_start=self.query_start,
             kv_len=self.kv_len,
             page_table=self.page_tables[cache_index[0]],
             counts=self.counts,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            window=spec.window,
             k_scale=k_scale,
             v_scale=v_scale,
             decode_only=self.decode_only,
-            **self.kernel.options,
         )
 
     def resolve_ids(self, history: jax.Array) -> jax.Array:
@@ -128,7 +150,7 @@ class StepInput:
         return jnp.where(self.token_ids == PREVIOUS, sampled, self.token_ids)
 
 
-def pack(
+def pack_step(
     shape: StepShape,
     token_ids: Int32,
     query_start: Int32,
@@ -157,18 +179,18 @@ def pack(
     return packed
 
 
-# The batch of a pooling program: whole prompts concatenated, in one packed int32 array.
+# Pooling.
 
-MIN_TOKENS: Final = 64
+MIN_POOL_TOKENS: Final = 64
 """Tokens of the smallest program; all sizes are multiples of it."""
-TILE: Final = 256
+POOL_TILE: Final = 256
 """Tile size of bidirectional attention, in queries and in keys."""
 
 _LOW: Final = -1e30  # initial running maximum: finite, so that exp(-inf - _LOW) is 0 instead of NaN
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PackedShape:
+class PoolShape:
     """The padded shape of a step."""
 
     tokens: int  # T
@@ -184,11 +206,11 @@ class PackedShape:
     @property
     def tile(self) -> int:
         """Return the attention tile size in tokens; it divides T."""
-        return TILE if self.tokens % TILE == 0 else MIN_TOKENS
+        return POOL_TILE if self.tokens % POOL_TILE == 0 else MIN_POOL_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class PackedInput:
+class PoolInput:
     """One step on the device. Each padding token counts as a prompt of one token."""
 
     token_ids: jax.Array  # int32 [T]
@@ -198,11 +220,11 @@ class PackedInput:
     query_start: jax.Array  # int32 [S+1]: first token of each prompt; last entry: number of real tokens
     page_tables: jax.Array  # int32 [S, pages]: of the scratch cache of one layer
     kernel: KernelChoice
-    shape: PackedShape
+    shape: PoolShape
 
     @classmethod
-    def unpack(cls, packed: jax.Array, shape: PackedShape, kernel: KernelChoice) -> PackedInput:
-        """Split int32 [shape.size] in the order of `pack_prompts`."""
+    def unpack(cls, packed: jax.Array, shape: PoolShape, kernel: KernelChoice) -> PoolInput:
+        """Split int32 [shape.size] in the order of `pack_pool`."""
         ids, starts, ends, types, query_start = jnp.split(packed, np.cumsum([shape.tokens] * 4))
         pages = -(-jnp.diff(query_start) // kernel.page_size)
         page_tables = (1 + jnp.cumsum(pages) - pages)[:, None] + jnp.arange(shape.pages)
@@ -236,21 +258,17 @@ class PackedInput:
         if not spec.causal:
             return self._attend_bidirectional(q, k, v, spec), cache
         lengths = jnp.diff(self.query_start)
-        return ragged_paged_attention(
+        return self.kernel.attend(
             q,
             k,
             v,
             cache,
-            layout=self.kernel.kv_layout(*k.shape[1:]),
+            spec,
             layer=0,
             query_start=self.query_start,
             kv_len=lengths,
             page_table=self.page_tables,
             counts=jnp.stack([jnp.zeros((), jnp.int32), (lengths > 0).sum(dtype=jnp.int32)]),
-            scale=spec.scale,
-            softcap=spec.softcap,
-            window=spec.window,
-            **self.kernel.options,
         )
 
     def _attend_bidirectional(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention) -> jax.Array:
@@ -316,7 +334,7 @@ def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
-def pack_prompts(shape: PackedShape, plan: PoolPlan) -> Int32:
+def pack_pool(shape: PoolShape, plan: PoolPlan) -> Int32:
     """Pack a plan into int32 [shape.size]."""
     real, lengths = plan.num_tokens, np.diff(plan.query_start)
     tokens = np.zeros((4, shape.tokens), np.int32)

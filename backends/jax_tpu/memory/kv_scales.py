@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.execution.step_input import pack
+from pagoda.backends.jax_tpu.execution.step_input import pack_step
 from pagoda.backends.jax_tpu.model.decoder import Caches
 from pagoda.backends.jax_tpu.model.layout import segments
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
@@ -56,7 +56,7 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     shape = StepShape(tokens, 1, pages, groups, decode_only=False)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, 1, pages)
     caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in unquantised.caches(1 + groups * pages))
-    packed = pack(
+    packed = pack_step(
         shape,
         np.random.default_rng(0).integers(model.spec.vocab, size=tokens, dtype=np.int32),
         np.array([0, tokens], np.int32),

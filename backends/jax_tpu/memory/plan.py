@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.step_input import MIN_TOKENS, TILE
+from pagoda.backends.jax_tpu.execution.step_input import MIN_POOL_TOKENS, POOL_TILE
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, available_bytes, device_memory
 from pagoda.common.backend import MemoryPlan
@@ -121,7 +121,7 @@ def fit_pooling(model: Model, limits: Limits, room: int, *, stated: bool) -> Lim
     """
     weights, (fixed, per_token) = weight_bytes(model), pooling_bytes(model, limits)
     longest = max(limits.max_num_batched_tokens, limits.max_model_len)
-    fits = (room - CODE_BYTES - weights - fixed) // per_token // MIN_TOKENS * MIN_TOKENS
+    fits = (room - CODE_BYTES - weights - fixed) // per_token // MIN_POOL_TOKENS * MIN_POOL_TOKENS
     if fits >= longest:
         return limits
     if fits >= limits.max_model_len and not stated:
@@ -153,7 +153,7 @@ def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     outputs = 4 * (2 * width + spec.hidden_width + limits.max_num_seqs)
     page = max(kv.bytes_per_page for kv in model.kv_layouts)
     pages = limits.max_num_seqs * page if any(layer.mixer.causal for layer in spec.layers) else 0
-    return 3 * heads * TILE * TILE * 4 + pages, _token_bytes(model) + outputs + page // limits.block_size
+    return 3 * heads * POOL_TILE * POOL_TILE * 4 + pages, _token_bytes(model) + outputs + page // limits.block_size
 
 
 def cache_dtype(cache: CacheConfig, activations: jnp.dtype, chip: ChipInfo | None) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.execution.step_input import PackedInput
+from pagoda.backends.jax_tpu.execution.step_input import PoolInput
 from pagoda.backends.jax_tpu.model.layers import (
     AnyStep,
     JaxBuildContext,
@@ -39,16 +39,14 @@ from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.models.spec import Attention, Layer, ModelSpec, Rope
 
-# Grouped-query attention over the paged cache (generation) or within the prompts of a step (pooling).
-#
-# Heads are arranged in slots (see `layout.HeadLayout`): a slot is one KV head with its query heads, so that one axis
-# can be sharded over the devices.
-
 
 class JaxAttention(nnx.Module):
-    """`qkv` [K * (G+2), H, D]: per slot K the G query heads, then key, then value; `out` [D, K * G * H].
+    """Grouped-query attention over the paged cache (generation) or within the prompts of a step (pooling).
 
-    `out` is flat: with G as the second-last axis the TPU would choose a layout that must be undone in every step.
+    Heads are arranged in slots (see `layout.HeadLayout`): a slot is one KV head with its query heads, so that one axis
+    can be sharded over the devices. `qkv` [K * (G+2), H, D]: per slot K the G query heads, then key, then value.
+    `out` [D, K * G * H] is flat: with G as the second-last axis the TPU would choose a layout that must be undone in
+    every step.
     """
 
     def __init__(self, spec: Attention, width: int, build: JaxBuildContext) -> None:
@@ -171,7 +169,7 @@ class JaxDecoder(nnx.Module):
             logits = jnp.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
         return jnp.where(jnp.arange(logits.shape[1]) < self.spec.vocab, logits, -jnp.inf)
 
-    def pooled(self, step: PackedInput) -> jax.Array:
+    def pooled(self, step: PoolInput) -> jax.Array:
         """Return the pooling head's outputs, float32 [R, n]."""
         assert self.pooler is not None, "the model pools"
         cached = any(layer.mixer.causal for layer in self.spec.layers)

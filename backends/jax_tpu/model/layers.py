@@ -1,4 +1,4 @@
-"""The decoder's layers besides attention: linear projections, norms, feed-forward blocks and the pooling head.
+"""The decoder's layers besides attention: projections, norms, feed-forward blocks, pooling head, rotary embeddings.
 
 Modules run inside `shard_map`: every array is a device's local piece, and exchanges between devices are explicit.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from pagoda.backends.jax_tpu.execution.step_input import PackedInput, StepInput
+from pagoda.backends.jax_tpu.execution.step_input import PoolInput, StepInput
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models import spec as models
@@ -24,7 +24,7 @@ from pagoda.common.models.rope import inverse_frequencies
 from pagoda.common.models.spec import Activation, Ffn, Mlp, ModelSpec, Moe, Rope, Router
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
-AnyStep: TypeAlias = StepInput | PackedInput
+AnyStep: TypeAlias = StepInput | PoolInput
 """The batch a layer runs on: a generation step over the paged cache, or whole prompts to pool."""
 
 ACTIVATIONS: Final[dict[Activation, Callable[[jax.Array], jax.Array]]] = {
@@ -283,12 +283,11 @@ class JaxLinear(nnx.Module):
         return out if self.bias is None else out + self.bias[...]
 
 
-# Rotary position embeddings from two small tables instead of one long one.
-#
-# A position is high * SPAN + low, and cos(a + b) = cos a cos b - sin a sin b. The tables are computed in float64, so
-# angles are accurate at any length; float32 position times frequency would be off by 1e-2 at 100k tokens.
-
 SPAN: Final = 512
+"""Rotary embeddings have two small tables instead of one long one: a position is high * SPAN + low, and cos(a + b) =
+cos a cos b - sin a sin b. The tables are computed in float64, so angles are accurate at any length; float32 position
+times frequency would be off by 1e-2 at 100k tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)

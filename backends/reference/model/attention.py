@@ -20,8 +20,6 @@ from pagoda.backends.reference.weights import AttentionParams
 from pagoda.common.models.rope import cos_sin
 from pagoda.common.models.spec import Attention, ModelSpec, Rope
 
-# Tables of cos and sin for every distinct Rope of a model, indexed by a step's positions once per step.
-
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
@@ -44,7 +42,7 @@ class Rotation:
 
 
 class RotaryTables:
-    """Tables [max_len, 1, dim] in the compute dtype, computed in float64, one pair per distinct Rope."""
+    """Tables of cos and sin [max_len, 1, dim] in the compute dtype, computed in float64, per distinct Rope."""
 
     def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
         positions = np.arange(max_len)

@@ -33,13 +33,18 @@ from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PromptScore
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import Int32, StepPlan
 
-# Step programs: decode steps padded to a graph size and captured; prefill and mixed steps run eagerly.
-#
-# A captured step is two graphs, so that logit edits of some requests can run between them: "forward" computes logits
-# from the input buffers, "sample" computes tokens from logits and sampling parameters. Prefill and mixed steps run
-# their own forward and share the sample graph.
-
 logger = logging.getLogger(__name__)
+
+TOKEN_ALIGN: Final = 16
+"""Tokens of a prefill step are padded to a multiple: matrix products and compiled kernels need it."""
+
+LOGITS_CHUNK: Final = 256
+"""Prompt tokens whose logits are in memory at a time."""
+
+STAGING_BUFFERS: Final = 3
+"""The engine keeps two steps in flight and fills a third."""
+
+_MIN_STAGING_SIZE: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,12 @@ class StepParts:
 
 
 class StepPrograms:
-    """The programs of one engine; sizes that are not captured run eagerly."""
+    """The programs of one engine: decode steps padded to a graph size. Sizes that are not captured run eagerly.
+
+    A captured step is two graphs, so that logit edits of some requests can run between them: "forward" computes logits
+    from the input buffers, "sample" computes tokens from logits and sampling parameters. Prefill and mixed steps run
+    their own forward eagerly and share the sample graph.
+    """
 
     def __init__(
         self, parts: StepParts, graph_sizes: GraphSizes, splits: Mapping[int, int], stream: DeviceStream
@@ -107,18 +117,6 @@ class StepPrograms:
             tokens.copy_(sampler.sample(logits, packed))
 
         return run
-
-
-TOKEN_ALIGN: Final = 16
-"""Tokens of a prefill step are padded to a multiple: matrix products and compiled kernels need it."""
-
-LOGITS_CHUNK: Final = 256
-"""Prompt tokens whose logits are in memory at a time."""
-
-STAGING_BUFFERS: Final = 3
-"""The engine keeps two steps in flight and fills a third."""
-
-_MIN_STAGING_SIZE: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,12 @@ def decode(bits, NATIVE: tl.constexpr):
     return tl.where(wide >= 0x80, -size, size)
 
 
+def empty_rows(x, width):
+    """Return uninitialised (bits uint8 [T, width], scales float32 [T, 1]) for the T rows of x."""
+    bits = torch.empty(len(x), width, dtype=torch.uint8, device=x.device)
+    return bits, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+
+
 def saturated(x: Tensor) -> Tensor:
     """Return the nearest float8 of x, ties to even, saturating."""
     return x.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

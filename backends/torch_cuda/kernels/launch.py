@@ -1,4 +1,4 @@
-"""What every kernel folder shares: chips, ahead-of-time launch descriptions, tuned launch settings, row strides.
+"""What every kernel folder shares: chips, ahead-of-time launch descriptions, tuned launch settings, checks.
 
 The chip is an argument, never read from the running machine, so that every kernel compiles for any chip on any machine.
 Source of `CHIPS`: NVIDIA, CUDA C++ Programming Guide, technical specifications per compute capability; `sms` of the
@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 KIB: Final = 1 << 10
@@ -107,3 +108,18 @@ def table(path: Path) -> Mapping[str, Mapping[str, Settings]]:
 def row_stride(x: Tensor) -> int:
     """Return the row stride of x [T, n]; n for one row, whose stride in torch is arbitrary and would recompile."""
     return x.stride(0) if len(x) > 1 else x.shape[1]
+
+
+def row_warps(columns: int) -> int:
+    """Return the warps of a program that keeps a row in registers: 16 columns per thread, 1 to 16 warps."""
+    return min(max(columns // 512, 1), 16)
+
+
+def check_logits(logits: Tensor, **vectors: tuple[Tensor, torch.dtype]) -> None:
+    """Raise ValueError unless the logits are float32 [R, V] and each vector is [R] of its type, all contiguous."""
+    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [R, V]")
+    rows = logits.shape[:1]
+    for name, (x, dtype) in vectors.items():
+        if x.shape != rows or x.dtype != dtype or not x.is_contiguous():
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous {dtype} {tuple(rows)}")

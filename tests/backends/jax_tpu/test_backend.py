@@ -40,10 +40,10 @@ def driver(spec: ModelSpec, order: str = "scattered", **make) -> Driver:
     return Driver(spec, order, block_size=8, backend="jax_tpu", **make)
 
 
-def by_token(found) -> np.ndarray:
+def by_token(logprobs) -> np.ndarray:
     """[n, V] logprobs in vocabulary order."""
-    out = np.full((len(found.ranks), 96), np.nan, np.float32)
-    np.put_along_axis(out, found.token_ids[:, 1:], found.logprobs[:, 1:], 1)
+    out = np.full((len(logprobs.ranks), 96), np.nan, np.float32)
+    np.put_along_axis(out, logprobs.token_ids[:, 1:], logprobs.logprobs[:, 1:], 1)
     return out
 
 
@@ -56,8 +56,8 @@ def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
     want = naive.logits(PROMPT).log_softmax(-1).numpy()
     _, first = d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, result = d.step({3: PROMPT[6:]})
-    found = [by_token(part.prompt_logprobs[0]) for part in (first, result)]
-    np.testing.assert_allclose(np.concatenate(found), want[:-1], atol=3e-5)
+    parts = [by_token(part.prompt_logprobs[0]) for part in (first, result)]
+    np.testing.assert_allclose(np.concatenate(parts), want[:-1], atol=3e-5)
     tokens = list(PROMPT)
     for _ in range(6):
         want = naive.logits(tokens).log_softmax(-1)[-1].numpy()
@@ -266,9 +266,9 @@ def test_logprobs_modes(mode: str, temperature: float) -> None:
         d.backend.close()
     ours, theirs = results
     assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-    for found, wanted in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
-        np.testing.assert_allclose(found[0].logprobs, wanted[0].logprobs, atol=1e-4)
-        np.testing.assert_array_equal(found[0].ranks, wanted[0].ranks)
+    for actual, expected in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
+        np.testing.assert_allclose(actual[0].logprobs, expected[0].logprobs, atol=1e-4)
+        np.testing.assert_array_equal(actual[0].ranks, expected[0].ranks)
 
 
 def test_logits_processors_are_refused() -> None:

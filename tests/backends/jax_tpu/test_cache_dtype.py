@@ -45,8 +45,8 @@ def driver(tensor: int = 1, data: int = 1, **cache) -> Driver:
 def scales(d: Driver) -> np.ndarray:
     """The KV scales on the device, [L, 2]."""
     backend = d.backend
-    found = [leaf for path, leaf in zip(backend.model.paths, backend._leaves) if path[-1] == KV_SCALE]
-    return np.concatenate([np.asarray(leaf) for leaf in found])
+    leaves = [leaf for path, leaf in zip(backend.model.paths, backend._leaves) if path[-1] == KV_SCALE]
+    return np.concatenate([np.asarray(leaf) for leaf in leaves])
 
 
 def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
@@ -59,7 +59,7 @@ def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
 @pytest.mark.setting("--calculate-kv-scales")
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize(
-    ("asked", "stored", "scaled"),
+    ("requested", "stored", "scaled"),
     [
         ("bfloat16", "bfloat16", False),
         ("fp8", "float8_e4m3fn", False),
@@ -68,10 +68,10 @@ def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
     ],
 )
 def test_outputs_equal_those_with_rounded_keys_and_values(
-    asked: str, stored: str, scaled: bool, tensor: int, monkeypatch: pytest.MonkeyPatch
+    requested: str, stored: str, scaled: bool, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = driver(tensor, cache_dtype=asked, calculate_kv_scales=scaled)
-    used = iter(scales(d).ravel().tolist() if asked != "bfloat16" else [1.0] * 4)  # K, V of each layer in turn
+    d = driver(tensor, cache_dtype=requested, calculate_kv_scales=scaled)
+    used = iter(scales(d).ravel().tolist() if requested != "bfloat16" else [1.0] * 4)  # K, V of each layer in turn
     spread = torch.Tensor.repeat_interleave
     monkeypatch.setattr(
         torch.Tensor,
@@ -81,8 +81,8 @@ def test_outputs_equal_those_with_rounded_keys_and_values(
     want = NaiveModel(SPEC, random_weights(SPEC)).logits(PROMPT).log_softmax(-1)[-1].numpy()
     d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, result = d.step({3: PROMPT[6:]})
-    found = result.logprobs[0]
-    np.testing.assert_allclose(found.logprobs[0, 1:], want[found.token_ids[0, 1:]], atol=3e-5)
+    logprobs = result.logprobs[0]
+    np.testing.assert_allclose(logprobs.logprobs[0, 1:], want[logprobs.token_ids[0, 1:]], atol=3e-5)
 
 
 def test_scales_have_headroom() -> None:
@@ -108,8 +108,8 @@ def test_half_the_bytes_stored_and_read() -> None:
     spec = replace(SPEC, layers=tuple(replace(layer, mixer=wide) for layer in SPEC.layers))
     target, load = find_target("cpu"), BatchLoad(64 * 1024, 64 * 1024)
     plain, small = (
-        model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=asked))
-        for asked in ("auto", "fp8")
+        model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=requested))
+        for requested in ("auto", "fp8")
     )
     assert plain.block_bytes == 2 * 2 * 8 * 128 * 128 * 2
     assert small.block_bytes == plain.block_bytes // 2
@@ -124,9 +124,9 @@ def test_the_budget_of_a_smaller_cache(tmp_path: Path) -> None:
     words = ["--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8"]
     words += ["--topology", "cpu", "--budget-only", "--num-gpu-blocks-override", "9"]
     blocks = []
-    for asked in ("auto", "fp8"):
-        table = tmp_path / f"{asked}.json"
-        more = ["--kv-cache-dtype", asked, "--output-json", str(table)]
+    for requested in ("auto", "fp8"):
+        table = tmp_path / f"{requested}.json"
+        more = ["--kv-cache-dtype", requested, "--output-json", str(table)]
         assert main.main(["compile", str(model), *words, *more]) == 0
         blocks.append(json.loads(table.read_text())["budget"]["kv_cache"])
     assert blocks == [9 * 2 * 2 * 8 * 128 * 4, 9 * 2 * 1 * 8 * 128 * 4]

@@ -65,8 +65,8 @@ def model_of(spec: ModelSpec, tensor: int = 1, dtype: str = "float32") -> Model:
     return build_model(spec, kv_layout(spec, 8), make_mesh(tensor), jnp.dtype(dtype), 64, kernel)
 
 
-def assert_same(model: Model, found: Leaves, wanted: Leaves) -> None:
-    for path, leaf, one, other in zip(model.paths, model.leaves, found, wanted, strict=True):
+def assert_same(model: Model, actual: Leaves, expected: Leaves) -> None:
+    for path, leaf, one, other in zip(model.paths, model.leaves, actual, expected, strict=True):
         assert (one.shape, one.dtype, one.sharding) == (leaf.shape, leaf.dtype, leaf.sharding), path
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=str(path))
 
@@ -101,24 +101,25 @@ def test_each_device_reads_its_piece_and_no_more(tmp_path: Path, monkeypatch: py
     ocp = checkpoints.import_orbax()
     with checkpoints._checkpointer(ocp) as reader:
         stored = reader.metadata(checkpoint.arrays).item_metadata.tree
-    asked: list[tuple[Any, ...]] = []
+    reads: list[tuple[Any, ...]] = []
     read = checkpoints._read
-    monkeypatch.setattr(checkpoints, "_read", lambda *args: asked.append(args[3:]) or read(*args))
+    monkeypatch.setattr(checkpoints, "_read", lambda *args: reads.append(args[3:]) or read(*args))
     checkpoints.load(model, checkpoint)
-    assert {name for name, _ in asked} == set(stored)
-    for name, wanted in asked:
+    assert {name for name, _ in reads} == set(stored)
+    for name, wanted in reads:
         piece, chunk = wanted.sharding.shard_shape(wanted.shape), stored[name].storage.chunk_shape
         assert wanted.shape == stored[name].shape
         assert all(whole % part == 0 for whole, part in zip(piece, chunk)), name
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "tensor"), [("bfloat16", "float32", 1), ("float32", "bfloat16", 1), ("bfloat16", "float32", 8)]
+    ("stored", "requested", "tensor"),
+    [("bfloat16", "float32", 1), ("float32", "bfloat16", 1), ("bfloat16", "float32", 8)],
 )
-def test_loading_with_another_dtype(stored: str, asked: str, tensor: int, tmp_path: Path) -> None:
+def test_loading_with_another_dtype(stored: str, requested: str, tensor: int, tmp_path: Path) -> None:
     spec = SPECS["mlp"]
     checkpoint = write(tmp_path / "x", spec, 1, stored)
-    model, plain = model_of(spec, tensor, asked), model_of(spec, tensor, stored)
+    model, plain = model_of(spec, tensor, requested), model_of(spec, tensor, stored)
     cast = [leaf.astype(new.dtype) for leaf, new in zip(load(plain, random_weights(spec)), model.leaves)]
     assert_same(model, checkpoints.load(model, checkpoint), tuple(cast))
 

@@ -168,9 +168,9 @@ def test_a_model_that_does_not_fit_names_remedies() -> None:
         plan_blocks(model_on(target, LLAMA_70B, 4), target, LIMITS, CacheConfig(), stated=True)
     target = find_target("v6e:1x1")
     long = replace(LIMITS, max_model_len=131072)
-    with pytest.raises(ConfigError, match=r"use --max-model-len \d{5} or --tensor-parallel-size 2") as found:
+    with pytest.raises(ConfigError, match=r"use --max-model-len \d{5} or --tensor-parallel-size 2") as error:
         plan_blocks(model_on(target, LLAMA_8B, 1), target, long, CacheConfig(), stated=True)
-    fits = int(str(found.value).split("--max-model-len ")[1].split()[0])
+    fits = int(str(error.value).split("--max-model-len ")[1].split()[0])
     shorter = replace(long, max_model_len=fits)
     assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > fits // 128
 
@@ -185,9 +185,9 @@ def test_block_tables_beyond_scalar_memory() -> None:
 
 @needs_libtpu
 def test_a_topology_that_libtpu_does_not_know() -> None:
-    with pytest.raises(ConfigError, match=r"libtpu does not know v6e:3x3 .*; use one of v5e:1x1") as found:
+    with pytest.raises(ConfigError, match=r"libtpu does not know v6e:3x3 .*; use one of v5e:1x1") as error:
         find_target("v6e:3x3")
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
     assert find_target("v5e:1x1").hbm_bytes == int(15.75 * GIB)
 
 
@@ -195,16 +195,16 @@ def test_a_topology_that_libtpu_does_not_know() -> None:
 @pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v7x:1x1x1"])
 def test_one_chip_is_a_separate_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The libtpu that jax 0.10 names divides any layout into hosts of 2x2 chips by default; newer ones do not."""
-    asked: list[object] = []
+    bounds: list[object] = []
     describe = topologies.get_topology_desc
 
     def watched(**options: object) -> object:
-        asked.append(options.get("chips_per_host_bounds"))
+        bounds.append(options.get("chips_per_host_bounds"))
         return describe(**options)
 
     monkeypatch.setattr(topologies, "get_topology_desc", watched)
     assert len({device.process_index for device in find_target(name).devices}) == 1
-    assert asked == [(1, 1, 1)]
+    assert bounds == [(1, 1, 1)]
 
 
 def test_roofline_cost_of_a_step() -> None:

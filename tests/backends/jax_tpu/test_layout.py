@@ -73,9 +73,9 @@ def model(pattern: str) -> ModelSpec:
     ],
 )
 def test_layers_are_cut_into_repeating_blocks(pattern: str, cuts: list[tuple[int, int]]) -> None:
-    found = segments(model(pattern).layers)
-    assert [(len(part.block), part.repeats) for part in found] == cuts
-    assert np.concatenate([part.numbers.ravel() for part in found]).tolist() == list(range(len(pattern)))
+    parts = segments(model(pattern).layers)
+    assert [(len(part.block), part.repeats) for part in parts] == cuts
+    assert np.concatenate([part.numbers.ravel() for part in parts]).tolist() == list(range(len(pattern)))
 
 
 def test_groups_of_one_shape_share_a_stack() -> None:

@@ -53,13 +53,13 @@ def pooling_model(kind: Any = "mean", *, causal: bool = False, window: int | Non
 def requests(lengths: Sequence[int], *, only_tokens: bool = False) -> tuple[EngineRequest, ...]:
     """Prompts of random tokens; some are pairs, some need one output per token."""
     noise = np.random.default_rng(0)
-    made = []
+    requests = []
     for index, length in enumerate(lengths):
         second = length // 2 if index % 3 == 0 else None
         task: PoolingTask = "token_embed" if only_tokens or index % 4 == 1 else "embed"
         rules = PoolingRules(task=task, use_activation=index % 2 == 0, second_text=second)
-        made.append(pooling_request(str(index), noise.integers(1, 96, length).tolist(), rules))
-    return tuple(made)
+        requests.append(pooling_request(str(index), noise.integers(1, 96, length).tolist(), rules))
+    return tuple(requests)
 
 
 def loaded(spec: ModelSpec, **more: Any) -> JaxPooling:
@@ -79,14 +79,14 @@ def expected(spec: ModelSpec, plan: PoolPlan) -> tuple[np.ndarray, ...]:
 @pytest.fixture
 def compiles() -> Iterator[list[str]]:
     """Record what XLA compiles from here on."""
-    found: list[str] = []
+    events: list[str] = []
 
     def listen(event: str, _: float, **__: Any) -> None:
         if "backend_compile" in event:
-            found.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
+    yield events
     jax.monitoring.unregister_event_duration_listener(listen)
 
 

@@ -60,7 +60,7 @@ def test_only_the_setting_adds_programs_and_none_for_decoding() -> None:
         assert plain.signature(key) == more.signature(key)
 
 
-def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
+def test_bundles_with_prompt_embeds_are_refused(tmp_path: Path) -> None:
     spec = SPECS["scaled"]
     with pytest.raises(ConfigError, match="--compiled-bundle: bundles have no programs for embeddings"):
         create(make_options(spec, limits=LIMITS, prompt_embeds=True, bundle=tmp_path))

@@ -52,8 +52,8 @@ def logprobs(**make) -> np.ndarray:
     d = Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", **make)
     d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, result = d.step({3: PROMPT[6:]})
-    found, out = result.logprobs[0], np.zeros(SPEC.vocab, np.float32)
-    out[found.token_ids[0, 1:]] = found.logprobs[0, 1:]
+    logprobs, out = result.logprobs[0], np.zeros(SPEC.vocab, np.float32)
+    out[logprobs.token_ids[0, 1:]] = logprobs.logprobs[0, 1:]
     return out
 
 
@@ -136,14 +136,14 @@ def test_the_compiler_widens_inside_the_product(method: str) -> None:
 def test_the_budget_of_smaller_weights(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny", hidden_size=64, intermediate_size=512)
     words = ["--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8"]
-    found = []
+    weights = []
     for method in ([], ["--quantization", "fp8"]):
         table = tmp_path / "table.json"
         more = ["--topology", "cpu", "--budget-only", "--output-json", str(table), *method]
         assert main.main(["compile", str(model), *words, *more]) == 0
-        found.append(json.loads(table.read_text())["budget"]["weights"])
+        weights.append(json.loads(table.read_text())["budget"]["weights"])
     matrices = 2 * (64 * 64 * 3 + 3 * 64 * 512)
-    assert found[0] - found[1] == pytest.approx(3 * matrices, rel=0.05)
+    assert weights[0] - weights[1] == pytest.approx(3 * matrices, rel=0.05)
 
 
 def test_errors_name_the_remedy(tmp_path: Path) -> None:

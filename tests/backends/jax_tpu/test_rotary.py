@@ -34,7 +34,7 @@ def test_channels_rotate_in_pairs(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_partners_arrive_exactly(dtype: str) -> None:
+def test_swapping_halves_is_exact(dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(TOKENS, HEADS, HEAD_DIM)), dtype)
     quarter = JaxRotation(jnp.zeros((TOKENS, 1, 4)), jnp.ones((TOKENS, 1, 4)), 8)
     wanted = jnp.concatenate([-x[..., 4:8], x[..., :4], x[..., 8:]], -1)
@@ -45,6 +45,6 @@ def test_partners_arrive_exactly(dtype: str) -> None:
 def test_angles_are_exact_far_out() -> None:
     rope = Rope(dim=HEAD_DIM, theta=10000.0)
     positions = np.array([0, 511, 512, 100_001])
-    found = rotation(jnp.asarray(table(rope, 1 << 17)), jnp.asarray(positions, jnp.int32))
+    rotated = rotation(jnp.asarray(table(rope, 1 << 17)), jnp.asarray(positions, jnp.int32))
     frequencies = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    np.testing.assert_allclose(found.cos[:, 0], np.cos(positions[:, None] * frequencies), atol=1e-6)
+    np.testing.assert_allclose(rotated.cos[:, 0], np.cos(positions[:, None] * frequencies), atol=1e-6)

@@ -103,16 +103,16 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
     real[5] = [0.0, 1.0, 0.9, 0.5, 0.3, 1.0, 1.0, 0.5]
     real[6, 6] = 0.2
     history = jnp.zeros((ROOM + 1, LENGTH), jnp.int32)
-    found = []
+    results = []
     for use_kernel in (True, False):
         kernel = KernelChoice(8, "float32", use_kernel=use_kernel, interpret=True)
         call = jax.jit(partial(sample, "filtered", True, kernel, make_mesh()))
-        found.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
-    for ours, theirs in zip(*found):
+        results.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
+    for ours, theirs in zip(*results):
         np.testing.assert_array_equal(ours, theirs)
     floor = keep_threshold(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
     assert np.isneginf(np.asarray(floor)[[0, 7]]).all(), "no work for greedy rows"
-    kept = np.isfinite(found[0][2]).sum(1)
+    kept = np.isfinite(results[0][2]).sum(1)
     assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"
     assert kept[[1, 5]].tolist() == [1, 5]
     assert (kept[[2, 3, 4, 6]] < [6, 51, VOCAB, VOCAB]).all()

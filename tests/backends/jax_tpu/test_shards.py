@@ -49,19 +49,19 @@ def engine(data: int, tensor: int = 1) -> tuple[EngineCore, JaxBackend]:
 
 def answers(core: EngineCore, count: int) -> dict[str, list[EngineOutput]]:
     """Run random requests of every kind, a few at a time; return their outputs by request."""
-    found: dict[str, list[EngineOutput]] = {}
+    by_request: dict[str, list[EngineOutput]] = {}
     line = list(requests(count, seed=2))
     while line or core.has_work:
         for request in line[:3]:
             core.add_request(request)
         del line[:3]
         for output in core.step().outputs:
-            found.setdefault(output.request_id, []).append(output)
+            by_request.setdefault(output.request_id, []).append(output)
     core.check_integrity()
-    return found
+    return by_request
 
 
-def told(outputs: list[EngineOutput]) -> list[object]:
+def contents(outputs: list[EngineOutput]) -> list[object]:
     """Return tokens, rounded logprobs and the finish reason."""
     positions = [p for output in outputs for p in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))]
     tokens = [token for output in outputs for token in output.new_token_ids]
@@ -73,9 +73,9 @@ def told(outputs: list[EngineOutput]) -> list[object]:
 def test_two_shards_equal_one(tensor: int) -> None:
     alone, _ = engine(1)
     together, backend = engine(2, tensor)
-    want, found = answers(alone, 40), answers(together, 40)
-    assert {name: told(outputs) for name, outputs in found.items()} == {
-        name: told(outputs) for name, outputs in want.items()
+    expected, actual = answers(alone, 40), answers(together, 40)
+    assert {name: contents(outputs) for name, outputs in actual.items()} == {
+        name: contents(outputs) for name, outputs in expected.items()
     }
     assert backend.recompiles == 0
     assert {shard.sharding.spec[1] for shard in backend._caches} == {"data"}
@@ -113,11 +113,11 @@ def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None
 
 def exchanged(program: str) -> list[int]:
     """Return the result size of every collective between several devices."""
-    found = re.findall(
+    groups_of = re.findall(
         r"= \(?\w+\[([\d,]*)\]\S* (?:all-|collective-|reduce-scatter)[^\n]*replica_groups=(\S+)", program
     )
     sizes = []
-    for shape, groups in found:
+    for shape, groups in groups_of:
         if groups.startswith("{{0},"):
             continue
         size = 1

@@ -21,10 +21,10 @@ PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1, prompt_logprobs=-1)
 
 
-def by_token(found) -> np.ndarray:
+def by_token(logprobs) -> np.ndarray:
     """[n, V] logprobs in vocabulary order."""
-    out = np.full((len(found.ranks), 96), np.nan, np.float32)
-    np.put_along_axis(out, found.token_ids[:, 1:], found.logprobs[:, 1:], 1)
+    out = np.full((len(logprobs.ranks), 96), np.nan, np.float32)
+    np.put_along_axis(out, logprobs.token_ids[:, 1:], logprobs.logprobs[:, 1:], 1)
     return out
 
 

@@ -25,6 +25,6 @@ def test_products_are_right(tokens: int, numerics: Numerics, biased: bool) -> No
 
 def test_a_weight_beyond_float16_is_served_wide() -> None:
     weight = torch.full((8, 8), 1e6, dtype=torch.bfloat16)
-    made = WidenedLinear(weight, None, WIDENED)
-    assert made.few is None
-    torch.testing.assert_close(made(torch.ones(1, 8)), torch.ones(1, 8) @ weight.float().t())
+    layer = WidenedLinear(weight, None, WIDENED)
+    assert layer.few is None
+    torch.testing.assert_close(layer(torch.ones(1, 8)), torch.ones(1, 8) @ weight.float().t())

@@ -8,6 +8,6 @@ from pagoda.common.engine.sampling import gumbel
 
 def test_noise_is_finite_for_every_token_and_the_definitions():
     ids = extreme_tokens(12345)
-    found = sampling.gumbel(torch.tensor([12345], dtype=torch.int32), torch.from_numpy(ids.view(np.int32)))
-    assert torch.isfinite(found).all()
-    np.testing.assert_allclose(found.numpy(), gumbel(np.array([12345], np.uint32), ids), rtol=1e-5)
+    noise = sampling.gumbel(torch.tensor([12345], dtype=torch.int32), torch.from_numpy(ids.view(np.int32)))
+    assert torch.isfinite(noise).all()
+    np.testing.assert_allclose(noise.numpy(), gumbel(np.array([12345], np.uint32), ids), rtol=1e-5)

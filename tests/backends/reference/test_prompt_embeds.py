@@ -7,5 +7,5 @@ from support.embedded_requests import SPECS, check_rows_say_what_tokens_say
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_rows_say_what_tokens_say(kind: str) -> None:
+def test_prompt_embeds_equal_their_tokens(kind: str) -> None:
     check_rows_say_what_tokens_say(kind, "reference", 40)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,8 @@ from support.sampling_definition import ROWS, VOCAB, decode_step, define
 from pagoda.backends.reference import sampling
 from pagoda.backends.reference.sampling import Sampler
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.step import RowStart
+from pagoda.common.engine.sampling_state import allowed_bits
+from pagoda.common.engine.step import RowStart, TokenMasks
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:
@@ -72,6 +75,21 @@ def test_a_seed_gives_the_same_token_in_any_batch() -> None:
         assert alone.tolist() == [together[row].item()]
 
 
+def test_a_mask_restricts_its_own_sequence_beside_one_that_does_not_sample() -> None:
+    """Masks name sequences of the plan; logits have a row for each sequence that samples."""
+    sampler = Sampler(VOCAB, 3, 4)
+    for row in range(3):
+        sampler.start(RowStart(row, np.zeros(1, np.int32), 1, SamplingRules(temperature=0.0)))
+    masks = TokenMasks(np.array([2], np.int32), allowed_bits({0: (5, 77)}, 1, VOCAB))
+    plan = replace(decode_step([1, 1, 1], samples=[False, True, True]), masks=masks)
+    logits = torch.zeros(2, VOCAB)
+    logits[:, [77, 300]] = torch.tensor([1.0, 2.0])
+    tokens, _ = sampler.sample(logits, plan)
+    assert tokens.tolist() == [300, 77]
+    assert logits[1].isfinite().nonzero()[:, 0].tolist() == [5, 77]
+    assert logits[0].isfinite().all()
+
+
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = torch.randn(1, VOCAB)
     want = logits.log_softmax(-1)[0]
@@ -80,7 +98,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     sampler.start(RowStart(0, np.zeros(1, np.int32), 1, rules))
     tokens, logprobs = sampler.sample(logits.clone(), decode_step([1]))
     assert tokens.tolist() == [7]
-    found = logprobs[0]
-    assert found.token_ids[0].tolist() == [7, *want.topk(3).indices.tolist()]
-    np.testing.assert_allclose(found.logprobs[0], want[found.token_ids[0].astype(int)], atol=1e-5)
-    assert found.ranks[0] == int((want > want[7]).sum()) + 1
+    best = logprobs[0]
+    assert best.token_ids[0].tolist() == [7, *want.topk(3).indices.tolist()]
+    np.testing.assert_allclose(best.logprobs[0], want[best.token_ids[0].astype(int)], atol=1e-5)
+    assert best.ranks[0] == int((want > want[7]).sum()) + 1

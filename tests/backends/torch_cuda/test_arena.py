@@ -134,7 +134,7 @@ def test_tensors_keep_address_and_values_over_a_sleep(arena: Arena, monkeypatch)
         assert all(torch.equal(tensor, saved) for tensor, saved in zip(tensors, before))
 
 
-def test_what_is_not_kept_is_gone(arena: Arena) -> None:
+def test_sleep_without_keep_drops_the_values(arena: Arena) -> None:
     tensors = _filled(arena)
     before = [tensor.clone() for tensor in tensors]
     arena.sleep(keep=False)
@@ -167,7 +167,7 @@ def test_memory_is_mapped_in_whole_granules_and_goes_back_in_order() -> None:
     assert not fake.ranges
 
 
-def test_without_memory_it_stays_asleep_and_wakes_up_later() -> None:
+def test_wake_up_without_memory_fails_and_can_be_retried() -> None:
     fake = FakeCuda()
     arena = Arena(_pages("cuda", fake))
     first, second = arena.empty((GRANULE,), torch.uint8).fill_(1), arena.empty((GRANULE,), torch.uint8).fill_(2)
@@ -182,7 +182,7 @@ def test_without_memory_it_stays_asleep_and_wakes_up_later() -> None:
     assert (int(first.sum()), int(second.sum())) == (GRANULE, 2 * GRANULE)
 
 
-def test_more_than_the_device_has_and_other_failures_are_told() -> None:
+def test_out_of_memory_and_other_failures_raise() -> None:
     with pytest.raises(MemoryError, match="more than"):
         Arena(_pages("host")).empty((1 << 21,), torch.uint8)
     fake = FakeCuda()

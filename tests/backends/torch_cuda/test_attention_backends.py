@@ -170,19 +170,19 @@ def test_every_name_of_the_flag_has_a_kernel() -> None:
         assert isinstance(load_attention(name, replace(NEEDS, device=CPU, dtype=torch.float32)), TritonAttn)
 
 
-def test_they_are_found_where_they_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_attention("TORCH_VARLEN", NEEDS).varlen_attn is varlen.varlen_attn
     package = ModuleType("flash_attn_interface")
     package.flash_attn_with_kvcache = stand_in_flash
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     assert load_attention("FLASH_ATTN", NEEDS).with_kvcache is stand_in_flash
-    made = []
+    wrappers = []
     package = ModuleType("flashinfer")
-    package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: made.append(args)
+    package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: wrappers.append(args)
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: (size, dtype, device))
     load_attention("FLASHINFER", replace(NEEDS, mixers=DIM_64)).make_wrapper()
-    assert made == [((128 << 20, torch.uint8, H200.torch), "HND")]
+    assert wrappers == [((128 << 20, torch.uint8, H200.torch), "HND")]
 
 
 DIM_64 = tuple(replace(mixer, head_dim=64) for mixer in NEEDS.mixers)
@@ -214,7 +214,7 @@ WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
         ("FLASH_ATTN", {}, "needs the package flash_attn_interface: build it"),
     ],
 )
-def test_what_they_cannot_do(name: str, change: dict[str, Any], line: str) -> None:
+def test_unsupported_needs_are_refused(name: str, change: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line) as error:
         load_attention(name, replace(NEEDS, **change))
     assert "\n" not in str(error.value)

@@ -117,12 +117,12 @@ def engine(
     )
     layout = kv_layout(spec, chosen.block_size, hybrid=hybrid)
     device = {"device": make.pop("device")} if "device" in make else {}
-    made = load_backend(backend).create(make_options(spec, limits=chosen, layout=layout, **make), **device)
-    made.load(random_weights(spec))
-    made.init_cache(blocks)
+    loaded = load_backend(backend).create(make_options(spec, limits=chosen, layout=layout, **make), **device)
+    loaded.load(random_weights(spec))
+    loaded.init_cache(blocks)
     if warm:
-        made.warmup()
-    return generation_core(made, layout, chosen, blocks)
+        loaded.warmup()
+    return generation_core(loaded, layout, chosen, blocks)
 
 
 def answers(core: EngineCore, inputs: list[EngineRequest]) -> dict[str, list[EngineOutput]]:
@@ -211,7 +211,7 @@ def test_200_random_requests_capture_and_compile_nothing() -> None:
     assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) + 2, "the count counts"
 
 
-def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_or_capturing_while_serving_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     d = driver(SPECS["full"])
     backend, run = d.backend, d.backend._runner.run
 
@@ -325,7 +325,7 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
         (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a KV cache of data type auto has no scales"),
     ],
 )
-def test_a_cache_that_cannot_be_had(cache: CacheConfig, error: str) -> None:
+def test_an_invalid_cache_configuration_is_refused(cache: CacheConfig, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         driver(SPECS["full"], cache=cache)
 

@@ -114,7 +114,7 @@ class Half:
 
 @pytest.mark.parametrize("comm", [SINGLE_RANK, Half()])
 @pytest.mark.parametrize("kind", [*SPECS, "full norm"])
-def test_a_decode_step_asks_for_no_values(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_does_not_synchronize(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without memory, where any look at a value is an error: so the step can be captured in a graph."""
     spec = SPECS.get(kind) or with_full_norm(SPECS["window"])
     monkeypatch.setattr("pagoda.backends.torch_cuda.model.attention.decode_attention", lambda q, *_, **__: q)
@@ -153,6 +153,6 @@ def test_groups_share_arrays() -> None:
     assert caches[0].k_scale is None
 
 
-def test_a_cache_that_is_not_there_is_named() -> None:
+def test_an_unsupported_cache_kind_is_named() -> None:
     with pytest.raises(ModelError, match="the torch_cuda backend has no cache for StateCache"):
         cache.head_shape(StateCache(8), RankShard())

@@ -133,7 +133,7 @@ class FakeRunner:
             self.captured.append(size)
 
 
-def test_everything_but_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_memory_leaves_out_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(monkeypatch)
     usage = measure(lambda: runner, GPU, CacheConfig(gpu_memory_utilization=0.5), 16 * GIB, [3, 5, 2])
     assert runner.captured[0] == 128, "the largest first: it fills the memory that all share"
@@ -143,7 +143,7 @@ def test_everything_but_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -
     assert usage.graphs == GIB // 2 + 6 * (GIB // 16), "18 small graphs in pieces of three"
 
 
-def test_a_ladder_of_one_graph_is_measured_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_memory_of_a_single_size(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(monkeypatch)
     runner.programs.graph_sizes.captured = (1,)
     assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == GIB // 2

@@ -39,7 +39,7 @@ def hidden_in(model: TorchCudaModel, caches: dict[int, cache.LayerCache]) -> tor
 
 
 @pytest.mark.parametrize("factor", [1e5, 1e-5])
-def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
+def test_calibrated_scales_are_more_accurate_than_scales_of_one(factor: float) -> None:
     model = TorchCudaModel(SPEC, loud(factor).items(), 32)
     want = hidden(model, torch.float32)
     plain, scaled = ((hidden(model, FLOAT8, calibrated) - want).norm() / want.norm() for calibrated in (False, True))
@@ -47,7 +47,7 @@ def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
     assert plain > 3 * scaled
 
 
-def test_the_largest_number_lies_below_the_largest_there_is_with_some_room() -> None:
+def test_calibrated_scales_leave_headroom() -> None:
     model = TorchCudaModel(SPEC, loud(1e5).items(), 32)
     caches = cache.allocate(model.layout, 8, FLOAT8, RankShard(), poisoned)
     calibrate_kv_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)

@@ -28,7 +28,7 @@ def test_the_largest_step_has_its_own_size(largest: int) -> None:
 @pytest.mark.setting("--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
 @pytest.mark.setting("--compilation-config")
 @pytest.mark.parametrize(
-    ("said", "captured"),
+    ("settings", "captured"),
     [
         ({}, (1, 2, 4, 8, 16, 20)),
         ({"enforce_eager": True}, ()),
@@ -41,15 +41,15 @@ def test_the_largest_step_has_its_own_size(largest: int) -> None:
         ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, (1, 2, 4, 8, 16, 20)),
     ],
 )
-def test_flags_choose_what_is_captured(said: dict, captured: tuple[int, ...]) -> None:
-    ladder = GraphSizes.of(CompilationConfig(**said), 20)
+def test_flags_choose_what_is_captured(settings: dict, captured: tuple[int, ...]) -> None:
+    ladder = GraphSizes.of(CompilationConfig(**settings), 20)
     assert ladder.captured == captured
     assert ladder.sizes[: len(captured)] == captured
     assert ladder.sizes[-1] == 20
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("settings", "error"),
     [
         ({"cudagraph_capture_sizes": (0,)}, "--cudagraph-capture-sizes: .* is not a list of positive integers"),
         ({"max_cudagraph_capture_size": 0}, "--max-cudagraph-capture-size: 0 is not positive"),
@@ -59,6 +59,6 @@ def test_flags_choose_what_is_captured(said: dict, captured: tuple[int, ...]) ->
         ({"cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8}, "8 differs from the largest capture size"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(said: dict, error: str) -> None:
+def test_invalid_compilation_settings_are_refused(settings: dict, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        CompilationConfig(**said)
+        CompilationConfig(**settings)

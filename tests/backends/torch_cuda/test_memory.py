@@ -38,7 +38,7 @@ def usage(share: float = 0.9, weights: int = 15 * GIB) -> MemoryUsage:
 
 
 @pytest.mark.setting("--gpu-memory-utilization")
-def test_what_is_left_holds_keys_and_values() -> None:
+def test_the_kv_cache_gets_the_remaining_memory() -> None:
     plans = [plan_blocks(usage(share), LIMITS, LAYOUT, CacheConfig(), BLOCK) for share in (0.9, 1.0)]
     assert [plan.num_blocks for plan in plans] == [int((22 * share - 17) * 1024) for share in (0.9, 1.0)]
     assert plans[0].kv_cache == plans[0].num_blocks * BLOCK
@@ -82,7 +82,7 @@ def test_no_more_slots_than_an_int32_counts() -> None:
             plan_blocks(usage(), LIMITS, LAYOUT, configured, 8)
 
 
-def test_stated_sizes_count() -> None:
+def test_configured_cache_sizes_are_used() -> None:
     configured = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 1), BLOCK)
     assert configured.num_blocks == 100
     assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == 7
@@ -136,7 +136,7 @@ def test_too_little_memory_says_how_much_and_what_would_do(weights: int, missing
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_block_costs_what_is_allocated(ranks: int) -> None:
+def test_block_bytes_equal_what_is_allocated(ranks: int) -> None:
     shard = RankShard(0, ranks)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_layers_are_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize("layers", [8, 2])
-def test_too_little_to_gain_anything_is_refused(layers: int) -> None:
+def test_offloading_less_than_three_layers_is_refused(layers: int) -> None:
     spec = deep(layers)
     with pytest.raises(ConfigError, match=r"--cpu-offload-gb: 1e-05 GiB are less than three layers.*use .* or more"):
         TorchCudaModel(spec, random_weights(spec), 16, offload=1e-5)

@@ -9,5 +9,5 @@ from pagoda.backends.torch_cuda.device import CPU
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_rows_say_what_tokens_say(kind: str) -> None:
+def test_prompt_embeds_equal_their_tokens(kind: str) -> None:
     check_rows_say_what_tokens_say(kind, "torch_cuda", 40, device=CPU)

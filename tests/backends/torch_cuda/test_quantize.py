@@ -50,7 +50,7 @@ def logprobs(spec: ModelSpec, **make) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
-def test_answers_are_those_of_rounded_matrices(method: str, kind: str) -> None:
+def test_logprobs_equal_those_of_rounded_matrices(method: str, kind: str) -> None:
     spec = SPECS[kind]
     actual, unquantized = logprobs(spec, quantization=method), logprobs(spec)
     want = NaiveModel(spec, rounded(spec, method)).logits(PROMPT).log_softmax(-1)[-1].numpy()
@@ -84,7 +84,7 @@ def test_a_real_model_in_fewer_bits(method: str, model_file: Path, monkeypatch: 
     assert answer(model_file, method).startswith("The capital of France is Paris")
 
 
-def test_what_another_backend_makes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantization_of_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
     with pytest.raises(ConfigError, match="--quantization: torch_cuda does not support tpu_int8; use fp8, "):
         answer(write_model(tmp_path / "tiny"), "tpu_int8")

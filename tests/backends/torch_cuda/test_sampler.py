@@ -59,13 +59,13 @@ def test_several_steps_are_those_of_the_reference_backend(rows, seed: int, best:
         assert tokens.tolist() == want.tolist()
         assert sampler.last[: len(rows)].tolist() == want.tolist()
         assert logprobs.keys() == want_logprobs.keys()
-        for index, found in logprobs.items():
+        for index, actual in logprobs.items():
             theirs = want_logprobs[index]
-            np.testing.assert_allclose(found.logprobs, theirs.logprobs, atol=2e-5)
-            np.testing.assert_array_equal(found.token_ids[:, 0], theirs.token_ids[:, 0])
+            np.testing.assert_allclose(actual.logprobs, theirs.logprobs, atol=2e-5)
+            np.testing.assert_array_equal(actual.token_ids[:, 0], theirs.token_ids[:, 0])
             if not processed:
-                np.testing.assert_array_equal(found.ranks, theirs.ranks)
-                np.testing.assert_array_equal(found.token_ids[:, :5], theirs.token_ids[:, :5])
+                np.testing.assert_array_equal(actual.ranks, theirs.ranks)
+                np.testing.assert_array_equal(actual.token_ids[:, :5], theirs.token_ids[:, :5])
         ends = [end + 1 for end in ends]
 
 
@@ -107,7 +107,7 @@ def test_penalties_and_words_see_what_the_device_sampled() -> None:
         assert history[-1] == want
 
 
-def test_a_row_taken_again_forgets_what_it_held() -> None:
+def test_a_reused_row_drops_its_former_state() -> None:
     """After preemption a request comes back, here to a row that another held meanwhile."""
     rules = SamplingRules(repetition_penalty=3.0, presence_penalty=1.0)
     sampler, logits = make(), noisy(5, 2)
@@ -135,7 +135,7 @@ def test_lists_longer_than_an_array_go_in_pieces() -> None:
     assert tokens.tolist() == [count - 1]
 
 
-def test_rows_that_do_not_sample_leave_no_trace() -> None:
+def test_rows_that_do_not_sample_change_no_state() -> None:
     sampler = make()
     sampler.start(RowStart(0, np.array([4, 5], np.int32), 2, SamplingRules(presence_penalty=1.0, logprobs=1)))
     sampler.start(RowStart(1, np.array([4, 5], np.int32), 2, SamplingRules()))
@@ -153,12 +153,12 @@ def test_prompt_tokens_are_scored_raw(mode: str, normal: bool) -> None:
     sampler = make(SamplerOptions(mode))
     logits, targets = noisy(4, 3), np.array([5, 0, 599], np.int32)
     for best in (0, 2, -1):
-        found = sampler.score(torch.from_numpy(logits), targets, best, Now())()
+        scored = sampler.score(torch.from_numpy(logits), targets, best, Now())()
         want = token_logprobs(torch.from_numpy(logits), torch.from_numpy(targets).long(), best, mode)
-        np.testing.assert_array_equal(found.token_ids, want.token_ids)
-        np.testing.assert_allclose(found.logprobs, want.logprobs, atol=1e-5)
-        np.testing.assert_array_equal(found.ranks, want.ranks)
-        assert best == 0 or (found.logprobs > 0).any() != normal
+        np.testing.assert_array_equal(scored.token_ids, want.token_ids)
+        np.testing.assert_allclose(scored.logprobs, want.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(scored.ranks, want.ranks)
+        assert best == 0 or (scored.logprobs > 0).any() != normal
 
 
 class OnlyTheNewest:

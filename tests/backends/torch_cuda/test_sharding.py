@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.reference_driver import tiny_spec
 
-from pagoda.backends.torch_cuda.parallel import RankShard, check
+from pagoda.backends.torch_cuda.parallel import RankShard
+from pagoda.backends.torch_cuda.ranks import check
 from pagoda.backends.torch_cuda.weights import make_layout
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params
@@ -46,7 +47,7 @@ def test_every_element_lies_on_a_rank_and_every_row_is_filled_once(size: int, mo
             assert not count[layout.filled.get(name, len(count)) :].any(), name
 
 
-def test_what_lies_together() -> None:
+def test_shapes_of_fused_parameters_on_the_second_rank() -> None:
     shapes = make_layout(SPEC, RankShard(1, 2)).shapes
     assert shapes["layers.0.mixer.qkv"] == ((2 + 1 + 1) * 16, 32)
     assert shapes["layers.0.mixer.qkv_bias"] == ((2 + 1 + 1) * 16,)

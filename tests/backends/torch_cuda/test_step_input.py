@@ -48,7 +48,7 @@ def packed(plan: StepPlan, shape: CudaStepShape) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("lengths", "context"), [([1, 1, 1], [9, 0, 6]), ([1, 3, 6], [9, 2, 0])])
-def test_every_token_has_its_place(lengths: list[int], context: list[int]) -> None:
+def test_packed_tokens_have_their_positions_and_slots(lengths: list[int], context: list[int]) -> None:
     step_plan = plan(lengths, context)
     total = sum(lengths)
     shape = CudaStepShape(tokens=16, seqs=4, rows=4, groups=2, width=table_width(step_plan))

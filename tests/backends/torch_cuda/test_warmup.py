@@ -44,7 +44,7 @@ class Gpu(Device):
 
 
 @pytest.mark.parametrize(("seqs", "measured"), [(1, 1), (3, 3), (64, 6), (192, 8)])
-def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int) -> None:
+def test_a_start_reads_and_writes_within_bounds(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int) -> None:
     """Nothing is read or written where it should not be: a CPU's indexing complains."""
     monkeypatch.setattr(stream, "GpuStream", stream.CpuStream)
     for name, fake in {

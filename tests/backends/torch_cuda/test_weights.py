@@ -47,7 +47,7 @@ def test_a_parameter_that_comes_twice_is_named() -> None:
         loader().fill([*WEIGHTS.items(), ("embed", WEIGHTS["embed"])])
 
 
-def test_each_part_lies_in_its_place() -> None:
+def test_fused_parameters_have_their_parts_in_order() -> None:
     filled = loader()
     filled.fill(reversed(WEIGHTS.items()))
     tensors = filled.params.tensors()
@@ -76,7 +76,7 @@ def test_the_same_tensors_are_filled_again(how: str | None) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["mlp", "experts"])
-def test_packed_matrices_answer_as_what_they_stand_for(spec, scheme) -> None:
+def test_packed_matrices_compute_as_their_unpacked_values(spec, scheme) -> None:
     """Matrices of layers are packed, nothing else is."""
     weights = dict(random_weights(spec))
     packed = TorchCudaModel(spec, weights.items(), 16, pack=partial(pack, scheme=scheme))

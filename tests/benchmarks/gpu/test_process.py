@@ -46,7 +46,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(results, [], {}, tmp_path, time.monotonic() + 30)
 
 
-def test_other_numbers_are_measured_all_the_same(stage: Stage) -> None:
+def test_numbers_after_a_failure_are_measured(stage: Stage) -> None:
     began = time.monotonic()
     assert stage.run(("p",))
     assert time.monotonic() - began < 20

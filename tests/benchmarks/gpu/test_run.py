@@ -123,7 +123,7 @@ def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("stage", ["decode", "prefill", "throughput", "tune"])
-def test_other_stages(machine: Machine, stage: str) -> None:
+def test_the_other_stages_complete(machine: Machine, stage: str) -> None:
     status, printed, report = machine.run(stage)
     assert (status, report["complete"], report["failed"]) == (0, True, {}), printed
     assert set(report["numbers"]) == set(STAGES[stage])
@@ -135,7 +135,7 @@ def test_other_stages(machine: Machine, stage: str) -> None:
         assert {"16bit_h128_r16", "h128_b2", "weight_only int8-8", "moe plain-16"} <= report["best"].keys()
 
 
-def test_peers(machine: Machine) -> None:
+def test_missing_peer_packages_are_reported_as_absent(machine: Machine) -> None:
     """Of torch's, which is here; others say that they are not."""
     status, printed, report = machine.run("--only", "peers.attention", "peers")
     assert (status, report["failed"]) == (0, {}), printed
@@ -201,7 +201,7 @@ def test_numbers_of_an_earlier_run_are_taken_from_another_folder(machine: Machin
     assert report["numbers"] == before["numbers"]
 
 
-def test_time_that_is_over(machine: Machine) -> None:
+def test_a_stage_out_of_time_is_unfinished(machine: Machine) -> None:
     began = time.monotonic()
     status, printed, report = machine.run("--budget", "9", "smoke", output="short")
     assert time.monotonic() - began < 9 + 10
@@ -214,13 +214,13 @@ def test_without_a_gpu_nothing_is_measured(machine: Machine) -> None:
     assert (status, "no GPU found; nothing was measured" in printed) == (run.NOTHING, True)
 
 
-def test_a_part_that_is_not_of_the_stage(machine: Machine) -> None:
+def test_a_part_of_another_stage_is_refused(machine: Machine) -> None:
     status, printed, _ = machine.run("--only", "gemm.checks", "decode")
     assert status == 2
     assert "--only: gemm.checks is not of decode; its parts are engine.decode" in printed
 
 
-def test_only_the_same_code_on_the_same_machine_is_gone_on_with(tmp_path: Path) -> None:
+def test_results_are_reused_for_the_same_code_and_machine_only(tmp_path: Path) -> None:
     def results(code: str) -> Results:
         return Results(tmp_path / "s.json", {"stage": "s", "code": code})
 
@@ -237,7 +237,7 @@ def test_only_the_same_code_on_the_same_machine_is_gone_on_with(tmp_path: Path) 
     assert same.names == []
 
 
-def test_settings_are_held_against_those_in_use() -> None:
+def test_best_settings_are_compared_with_those_in_use() -> None:
     trials = {
         "usual": {"key": "k", "settings": {"n": 1}, "us": 10.0},
         "better": {"key": "k", "settings": {"n": 2}, "us": 8.0, "splits": 4},

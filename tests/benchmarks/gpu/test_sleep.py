@@ -23,7 +23,7 @@ class Gpu(Bench):
         return lambda: [call() for call in calls] and None
 
 
-def test_both_parts_say_whether_the_numbers_came_back() -> None:
+def test_both_checks_detect_changed_values() -> None:
     bench = Bench(torch.device("cpu"), CHIPS["sm_90"], tiny=True)
     results = {number.name: number.run() for number in sleep.checks(bench)}
     assert results["sleep"]["right"]
@@ -32,7 +32,7 @@ def test_both_parts_say_whether_the_numbers_came_back() -> None:
     assert not any(number.run()["right"] for number in sleep.checks(spoiled))
 
 
-def test_memory_that_is_not_given_back_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_released_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleep, "device_of", lambda bench: CPU)
     readings = iter([0, 1 << 20] * 2 + [0, 0] * 2)
     monkeypatch.setattr(sleep, "free", lambda bench: next(readings))

@@ -13,9 +13,6 @@ from pagoda.common.models.spec import Activation
 __all__ = ["gated", "gated_quantised", "plain"]
 
 
-# Activations of feed-forward blocks: entry points, then their plain torch definitions.
-
-
 def gated(both: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
     """Return act(first half) * second half of both [T, 2F]: [T, F], in its dtype; any row stride.
 

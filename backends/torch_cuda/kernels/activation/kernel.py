@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride, row_warps
 from pagoda.common.models.spec import Activation
 
 BLOCK = 1024
@@ -91,11 +91,6 @@ def quantised_constants(width):
     return {"WHOLE": block <= WHOLE_BLOCK, "BLOCK": block if block <= WHOLE_BLOCK else PART_BLOCK}
 
 
-def warps(block):
-    """Return a warp count: 16 columns per thread, 1 to 16 warps."""
-    return min(max(block // 512, 1), 16)
-
-
 def gated(both, name):
     return _elementwise(both, name, both.shape[1] // 2, True)
 
@@ -114,8 +109,7 @@ def _elementwise(x, name, width, gated):
 
 def gated_quantised(both, name, chip):
     width = both.shape[1] // 2
-    bits = torch.empty(len(both), width, dtype=torch.uint8, device=both.device)
-    scale = torch.empty(len(both), 1, dtype=torch.float32, device=both.device)
+    bits, scale = float8.empty_rows(both, width)
     constants, native = quantised_constants(width), float8.native(chip, both)
     if len(both):
         quantised_kernel[(len(both),)](
@@ -127,7 +121,7 @@ def gated_quantised(both, name, chip):
             NAME=name,
             NATIVE=native,
             **constants,
-            num_warps=warps(constants["BLOCK"]),
+            num_warps=row_warps(constants["BLOCK"]),
         )
     return bits.view(torch.float8_e4m3fn), scale
 
@@ -156,7 +150,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
             quantised_kernel,
             {"x_ptr": "*bf16", "bits_ptr": "*u8", "scale_ptr": "*fp32", **numbers},
             {"NAME": name, "NATIVE": chip.float8, **quantised_constants(width)},
-            num_warps=warps(quantised_constants(width)["BLOCK"]),
+            num_warps=row_warps(quantised_constants(width)["BLOCK"]),
         )
         for name in _NAMES
         for width in _WIDTHS

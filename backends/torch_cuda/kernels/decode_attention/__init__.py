@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import softcap as capped
+from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 
 __all__ = ["choose_splits", "decode_attention"]
-
-
-# Attention of every sequence's last tokens over the paged cache: entry point, then its plain torch definition.
 
 MAX_QUERY_LEN = 8
 PROGRAMS = 3
@@ -63,13 +61,10 @@ def decode_attention(
     _check(q, keys, values, tables, kv_lens, query_len, sinks)
     if splits < 1:
         raise ValueError(f"splits is {splits}")
+    rules = ScoreRules(scale, window, softcap, sinks, k_scale, v_scale)
     if not use_kernel:
-        return decode_attention_reference(
-            q, keys, values, tables, kv_lens, query_len, scale, window, softcap, sinks, k_scale=k_scale, v_scale=v_scale
-        )
-    return kernel.launch(
-        q, keys, values, tables, kv_lens, query_len, scale, window, softcap, sinks, k_scale, v_scale, splits, chip
-    )
+        return decode_attention_reference(q, keys, values, tables, kv_lens, query_len, rules)
+    return kernel.launch(q, keys, values, tables, kv_lens, query_len, rules, splits, chip)
 
 
 def _check(
@@ -121,28 +116,22 @@ def decode_attention_reference(
     tables: Tensor,
     kv_lens: Tensor,
     query_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    *,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    rules: ScoreRules,
 ) -> Tensor:
     """Computes in float32, or in float64 if q is; q [S * query_len, N, H]. Keys may be of another type."""
     tokens, heads, dim = q.shape
     kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
     if not len(kv_lens):
         return torch.empty_like(q)
-    seen, slots = _seen(tables, kv_lens, query_len, window, keys.shape[2])  # [S, query_len, C], [S, C]
-    k = _gather(keys, slots, k_scale, wide)  # [S, K, C, H]
-    v = _gather(values, slots, v_scale, wide).masked_fill(~seen.any(1)[:, None, :, None], 0)
+    seen, slots = _seen(tables, kv_lens, query_len, rules.window, keys.shape[2])  # [S, query_len, C], [S, C]
+    k = _gather(keys, slots, rules.k_scale, wide)  # [S, K, C, H]
+    v = _gather(values, slots, rules.v_scale, wide).masked_fill(~seen.any(1)[:, None, :, None], 0)
     rows = q.to(wide).view(-1, query_len, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
-    scores = torch.matmul(rows, k.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = capped(scores, softcap)
+    scores = torch.matmul(rows, k.transpose(-1, -2)) * rules.scale
+    if rules.softcap is not None:
+        scores = capped(scores, rules.softcap)
     scores = scores.unflatten(2, (query_len, -1)).masked_fill(~seen[:, None, :, None], float("-inf"))
-    weights = _softmax(scores, sinks).flatten(2, 3)  # [S, K, query_len * N/K, C]
+    weights = _softmax(scores, rules.sinks).flatten(2, 3)  # [S, K, query_len * N/K, C]
     out = torch.matmul(weights, v).unflatten(2, (query_len, -1)).transpose(1, 2).reshape(tokens, heads, dim)
     return out.masked_fill(~seen.any(-1).view(-1, 1, 1), 0).to(q.dtype)
 

@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels.attention import MIN_DOT, TRITON_TYPES, ScoreRules, padded
 from pagoda.backends.torch_cuda.kernels.launch import KIB, Chip, Launch, settings
 
 # Block sizes of the kernels: the table in tuning.json, and candidates for tuning.
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
-MIN_DOT: Final = 16
-"""Rows, tokens and channels of Triton's smallest matrix product."""
 WGMMA_ROWS: Final = 64
 """Rows from which sm_90 multiplies in warp groups from shared memory, which needs another buffer."""
 
@@ -66,11 +65,6 @@ class DecodeBlockSizes:
     TILE: int  # tokens per loop iteration
     num_warps: int
     num_stages: int
-
-
-def padded(size: int) -> int:
-    """Return the next power of two that a matrix product supports."""
-    return max(MIN_DOT, 1 << (size - 1).bit_length())
 
 
 def blocks(shape: DecodeShape, chip: Chip) -> DecodeBlockSizes:
@@ -347,17 +341,12 @@ def launch(
     tables: Tensor,
     kv_lens: Tensor,
     query_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    rules: ScoreRules,
     splits: int,
     chip: Chip,
     chosen: DecodeBlockSizes | None = None,
 ) -> Tensor:
-    """`chosen`: block sizes on trial."""
+    """Return the attention [T, N, H]. `chosen`: block sizes on trial, in place of the tuned ones."""
     tokens, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     shape = DecodeShape(dim, heads // kv_heads, query_len, keys.dtype)
@@ -365,7 +354,7 @@ def launch(
     if keys.dtype == torch.float8_e4m3fn and not chip.float8:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     common = {"QUERY_LEN": query_len, "H": dim, "WIDTH": shape.width, "PAGE": page, "TILE": use.TILE}
-    common["WINDOW"] = window or 0
+    common["WINDOW"] = rules.window or 0
     out = torch.empty_like(q)
     partial, tops, sums = out, None, None
     if splits > 1:
@@ -381,22 +370,24 @@ def launch(
         partial,
         tops,
         sums,
-        sinks if splits == 1 else None,
-        k_scale,
-        v_scale,
-        factor(scale, softcap),
+        rules.sinks if splits == 1 else None,
+        rules.k_scale,
+        rules.v_scale,
+        factor(rules.scale, rules.softcap),
         keys.stride(0),
         tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=shape.group,
         ROWS=use.ROWS,
-        SOFTCAP=softcap or 0.0,
+        SOFTCAP=rules.softcap or 0.0,
         num_warps=use.num_warps,
         num_stages=use.num_stages,
         **common,
     )
     if splits > 1:
-        reduce[heads, tokens](partial, tops, sums, kv_lens, sinks, out, splits, HEADS=heads, CHUNK=CHUNK, **common)
+        reduce[heads, tokens](
+            partial, tops, sums, kv_lens, rules.sinks, out, splits, HEADS=heads, CHUNK=CHUNK, **common
+        )
     return out
 
 
@@ -407,12 +398,6 @@ def factor(scale: float, softcap: float | None) -> float:
 
 # Specialisations compiled ahead of time.
 
-TRITON_TYPES: Final = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-}
 KV_HEADS: Final = 8
 PAGE: Final = 16
 

@@ -1,19 +1,17 @@
-"""Logit edits before temperature: penalties, bias, bans and masks."""
+"""Logit edits before temperature, in place: penalties, bias, bans and masks.
+
+`common.engine.sampling_state` packs their arguments; the definitions in plain torch are the reference backend's.
+"""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pagoda.backends.reference import sampling as reference
 from pagoda.backends.torch_cuda.kernels.edit_logits import kernel
+from pagoda.backends.torch_cuda.kernels.launch import check_logits
 
 __all__ = ["add", "ban_words", "mask", "penalise"]
-
-
-# Penalties, bias, bans and masks, in place: the entry points.
-#
-# `common.engine.sampling_state` packs their arguments; the definitions in plain torch are the reference backend's.
 
 
 def penalise(logits: Tensor, history: Tensor, packed: Tensor, *, use_kernel: bool) -> None:
@@ -21,14 +19,14 @@ def penalise(logits: Tensor, history: Tensor, packed: Tensor, *, use_kernel: boo
 
     logits float32 [R, V]; history int32 [rows + 1, length]; packed int32 [8, n] of `penalties`.
     """
-    _check(logits)
+    check_logits(logits)
     run = kernel.penalise if use_kernel else reference.penalise
     run(logits, history, packed)
 
 
 def add(logits: Tensor, packed: Tensor, *, use_kernel: bool) -> None:
     """Add values to some logits float32 [R, V]. packed int32 [3, n] of `additions`; sequences from R on are padding."""
-    _check(logits)
+    check_logits(logits)
     run = kernel.add if use_kernel else reference.add
     run(logits, packed)
 
@@ -38,7 +36,7 @@ def ban_words(logits: Tensor, history: Tensor, words: Tensor, heads: Tensor, *, 
 
     logits float32 [R, V]; history int32 [rows + 1, length]; words int32 [2, w], heads int32 [4, h] of `banned_words`.
     """
-    _check(logits)
+    check_logits(logits)
     run = kernel.ban_words if use_kernel else reference.ban_words
     run(logits, history, words, heads)
 
@@ -49,13 +47,8 @@ def mask(logits: Tensor, sequences: Tensor, bits: Tensor, *, use_kernel: bool) -
     logits float32 [R, V]; sequences int32 [n]: rows of logits; bits int32 [n, ceil(V/32)] of `allowed_bits`. Raise
     ValueError if the bits do not fit.
     """
-    _check(logits)
+    check_logits(logits)
     if bits.shape != (len(sequences), -(-logits.shape[1] // 32)):
         raise ValueError(f"bits {tuple(bits.shape)} do not fit {len(sequences)} rows of {logits.shape[1]} tokens")
     run = kernel.mask if use_kernel else reference.mask
     run(logits, sequences, bits)
-
-
-def _check(logits: Tensor) -> None:
-    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [R, V]")

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from pagoda.backends.reference.sampling import gumbel
 from pagoda.backends.torch_cuda.kernels.gumbel_max import kernel
+from pagoda.backends.torch_cuda.kernels.launch import check_logits
 
 __all__ = ["gumbel_max", "store_tokens"]
-
-
-# Gumbel-max sampling and recording of the tokens: entry points, then their plain torch definitions.
 
 
 def gumbel_max(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor, *, use_kernel: bool) -> Tensor:
@@ -21,16 +19,8 @@ def gumbel_max(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor,
     float32 [R], 0 or less for a greedy row, which has neither noise nor floor; floor float32 [R]. All contiguous. A row
     without a number above -inf gets token 0. Raise ValueError for other shapes or types.
     """
-    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [R, V]")
-    rows = logits.shape[:1]
-    for name, x, dtype in (
-        ("keys", keys, torch.int32),
-        ("temperature", temperature, torch.float32),
-        ("floor", floor, torch.float32),
-    ):
-        if x.shape != rows or x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous {dtype} {tuple(rows)}")
+    real = torch.float32
+    check_logits(logits, keys=(keys, torch.int32), temperature=(temperature, real), floor=(floor, real))
     run = kernel.gumbel_max if use_kernel else gumbel_max_reference
     return run(logits, keys, temperature, floor)
 

@@ -93,7 +93,7 @@ def best_of_row(values, ids, tokens, VOCAB: tl.constexpr, SPLITS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "positions"])
 def write_down(tokens, rows, positions, last, history, count, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """See api.store_tokens."""
+    """Write the tokens to last [rows] and history [rows, LENGTH]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = index < count
     token = tl.load(tokens + index, mask=here)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.logprobs.kernel import kernel
+from pagoda.backends.torch_cuda.kernels.launch import check_logits
+from pagoda.backends.torch_cuda.kernels.logprobs import kernel
 
-# Log-probabilities (or logits) of given tokens, their ranks, and the best few: entry point, plain torch definition.
+__all__ = ["logprobs"]
 
 
 def logprobs(
@@ -19,13 +20,10 @@ def logprobs(
     [n, V], contiguous; targets int32 [n]. `normalise`: natural log-probabilities; False: the logits. Raise ValueError
     for other shapes or types, or a `best` beyond 0 .. V.
     """
-    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [n, V]")
-    if targets.shape != logits.shape[:1] or targets.dtype != torch.int32 or not targets.is_contiguous():
-        raise ValueError(f"targets are {targets.dtype} {tuple(targets.shape)}, not int32 [{len(logits)}]")
+    check_logits(logits, targets=(targets, torch.int32))
     if not 0 <= best <= logits.shape[1]:
         raise ValueError(f"best is {best}, not in 0 .. {logits.shape[1]}")
-    run = kernel if use_kernel else logprobs_reference
+    run = kernel.launch if use_kernel else logprobs_reference
     return run(logits, targets, best, normalise)
 
 
@@ -35,6 +33,3 @@ def logprobs_reference(logits: Tensor, targets: Tensor, best: int, normalise: bo
     top, ids = values.topk(best, dim=-1)
     ranks = (logits > mine).sum(-1, dtype=torch.int32) + 1
     return torch.cat([targets[:, None], ids.to(torch.int32)], 1), torch.cat([own, top], 1), ranks
-
-
-__all__ = ["logprobs"]

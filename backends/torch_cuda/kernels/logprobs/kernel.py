@@ -13,7 +13,7 @@ WARPS = 8
 JOIN_WARPS = 1
 
 
-def kernel(logits, targets, best, normalise):
+def launch(logits, targets, best, normalise):
     rows, vocab = logits.shape
     splits = triton.cdiv(vocab, BLOCK)
     peaks = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)

@@ -18,9 +18,6 @@ from pagoda.common.models.spec import Mlp, Router
 
 __all__ = ["moe"]
 
-
-# A routed mixture of experts: the entry point, then its plain torch definition.
-
 _GROUPED_MM: Final[Any] = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED: Final = 8
 _MAJORS: Final = (9, 10)

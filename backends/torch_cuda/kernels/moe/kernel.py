@@ -104,8 +104,7 @@ def matrices(stack):
     """Return (numbers, scales, inputs, scheme, group) of a stack of matrices, packed or not."""
     if not isinstance(stack, PackedMatrix):
         return stack, stack, stack.shape[2], "plain", 0
-    data = stack.data.view(torch.uint8) if stack.scheme == "fp8" else stack.data
-    return data, stack.scale, stack.inputs, stack.scheme, stack.group
+    return stack.numbers, stack.scale, stack.inputs, stack.scheme, stack.group
 
 
 def choose_tile(pairs, count, packed):

@@ -14,9 +14,6 @@ from pagoda.common.models.spec import Norm
 
 __all__ = ["norm", "norm_quantised"]
 
-
-# Norms of rows: entry points, then their plain torch definitions.
-
 Kind = Literal["rms", "layer"]
 MAX_WIDTH: Final = 32768
 """Maximum columns, which one program keeps in registers."""

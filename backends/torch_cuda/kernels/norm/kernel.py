@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride, row_warps
 
 
 @triton.jit
@@ -67,19 +67,13 @@ def norm_kernel(
         tl.store(normed_ptr + row * width + columns, y, inside)
 
 
-def warps(block):
-    """Return a warp count: 16 columns per thread, 1 to 16 warps."""
-    return min(max(block // 512, 1), 16)
-
-
 def norm(x, weight, bias, eps, kind, unit_offset, residual):
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return normed, _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, None, False)
 
 
 def norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip):
-    bits = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    bits, scale = float8.empty_rows(x, x.shape[1])
     native = float8.native(chip, x)
     total = _launch(x, weight, bias, eps, kind, unit_offset, residual, bits, scale, native)
     return bits.view(torch.float8_e4m3fn), scale, total
@@ -109,7 +103,7 @@ def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, na
             RESIDUAL=residual is not None,
             QUANTISED=scale is not None,
             NATIVE=native,
-            num_warps=warps(block),
+            num_warps=row_warps(block),
         )
     return total
 
@@ -138,7 +132,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
                 "eps": "fp32",
             },
             {**kind, "BLOCK": width, "RESIDUAL": residual, "QUANTISED": quantised, "NATIVE": quantised and chip.float8},
-            num_warps=warps(width),
+            num_warps=row_warps(width),
         )
         for width, kinds in _WIDTHS.items()
         for name, kind in kinds.items()

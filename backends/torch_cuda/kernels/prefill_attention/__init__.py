@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import softcap as capped
+from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.launch import Chip
-from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import ScoreRules, kernel, make_tiles, query_tile
+from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel
+from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import make_tiles, query_tile
 
-# Attention of prefill and mixed steps: the entry point, then its plain torch definition.
+__all__ = ["make_tiles", "prefill_attention", "query_tile"]
 
 
 def prefill_attention(
@@ -55,7 +57,7 @@ def prefill_attention(
     if keys.dtype != q.dtype and not scaled:
         raise ValueError(f"queries are {q.dtype}, keys {keys.dtype}")
     size = query_tile(q.shape[1] // keys.shape[1], q.shape[2], q.dtype, chip) if tile is None else tile
-    return kernel(q, keys, values, tables, query_start, kv_lens, tiles, out, rules, size, chip)
+    return kernel.launch(q, keys, values, tables, query_start, kv_lens, tiles, out, rules, size, chip)
 
 
 def _check(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -133,6 +135,3 @@ def attend(
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(seen), 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[1]]
     return (weights.to(v.dtype) @ v).transpose(0, 1)
-
-
-__all__ = ["make_tiles", "prefill_attention", "query_tile"]

@@ -9,7 +9,6 @@ Keys and values are gathered token by token through the block table, so pages an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -20,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.attention import TRITON_TYPES, ScoreRules, padded
 from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, settings
 
@@ -28,13 +28,6 @@ from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, se
 Int32 = npt.NDArray[np.int32]
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
-MIN_DOT: Final = 16
-"""The smallest side of a tensor-core matrix product."""
-
-
-def padded(size: int) -> int:
-    """Return rows or channels as the kernel needs them: a power of two."""
-    return max(MIN_DOT, 1 << (size - 1).bit_length())
 
 
 def key(head_dim: int, dtype: torch.dtype, *, float8: bool = False) -> str:
@@ -86,18 +79,6 @@ NOTHING = tl.constexpr(-1e30)
 """Initial maximum, below every score; finite, so that no difference with -inf is NaN."""
 
 _PER_STEP = ("tables", "query_start", "kv_lens", "tiles", "table_stride")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreRules:
-    """How a layer computes its scores; see `api.prefill_attention`."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # [N]
-    k_scale: torch.Tensor | None  # float32 [1]
-    v_scale: torch.Tensor | None  # float32 [1]
 
 
 @triton.jit
@@ -252,7 +233,7 @@ def prefill_attention(
     tl.store(pointers, result.to(out.dtype.element_ty), mask=inside(real, BLOCK_H, HEAD_DIM))
 
 
-def kernel(
+def launch(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -266,7 +247,7 @@ def kernel(
     chip: Chip,
     chosen: Settings | None = None,
 ) -> torch.Tensor:
-    """Write and return `out` [T, N, H], for tiles of `tile` tokens. See `api.prefill_attention`.
+    """Write and return `out` [T, N, H], for tiles of `tile` tokens.
 
     `chosen`: settings on trial, in place of the tuned ones.
     """
@@ -301,42 +282,41 @@ def constants(head_dim: int, rows: int, chosen: Settings) -> dict[str, int]:
 
 # Specialisations compiled ahead of time: every head dim and type, every tuned setting, every score rule.
 
-_TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _PAGE: Final = 16
 _RULES: Final = {"softcap": "fp32", "window": "i32", "sinks": "*bf16"}
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
     """Return the launches by head dim, group, type of queries (and of the cache if different) and score rules."""
-    bf16, half, single = _TYPES
+    bf16, half, single = torch.bfloat16, torch.float16, torch.float32
     return {
-        "h32-g2-bf16": launch(chip, 2, 32, bf16),
-        "h64-g3-fp16": launch(chip, 3, 64, half),
-        "h64-g8-bf16-window-sinks": launch(chip, 8, 64, bf16, ("window", "sinks")),
-        "h80-g1-fp16": launch(chip, 1, 80, half),
-        "h96-g1-bf16-window": launch(chip, 1, 96, bf16, ("window",)),
-        "h128-g4-bf16": launch(chip, 4, 128, bf16),
-        "h128-g7-bf16-window": launch(chip, 7, 128, bf16, ("window",)),
-        "h64-g8-bf16-float8": launch(chip, 8, 64, bf16, float8=True),
-        "h128-g4-bf16-float8": launch(chip, 4, 128, bf16, float8=True),
-        "h192-g2-bf16": launch(chip, 2, 192, bf16),
-        "h256-g2-bf16": launch(chip, 2, 256, bf16),
-        "h256-g2-bf16-window-softcap": launch(chip, 2, 256, bf16, ("window", "softcap")),
-        "h256-g1-fp16-float8": launch(chip, 1, 256, half, float8=True),
-        "h64-g3-fp32": launch(chip, 3, 64, single),
-        "h128-g4-fp32-float8": launch(chip, 4, 128, single, float8=True),
-        "h256-g2-fp32-window-softcap": launch(chip, 2, 256, single, ("window", "softcap")),
+        "h32-g2-bf16": _launch(chip, 2, 32, bf16),
+        "h64-g3-fp16": _launch(chip, 3, 64, half),
+        "h64-g8-bf16-window-sinks": _launch(chip, 8, 64, bf16, ("window", "sinks")),
+        "h80-g1-fp16": _launch(chip, 1, 80, half),
+        "h96-g1-bf16-window": _launch(chip, 1, 96, bf16, ("window",)),
+        "h128-g4-bf16": _launch(chip, 4, 128, bf16),
+        "h128-g7-bf16-window": _launch(chip, 7, 128, bf16, ("window",)),
+        "h64-g8-bf16-float8": _launch(chip, 8, 64, bf16, float8=True),
+        "h128-g4-bf16-float8": _launch(chip, 4, 128, bf16, float8=True),
+        "h192-g2-bf16": _launch(chip, 2, 192, bf16),
+        "h256-g2-bf16": _launch(chip, 2, 256, bf16),
+        "h256-g2-bf16-window-softcap": _launch(chip, 2, 256, bf16, ("window", "softcap")),
+        "h256-g1-fp16-float8": _launch(chip, 1, 256, half, float8=True),
+        "h64-g3-fp32": _launch(chip, 3, 64, single),
+        "h128-g4-fp32-float8": _launch(chip, 4, 128, single, float8=True),
+        "h256-g2-fp32-window-softcap": _launch(chip, 2, 256, single, ("window", "softcap")),
     }
 
 
-def launch(
+def _launch(
     chip: Chip, group: int, head_dim: int, dtype: torch.dtype, rules: tuple[str, ...] = (), *, float8: bool = False
 ) -> Launch:
     """Return one specialisation. float32 products use no tensor cores: exact, not fast."""
     tile = query_tile(group, head_dim, dtype, chip)
     block_sizes = constants(head_dim, tile * group, tuned(head_dim, dtype, chip, float8=float8))
     warps, stages = block_sizes.pop("num_warps"), block_sizes.pop("num_stages")
-    queries = f"*{_TYPES[dtype]}"
+    queries = f"*{TRITON_TYPES[dtype]}"
     stored = "*u8" if float8 else queries
     optional = _RULES | {"k_scale": "*fp32", "v_scale": "*fp32"}
     given = {*rules, *(("k_scale", "v_scale") if float8 else ())}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.top_k_top_p.kernel import kernel
+from pagoda.backends.torch_cuda.kernels.launch import check_logits
+from pagoda.backends.torch_cuda.kernels.top_k_top_p import kernel
 
-# The smallest logit that each row keeps under top-k, top-p and min-p: entry point, then its plain torch definition.
+__all__ = ["top_k_top_p"]
 
 
 def top_k_top_p(
@@ -21,18 +22,11 @@ def top_k_top_p(
     reaches p, and ties of the last; min-p keeps tokens of at least that probability relative to the best. The best
     token is always kept. A row's result does not depend on the other rows. Raise ValueError for other shapes or types.
     """
-    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [R, V]")
-    rows = logits.shape[:1]
-    for name, x, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
-    ):
-        if x.shape != rows or x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous {dtype} {tuple(rows)}")
-    run = kernel if use_kernel else top_k_top_p_reference
+    real = torch.float32
+    check_logits(
+        logits, temperature=(temperature, real), top_k=(top_k, torch.int32), top_p=(top_p, real), min_p=(min_p, real)
+    )
+    run = kernel.launch if use_kernel else top_k_top_p_reference
     return run(logits, temperature, top_k, top_p, min_p)
 
 
@@ -55,6 +49,3 @@ def top_k_top_p_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, to
 
     floor = torch.maximum(torch.where(few, kth, nothing), torch.where(nucleus, reach, nothing))
     return torch.maximum(floor, torch.where(random & (min_p > 0), least, nothing))
-
-
-__all__ = ["top_k_top_p"]

@@ -41,7 +41,7 @@ NOTHING = tl.constexpr(87.0)
 """exp(-87) is about the smallest float32 weight: smaller ones add nothing to a mass."""
 
 
-def kernel(logits, temperature, top_k, top_p, min_p):
+def launch(logits, temperature, top_k, top_p, min_p):
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP)
     peaks = torch.empty((rows, groups), dtype=torch.float32, device=logits.device)

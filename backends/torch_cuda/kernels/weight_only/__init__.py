@@ -11,9 +11,6 @@ from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix,
 __all__ = ["PackedMatrix", "Scheme", "pack", "unpack", "weight_only_linear"]
 
 
-# A linear map with a packed matrix and unpacked activations: the entry point, then its plain torch definition.
-
-
 def weight_only_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, *, use_kernel: bool, chip: Chip) -> Tensor:
     """Return x [M, I] times a packed matrix [O, I], plus bias [O]: [M, O] in x's dtype (bfloat16, float16 or float32).
 

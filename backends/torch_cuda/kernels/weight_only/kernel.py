@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import launch
-from pagoda.backends.torch_cuda.kernels.fp8_convert import native, quantise_row
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
+from pagoda.backends.torch_cuda.kernels.fp8_convert import empty_rows, native, quantise_row
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_warps
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
 
 # One tile of a product with a matrix in any weight format, shared by linear maps and experts.
@@ -226,10 +226,9 @@ def product(x, packed, bias, chip):
     splits = triton.cdiv(inputs, split_inputs)
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     parts = out if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-    bits = packed.data.view(torch.uint8) if packed.scheme == "fp8" else packed.data
     product_kernel[(triton.cdiv(outputs, constants["CHANNELS"]), splits)](
         x,
-        bits,
+        packed.numbers,
         packed.scale,
         packed.scale if bias is None else bias,
         parts,
@@ -336,18 +335,12 @@ def product_in_float8(x, packed, bias, chip):
 
 def quantised(x, chip):
     """Return (float8_e4m3fn [T, I], scale float32 [T, 1]): x as stored * scale."""
-    bits = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    bits, scales = empty_rows(x, x.shape[1])
     size = triton.next_power_of_2(x.shape[1])
     quantise_kernel[(x.shape[0],)](
-        x, bits, scales, x.stride(0), x.shape[1], BLOCK=size, NATIVE=native(chip, x), num_warps=warps(size)
+        x, bits, scales, x.stride(0), x.shape[1], BLOCK=size, NATIVE=native(chip, x), num_warps=row_warps(size)
     )
     return bits.view(torch.float8_e4m3fn), scales
-
-
-def warps(size):
-    """Return a warp count: 16 columns per thread, 1 to 16 warps."""
-    return min(max(size // 512, 1), 16)
 
 
 def product_by_pieces(x, packed, bias, chip):
@@ -371,7 +364,7 @@ def unpack(packed, out, chip):
     depth = block(packed.group) if packed.scheme == "int4" else _DEPTH
     grid = triton.cdiv(packed.outputs, _CHANNELS), triton.cdiv(packed.inputs, depth)
     unpack_kernel[grid](
-        packed.data.view(torch.uint8) if packed.scheme == "fp8" else packed.data,
+        packed.numbers,
         packed.scale,
         out,
         packed.inputs,
@@ -470,13 +463,13 @@ def _product(
     scheme: str, group: int, tile: int, dtype: str, chip: Chip, *, inputs: int = _INPUTS, hot: bool = True
 ) -> Launch:
     constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
-    warps_, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
     whole = inputs == _INPUTS
     signature = {"x": f"*{dtype}", "weights": NUMBERS[scheme], "scales": SCALES[scheme], "bias": f"*{dtype}"}
     signature |= {"out": "*fp32" if whole else f"*{dtype}", "tokens": "i32"}
     signature |= dict.fromkeys(("inputs", "outputs", "x_stride"), "i32:16")
     constants |= {"NATIVE": chip.float8, "BIAS": not whole}
-    return Launch(product_kernel, signature | {"split_inputs": "i32:16"}, constants, warps_, stages, hot=hot)
+    return Launch(product_kernel, signature | {"split_inputs": "i32:16"}, constants, warps, stages, hot=hot)
 
 
 def _unpack(scheme: str, group: int, dtype: str, chip: Chip) -> Launch:
@@ -492,6 +485,6 @@ def _sum(splits: int) -> Launch:
 
 
 def _quantise(width: int, chip: Chip) -> Launch:
-    size = 1 << (width - 1).bit_length()
+    size = triton.next_power_of_2(width)
     signature = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "x_stride": "i32:16", "width": "i32:16"}
-    return Launch(quantise_kernel, signature, {"BLOCK": size, "NATIVE": chip.float8}, num_warps=warps(size))
+    return Launch(quantise_kernel, signature, {"BLOCK": size, "NATIVE": chip.float8}, num_warps=row_warps(size))

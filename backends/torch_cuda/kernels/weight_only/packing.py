@@ -54,6 +54,11 @@ class PackedMatrix:
         return self.data.shape[-2]
 
     @property
+    def numbers(self) -> Tensor:
+        """The data as kernels read it: float8 as bytes."""
+        return self.data.view(torch.uint8) if self.scheme == "fp8" else self.data
+
+    @property
     def num_bytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes
 

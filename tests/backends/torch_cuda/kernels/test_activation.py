@@ -28,7 +28,7 @@ def test_the_kernels_compute_the_reference(dtype, name) -> None:
 
 
 @pytest.mark.parametrize(("name", "width"), [*((name, 72) for name in NAMES), ("silu", WHOLE_BLOCK + 9)])
-def test_quantised_rows_hold_what_the_gate_gives(name, width) -> None:
+def test_quantised_rows_equal_the_gated_activation(name, width) -> None:
     both = _rows(torch.float16, 2 * width)
     stored, scales = gated_quantised(both, name, use_kernel=True)
     reference, want_scales = gated_quantised(both, name, use_kernel=False)
@@ -38,7 +38,7 @@ def test_quantised_rows_hold_what_the_gate_gives(name, width) -> None:
     assert float((stored.float() != reference.float()).float().mean()) < 0.02
 
 
-def test_no_rows_are_no_error_and_what_does_not_fit_is_refused() -> None:
+def test_no_rows_are_accepted_and_wrong_shapes_refused() -> None:
     assert gated(torch.empty(0, 8), "silu", use_kernel=True).shape == (0, 4)
     assert gated_quantised(torch.empty(0, 8), "silu", use_kernel=True)[1].shape == (0, 1)
     for wrong in (torch.zeros(2, 7), torch.zeros(8), torch.zeros(8, 2).T):

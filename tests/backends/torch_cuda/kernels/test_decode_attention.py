@@ -89,7 +89,7 @@ CASES = {
     "window of one": Case([90, 1], options={"window": 1}),
     "soft cap": Case([40, 9], options={"softcap": 2.0}),
     "sinks": Case([40, 9, 0], options={"sinks": SINKS}),
-    "fewer tokens than asked": Case([1, 2, 5], query_len=3, options={"sinks": SINKS}),
+    "fewer tokens than query_len": Case([1, 2, 5], query_len=3, options={"sinks": SINKS}),
     "large pages": Case([100, 129], page=128),
     "small pages": Case([35, 8], page=4),
     "scaled": Case([40, 9], options=SCALES),

@@ -27,7 +27,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 32)
 
 
-def made() -> tuple[torch.Tensor, torch.Tensor]:
+def make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [ROWS, V] and a history with wrong tokens in positions that must not be read."""
     torch.manual_seed(0)
     history = torch.full((ROWS + 2, LENGTH), VOCAB - 1, dtype=torch.int32)
@@ -41,7 +41,7 @@ def place(index: int, row: int, prompt: int, known: int, **rules) -> SampledRow:
 
 def both(edit, *arguments) -> torch.Tensor:
     """Logits after an edit by the kernel, which are those after the edit by the reference."""
-    logits, history = made()
+    logits, history = make_inputs()
     actual, want = logits.clone(), logits.clone()
     for values, use_kernel in ((actual, True), (want, False)):
         edit(values, history, *arguments, use_kernel=use_kernel)
@@ -57,13 +57,13 @@ def test_penalties(prompt: int) -> None:
         place(0, 1, 2, 3, presence_penalty=2.0),
     ]
     after = both(edit_logits.penalise, torch.from_numpy(penalties(places, 2)))
-    torch.testing.assert_close(after[1:3], made()[0][1:3])
-    torch.testing.assert_close(after[:, 12:], made()[0][:, 12:])
+    torch.testing.assert_close(after[1:3], make_inputs()[0][1:3])
+    torch.testing.assert_close(after[:, 12:], make_inputs()[0][:, 12:])
 
 
 def test_an_embedding_of_the_prompt_is_no_token() -> None:
     """A row of them and two tokens is punished for the two."""
-    logits, history = made()
+    logits, history = make_inputs()
     history[5, :38] = EMBEDDED
     history[5, 38:40] = torch.tensor([3, 8])
     after = logits.clone(), logits.clone()
@@ -87,7 +87,7 @@ def test_additions() -> None:
 
 
 def test_banned_words() -> None:
-    history = made()[1]
+    history = make_inputs()[1]
     newest = tuple(history[3, 30:40].tolist())
     words = ((*newest, 50), (*newest[-2:], 51), (newest[-1], 52), (newest[-1] + 1, 53), (*newest[:-1], 99, 54))
     (packed,) = banned_words([place(1, 3, 0, 40, bad_words=words), place(2, 3, 39, 40, bad_words=words)], ROWS)

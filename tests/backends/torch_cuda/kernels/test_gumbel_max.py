@@ -82,13 +82,13 @@ def test_ties_go_to_the_lowest_token(use_kernel: bool) -> None:
     assert call(logits[1:2], [1.0], [-torch.inf], use_kernel=use_kernel) == [0], "nothing to draw from"
 
 
-def test_whatever_the_logits_are_a_token_is_one() -> None:
+def test_nan_logits_give_a_valid_token() -> None:
     logits = torch.full((2, VOCAB), torch.nan)
     assert all(0 <= token < VOCAB for token in call(logits, [0.0, 1.0], [0.0, torch.nan], use_kernel=True))
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
-def test_tokens_are_written_down(use_kernel: bool) -> None:
+def test_tokens_are_stored_in_last_and_history(use_kernel: bool) -> None:
     history, last = torch.zeros((4, 5), dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     tokens, rows, positions = (torch.tensor(x, dtype=torch.int32) for x in ([7, 8, 9], [2, 0, 3], [4, 1, 0]))
     store_tokens(tokens, rows, positions, last, history, use_kernel=use_kernel)

@@ -31,12 +31,12 @@ def test_the_kernel_is_the_reference(monkeypatch: pytest.MonkeyPatch, best: int,
     assert want[2][3] == 1 + int((logits[3] > 2).sum())
 
 
-def test_nobody_asks() -> None:
+def test_no_targets_give_empty_results() -> None:
     actual = logprobs(torch.zeros(0, 100), torch.zeros(0, dtype=torch.int32), 2, use_kernel=True)
     assert [tuple(x.shape) for x in actual] == [(0, 3), (0, 3), (0,)]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_shapes_are_named() -> None:
     logits, targets = torch.zeros(2, 100), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="best"):
         logprobs(logits, targets, 101, use_kernel=False)

@@ -69,7 +69,7 @@ def test_align(tokens: int, top: int, experts: int, tile: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [1, 16, 64])
-def test_the_worst_spread_fills_the_room(tile: int) -> None:
+def test_the_worst_distribution_fills_all_tiles(tile: int) -> None:
     """As many experts as can be have one row more than whole tiles."""
     for pairs, experts in ((1, 8), (8, 8), (9, 8), (100, 8), (257, 4)):
         busy = min(pairs, experts)
@@ -125,7 +125,7 @@ def test_packed_experts(scheme: str) -> None:
     torch.testing.assert_close(moe(**arguments, use_kernel=True, chip=CHIP), want, rtol=0, atol=2e-5)
 
 
-def test_a_token_does_not_see_the_others() -> None:
+def test_a_token_does_not_depend_on_the_others() -> None:
     arguments = case(12, 4, 2, 48, 24, EXPERTS["gated"], torch.float32)
     together = moe(**arguments, use_kernel=True, chip=CHIP)
     one = arguments | {"x": arguments["x"][7:8], "router_logits": arguments["router_logits"][7:8]}

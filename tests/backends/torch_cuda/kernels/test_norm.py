@@ -39,7 +39,7 @@ def test_the_kernel_computes_the_reference(dtype, width, kind, unit_offset, bias
 
 
 @pytest.mark.parametrize(("kind", "unit_offset", "bias"), KINDS)
-def test_quantised_rows_hold_what_the_norm_gives(kind, unit_offset, bias) -> None:
+def test_quantised_rows_equal_the_norm(kind, unit_offset, bias) -> None:
     x, weight, add, rest = _inputs(torch.float16, 72, bias, True)
     facts = {"eps": 1e-5, "kind": kind, "unit_offset": unit_offset, "residual": rest}
     stored, scales, total = norm_quantised(x, weight, add, **facts, use_kernel=True)
@@ -60,12 +60,12 @@ def test_without_residual_the_total_is_the_input_itself() -> None:
         assert norm(x, weight, eps=1e-5, kind="rms", use_kernel=use_kernel)[1] is x
 
 
-def test_no_rows_are_no_error() -> None:
+def test_no_rows_are_accepted() -> None:
     normed, total = norm(torch.empty(0, 8), torch.ones(8), eps=1e-5, kind="rms", use_kernel=True)
     assert normed.shape == total.shape == (0, 8)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_refused() -> None:
     x, weight = torch.zeros(2, 8), torch.ones(8)
     for wrong in (
         {"x": torch.zeros(8, 2).T, "weight": torch.ones(8)},

@@ -11,9 +11,10 @@ import torch
 from support.compile_launches import programs
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels.attention import padded
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import candidates, padded, tuned
+from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import candidates, tuned
 
 NEW, OLD = CHIPS["sm_90"], CHIPS["sm_80"]
 E4M3 = torch.float8_e4m3fn
@@ -165,7 +166,7 @@ def test_tiles_cover_every_token_once_longest_first():
     assert make_tiles(np.array([1, 9], np.int32), 1, 8).tolist() == [[1, 8], [1, 0]]
 
 
-def test_nothing_to_do():
+def test_no_prefill_tokens_give_empty_output():
     case = Case([(1, 3)], decodes=1)
     assert case.run(use_kernel=True).numel() == case.run(use_kernel=False).numel() == 0
 

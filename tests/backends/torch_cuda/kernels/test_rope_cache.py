@@ -81,7 +81,7 @@ def test_the_reference_rotates_pairs_and_writes_token_by_token() -> None:
     assert torch.equal(values[2, 1, 1], qkv[token, 7 * 16 :])
 
 
-def test_numbers_past_the_range_of_float8_are_cut_in_the_cache() -> None:
+def test_values_beyond_the_float8_range_saturate() -> None:
     for use_kernel in (False, True):
         arguments, facts = _case("grouped", torch.float16, torch.float8_e4m3fn, False)
         arguments[0].mul_(3e3)

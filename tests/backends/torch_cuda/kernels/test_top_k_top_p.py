@@ -107,7 +107,7 @@ def test_the_kernel_is_the_reference(kind: str) -> None:
     np.testing.assert_array_equal(actual, kept(logits, rules, use_kernel=False))
 
 
-def test_the_best_may_lie_in_one_group() -> None:
+def test_the_best_logits_in_one_group() -> None:
     """Then the k-th best peak is below the k-th best logit."""
     logits = np.full((3, VOCAB), -9.0, np.float32)
     logits[:, 400:404] = [10, 9, 8, 7]
@@ -119,7 +119,7 @@ def test_the_best_may_lie_in_one_group() -> None:
     assert actual[0].sum() == 2
 
 
-def test_whole_tiles_of_the_size_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_tiles_at_the_configured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """More groups than a turn of the listing takes, and none beyond the row is read."""
     for name, size in (("GROUP", 32), ("SUMMARY", 128), ("TILE", 128), ("LISTED", 1024)):
         monkeypatch.setattr(module, name, size)

@@ -43,7 +43,7 @@ def test_packing_rounds_to_the_nearest(scheme: str, group: int) -> None:
     assert error.mean() < 0.7 * allowed.mean()
 
 
-def test_words_of_int4() -> None:
+def test_int4_packing_order() -> None:
     """Input 64 p + 2 i + h of a block is nibble p of half h of word i."""
     weight = torch.zeros(1, 256)
     weight[0, 0], weight[0, 64 * 2 + 2 * 5 + 1] = -8, 7
@@ -84,7 +84,7 @@ def test_packing_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(pieces.scale, whole.scale)
 
 
-def test_groups_of_int4() -> None:
+def test_unsupported_int4_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="int4 groups have 128, 64, 32 inputs, not 100"):
         pack(normal(8, 100), "int4", 100)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.benchmarks.gpu import elementwise
+from pagoda.benchmarks.gpu.kernels import elementwise
 from pagoda.benchmarks.gpu.measure import Bench
 
 CPU = Bench(torch.device("cpu"), CHIPS["sm_90"])

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels import prefill_attention
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel as kernels
+from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel
+from pagoda.benchmarks.gpu.kernels.prefill_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, worst
 from pagoda.benchmarks.gpu.measure import Bench
-from pagoda.benchmarks.gpu.prefill_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, worst
 
 CPU, CHIP = torch.device("cpu"), CHIPS["sm_90"]
 BENCH = Bench(CPU, CHIP, tiny=True)
@@ -51,10 +50,8 @@ def test_an_error_of_ten_percent_is_wrong():
 
 def test_a_trial_calls_the_kernel_as_the_api_does(monkeypatch: pytest.MonkeyPatch):
     inputs = make(Load(((9, 20), (5, 0)), heads=4, kv_heads=2, head_dim=16, cache=FP8, window=7), CPU, CHIP, tile=8)
-    launches, calls = inspect.signature(prefill_attention.kernel), []
-    record = lambda *args: calls.append(launches.bind(*args).arguments)  # noqa: E731
-    monkeypatch.setattr(kernels, "kernel", record)
-    monkeypatch.setattr(prefill_attention, "kernel", record)
+    launches, calls = inspect.signature(kernel.launch), []
+    monkeypatch.setattr(kernel, "launch", lambda *args: calls.append(launches.bind(*args).arguments))
     inputs.call(CHIP, use_kernel=True)
     chosen = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     attend(Recorded(CPU, CHIP), inputs, chosen)

@@ -8,7 +8,7 @@ import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel
-from pagoda.benchmarks.gpu import gemm
+from pagoda.benchmarks.gpu.kernels import gemm
 from pagoda.benchmarks.gpu.measure import Bench
 
 

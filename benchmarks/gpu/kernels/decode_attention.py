@@ -14,9 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
 from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import DecodeBlockSizes, DecodeShape, blocks, candidates
-from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, verdict, worst
+from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, is_refusal, verdict, worst
 
 PAGE = 16
 COLD_BYTES = 512 << 20
@@ -214,11 +215,11 @@ def trials(bench: Bench) -> Iterator[Number]:
         inputs.clear()
 
 
-def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, made: list[Inputs]) -> dict:
-    """Return the best number of splits for these blocks. `made`: inputs, shared by the trials of a load."""
-    if not made:
-        made.append(make(load, bench, bench.choose(COLD_BYTES, 1)))
-    inputs, tried = made[0], {}
+def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, shared: list[Inputs]) -> dict:
+    """Return the best number of splits for these blocks. `shared`: inputs, shared by the trials of a load."""
+    if not shared:
+        shared.append(make(load, bench, bench.choose(COLD_BYTES, 1)))
+    inputs, tried = shared[0], {}
     usual = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
     for splits in sorted({1, 2, 4, 8, usual}):
         try:
@@ -234,11 +235,6 @@ def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, made: list[Inputs]
     return {"key": load.shape.key, "settings": asdict(chosen), **us}
 
 
-def is_refusal(error: Exception) -> bool:
-    """Return whether Triton rejected settings that need too many registers or too much shared memory."""
-    return type(error).__name__ in ("OutOfResources", "PTXASError", "CompilationError")
-
-
 def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: DecodeBlockSizes) -> Tensor:
     """Call with blocks on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
@@ -247,5 +243,5 @@ def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: Deco
 
     load = inputs.load
     arrays = inputs.q[copy], inputs.keys, inputs.values, inputs.tables[copy], inputs.kv_lens
-    facts = load.query_len, load.head_dim**-0.5, load.window, load.softcap, inputs.sinks, inputs.scale, inputs.scale
-    return launch(*arrays, *facts, splits=splits, chip=bench.chip, chosen=chosen)
+    rules = ScoreRules(load.head_dim**-0.5, load.window, load.softcap, inputs.sinks, inputs.scale, inputs.scale)
+    return launch(*arrays, load.query_len, rules, splits, bench.chip, chosen)

@@ -21,8 +21,7 @@ from pagoda.backends.torch_cuda.kernels import launch
 from pagoda.backends.torch_cuda.kernels.launch import Settings
 from pagoda.backends.torch_cuda.kernels.moe import moe
 from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack, weight_only_linear
-from pagoda.benchmarks.gpu.decode_attention import is_refusal
-from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, copy_bandwidth, verdict, worst
+from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, copy_bandwidth, is_refusal, verdict, worst
 from pagoda.common.models.spec import Mlp, Router
 
 COLD_BYTES = 256 << 20

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import ScoreRules, candidates, key, tuned
-from pagoda.benchmarks.gpu.decode_attention import is_refusal
-from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, matmul_rate, verdict
+from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import candidates, key, tuned
+from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, is_refusal, matmul_rate, verdict
 
 PAGE = 16
 ROUNDINGS = 3
@@ -199,6 +199,6 @@ def attend(bench: Bench, inputs: Inputs, chosen: Settings) -> Tensor:
     """Call with settings on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
         return inputs.call(bench.chip, use_kernel=False)
-    from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import kernel
+    from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import launch
 
-    return kernel(*inputs.arrays, torch.empty_like(inputs.q), inputs.rules, inputs.tile, bench.chip, chosen)
+    return launch(*inputs.arrays, torch.empty_like(inputs.q), inputs.rules, inputs.tile, bench.chip, chosen)

@@ -7,7 +7,7 @@ import support.triton_interpreter  # noqa: F401
 import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.benchmarks.gpu import sampling
+from pagoda.benchmarks.gpu.kernels import sampling
 from pagoda.benchmarks.gpu.measure import Bench
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_kernels_pass(check) -> None:
     assert check(BENCH, 600)
 
 
-def test_what_is_not_right_is_seen() -> None:
+def test_spoiled_results_fail_every_check() -> None:
     spoiled = Bench(CPU, CHIPS["sm_90"], tiny=True, spoil=0.1)
     assert not any(number.run()["right"] for number in sampling.checks(spoiled))
 

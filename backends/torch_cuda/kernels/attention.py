@@ -1,0 +1,36 @@
+"""What the kernels of decode and prefill attention share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+MIN_DOT: Final = 16
+"""Rows, tokens and channels of Triton's smallest matrix product."""
+
+TRITON_TYPES: Final = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRules:
+    """How a layer computes its scores."""
+
+    scale: float  # multiplies q.k
+    window: int | None  # a token sees itself and the window - 1 before it
+    softcap: float | None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None  # [N]: a logit per head that takes part in the softmax and has no value
+    k_scale: Tensor | None  # float32 [1], of float8 keys: value = stored * scale
+    v_scale: Tensor | None  # float32 [1]
+
+
+def padded(size: int) -> int:
+    """Return the next power of two that a matrix product supports."""
+    return max(MIN_DOT, 1 << (size - 1).bit_length())
