@@ -31,11 +31,12 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Files of one subject and the test files nearest to them."""
+    """Files of one subject and the test files nearest to them, the fastest first."""
 
     name: str
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    functions: tuple[str, ...] = ()  # mutate these alone; (): everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,10 @@ class Mutant:
         return source[:start] + self.new.encode() + source[end:]
 
     def describe(self) -> str:
-        """`path:line: old line -> new line`."""
+        """`path: old line -> new line`."""
         source = (ROOT / self.path).read_bytes()
-        after = self.apply(source).splitlines()[self.line - 1].decode().strip()
-        return f"{self.path}:{self.line}: {source.splitlines()[self.line - 1].decode().strip()}  ->  {after}"
+        before, after = (text.splitlines()[self.line - 1].decode().strip() for text in (source, self.apply(source)))
+        return f"{self.path}: {before} -> {after}"
 
 
 TARGETS: Final = (
@@ -69,9 +70,10 @@ TARGETS: Final = (
         "scheduler",
         ("common/engine/scheduler.py", "common/engine/waiting.py", "common/engine/batch_state.py"),
         (
-            "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_waiting.py",
+            "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_core.py",
+            "tests/common/engine/test_engine_properties.py",
         ),
     ),
     Target(
@@ -85,31 +87,53 @@ TARGETS: Final = (
         ("tests/common/engine/kv_cache",),
     ),
     Target(
+        "hashing",
+        ("common/engine/kv_cache/manager.py", "common/engine/request.py"),
+        ("tests/common/engine/kv_cache/test_hashing.py",),
+        ("root_digest", "page_digest", "extend_hashes", "page_bytes", "token_bytes", "embeds_of", "_embed_rows"),
+    ),
+    Target(
         "sampling",
         ("common/engine/sampling.py", "common/engine/sampling_state.py", "common/engine/logit_edits.py"),
         (
             "tests/common/engine/test_sampling.py",
-            "tests/backends/reference",
+            "tests/backends/reference/test_sampler.py",
             "tests/backends/torch_cuda/test_sampler.py",
         ),
     ),
-    Target("reference sampler", ("backends/reference/sampling.py",), ("tests/backends/reference",)),
+    Target("reference sampler", ("backends/reference/sampling.py",), ("tests/backends/reference/test_sampler.py",)),
     Target(
         "output processing",
         ("server/processing/output_processor.py", "common/engine/results.py"),
-        ("tests/server/processing", "tests/common/engine/test_core.py"),
+        (
+            "tests/common/engine/test_core.py",
+            "tests/server/processing/test_outputs.py",
+            "tests/server/core_client/test_coalesce.py",
+            "tests/server/http/test_generation.py",
+            "tests/server/test_llm.py",
+            "tests/server/test_async_llm.py",
+        ),
     ),
     Target(
         "parsers",
         (
-            "server/parsers/reader.py",
+            "server/parsers/delimiters.py",
+            "server/parsers/output_parser.py",
             "server/parsers/blocks.py",
             "server/parsers/reasoning/tagged.py",
             "server/parsers/tool/scanner.py",
             "server/parsers/tool/json_text.py",
             "server/parsers/tool/formats/tagged_parameters.py",
         ),
-        ("tests/server/parsers",),
+        (
+            "tests/server/parsers/test_delimiters.py",
+            "tests/server/parsers/test_blocks.py",
+            "tests/server/parsers/test_output_parser.py",
+            "tests/server/parsers/test_attribution.py",
+            "tests/server/parsers/test_chain.py",
+            "tests/server/parsers/test_reasoning.py",
+            "tests/server/parsers/tool",
+        ),
     ),
 )
 
@@ -139,7 +163,7 @@ def mutants(target: Target, path: str) -> Iterator[Mutant]:
     def text(node: ast.expr) -> str:
         return ast.get_source_segment(source, node) or ""
 
-    for node in _behaviour(ast.parse(source)):
+    for node in _mutable(ast.parse(source), target.functions):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
                 if not _in_parentheses(lines, left, right):
@@ -166,6 +190,15 @@ def mutants(target: Target, path: str) -> Iterator[Mutant]:
                 yield instead(node, "pass")
 
 
+def _mutable(tree: ast.AST, functions: Sequence[str]) -> Iterator[ast.AST]:
+    """The nodes to mutate: those in the named functions, or all."""
+    if not functions:
+        yield from _behaviour(tree)
+    for node in ast.walk(tree) if functions else ():
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            yield from _behaviour(node)
+
+
 def _behaviour(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes below `tree` that decide what the program does: no annotations, docstrings, errors, assertions, imports."""
     for field, value in ast.iter_fields(tree):
@@ -190,15 +223,40 @@ def _in_parentheses(lines: Sequence[bytes], left: ast.expr, right: ast.expr) -> 
 def choose(count: int, seed: int) -> list[Mutant]:
     """`count` mutants, as many of each target as of the others, at most one per line."""
     draw, chosen = random.Random(seed), []
+    taken: set[tuple[str, int]] = set()
     for index, target in enumerate(TARGETS):
         lines: dict[tuple[str, int], list[Mutant]] = {}
         for path in target.files:
             for mutant in mutants(target, path):
-                if mutant.describe() not in EQUIVALENT:
+                if (path, mutant.line) not in taken and mutant.describe() not in EQUIVALENT:
                     lines.setdefault((path, mutant.line), []).append(mutant)
         wanted = count // len(TARGETS) + (index < count % len(TARGETS))
-        chosen += [draw.choice(lines[line]) for line in draw.sample(sorted(lines), wanted)]
+        picked = draw.sample(sorted(lines), min(wanted, len(lines)))
+        taken.update(picked)
+        chosen += [draw.choice(lines[line]) for line in picked]
     return chosen
+
+
+def missing_paths(targets: Sequence[Target] = TARGETS) -> list[str]:
+    """The files, functions and tests that targets name and that do not exist, with the target's name."""
+    missing = [
+        f"{target.name}: {path}"
+        for target in targets
+        for path in (*target.files, *target.tests)
+        if not (ROOT / path).exists()
+    ]
+    for target in targets:
+        files = [ROOT / path for path in target.files if (ROOT / path).is_file()]
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+        defined = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        missing += [f"{target.name}: function {name}" for name in target.functions if name not in defined]
+    return missing
+
+
+def unknown_equivalents() -> list[str]:
+    """The entries of EQUIVALENT that describe no mutant."""
+    known = {mutant.describe() for target in TARGETS for path in target.files for mutant in mutants(target, path)}
+    return sorted(EQUIVALENT - known)
 
 
 def run_tests(checkout: Path, tests: Sequence[str], seconds: float) -> bool:
@@ -246,6 +304,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="time limit of one test run; counts as caught")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
+    if stale := [*missing_paths(), *unknown_equivalents()]:
+        print("TARGETS or EQUIVALENT name what does not exist:", *stale, sep="\n  ", file=sys.stderr)
+        return 2
     chosen = choose(args.count, args.seed)
     if args.list:
         print(*(mutant.describe() for mutant in chosen), sep="\n")
