@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, decode_step, define
+from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
 
 from pagoda.backends.reference import sampling
 from pagoda.backends.reference.sampling import Sampler
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.step import RowStart
+from pagoda.common.engine.step import EMBEDDED, RowStart
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:
@@ -37,7 +37,7 @@ def test_noise_is_gumbel_and_independent_of_neighbours() -> None:
 @settings(max_examples=80, deadline=None)
 @given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
 def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
-    logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
+    logits = draw_logits(len(rows), seed, spread)
     sampler = Sampler(VOCAB, 8, 32)
     want = []
     for row, (rules, history, prompt) in enumerate(rows):
@@ -46,6 +46,108 @@ def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
         want.append(define(logits[row].copy(), rules, history, num_prompt))
     tokens, _ = sampler.sample(torch.from_numpy(logits), decode_step([len(history) for _, history, _ in rows]))
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
+
+
+def choose(logits: dict[int, float], history: list[int], num_prompt: int, **rules) -> int:
+    """The greedy token of one row whose other logits are -50."""
+    row = torch.full((1, VOCAB), -50.0)
+    row[0, list(logits)] = torch.tensor(list(logits.values()))
+    sampler = Sampler(VOCAB, 1, 16)
+    sampler.start(RowStart(0, np.array(history, np.int32), num_prompt, SamplingRules(**rules)))
+    tokens, _ = sampler.sample(row, decode_step([len(history)]))
+    return int(tokens)
+
+
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 3.0}, {"frequency_penalty": 3.0}])
+def test_presence_and_frequency_penalties_leave_out_the_prompt(penalty: dict[str, float]) -> None:
+    logits = {5: 9.0, 6: 8.0}
+    assert choose(logits, [5, 5, 5], 3, **penalty) == 5
+    assert choose(logits, [5, 5, 1], 2, **penalty) == 5
+    assert choose(logits, [1, 2, 5], 2, **penalty) == 6, "the first sampled token counts"
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    logits = {5: 9.0, 6: 8.0, 7: 5.5}
+    history = [1, 5, 5, 5, 6]
+    assert choose(logits, history, 1, frequency_penalty=1.25) == 6  # 5.25, 6.75, 5.5
+    assert choose(logits, history, 1, frequency_penalty=3.0) == 7  # 0, 5, 5.5
+    assert choose(logits, history, 1, presence_penalty=2.0) == 5  # 7, 6, 5.5
+    assert choose(logits, history, 1, presence_penalty=4.0) == 7  # 5, 4, 5.5
+    assert choose(logits, history, 1, presence_penalty=4.0, frequency_penalty=-1.5) == 5  # 9.5, 5.5, 5.5
+
+
+def test_the_repetition_penalty_includes_the_prompt() -> None:
+    assert choose({5: 9.0, 6: 8.0}, [5, 1], 2, repetition_penalty=2.0) == 6
+    assert choose({5: 9.0, 6: 8.0}, [1, 5], 1, repetition_penalty=2.0) == 6
+    assert choose({5: -1.0, 6: -1.5}, [5, 1], 2, repetition_penalty=2.0) == 6, "a negative logit is multiplied"
+    assert choose({5: 9.0, 6: 8.0}, [6, 1], 2, repetition_penalty=0.5) == 6, "below 1 it is a bonus"
+
+
+def test_the_repetition_penalty_skips_embeddings() -> None:
+    assert choose({0: 9.0, VOCAB - 1: 8.0, 6: 7.0}, [EMBEDDED, 0, EMBEDDED], 3, repetition_penalty=2.0) == VOCAB - 1
+
+
+def test_bad_words_match_sampled_tokens_only() -> None:
+    logits = {5: 9.0, 6: 8.0}
+    assert choose(logits, [1, 2, 3], 1, bad_words=((2, 3, 5),)) == 6
+    assert choose(logits, [1, 2, 3], 2, bad_words=((2, 3, 5),)) == 5, "its first token is prompt"
+    assert choose(logits, [1, 2, 3], 3, bad_words=((2, 3, 5),)) == 5
+    assert choose(logits, [1, 2, 3], 1, bad_words=((3, 2, 5),)) == 5
+    assert choose(logits, [1, 2, 3], 1, bad_words=((4, 3, 5), (2, 3, 6))) == 5
+    assert choose(logits, [1, 2, 3], 3, bad_words=((5,),)) == 6, "a word of one token needs no other"
+
+
+def test_stop_tokens_are_masked_until_min_tokens() -> None:
+    logits = {5: 9.0, 6: 8.0}
+    rules = {"min_tokens": 2, "stop_ids": (5,)}
+    assert choose(logits, [1, 2, 3], 2, **rules) == 6
+    assert choose(logits, [1, 2, 3], 1, **rules) == 5
+
+
+FLAT = np.linspace(0.0, 0.5, VOCAB, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_p": 0.8},
+        {"top_k": 400},
+        {"top_k": sampling.CANDIDATES},
+        {"top_k": sampling.CANDIDATES + 1},
+        {"min_p": 0.75},
+        {"top_k": 500, "top_p": 0.7},
+        {"top_k": 450, "min_p": 0.9},
+        {"top_k": 3},
+        {"top_k": VOCAB, "top_p": 0.9},
+    ],
+)
+def test_filters_that_keep_more_than_the_best_candidates(filters: dict[str, float]) -> None:
+    """Flat logits, so that most tokens stay; the noise of many seeds draws from all of them."""
+    rows = 100
+    logits = np.stack([np.random.default_rng(row).permutation(FLAT) for row in range(rows)])
+    sampler = Sampler(VOCAB, rows, 4)
+    want = []
+    for row in range(rows):
+        rules = SamplingRules(temperature=1.0, seed=row, **filters)
+        sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+        want.append(define(logits[row].copy(), rules, [0], 1))
+    tokens, _ = sampler.sample(torch.from_numpy(logits), decode_step([1] * rows))
+    assert tokens.tolist() == want
+
+
+@pytest.mark.parametrize("count", [4, VOCAB])
+def test_ties_of_the_last_kept_token_stay(count: int) -> None:
+    """Of `count` equal best tokens top-k and top-p keep all, whether the best candidates decide or not."""
+    logits = np.full((1, VOCAB), -9.0, np.float32)
+    logits[0, :count] = 1.0
+    for filters in ({"top_k": 2}, {"top_p": 0.1}):
+        sampler, tokens = Sampler(VOCAB, 60, 4), set()
+        for row in range(60):
+            rules = SamplingRules(temperature=0.2, seed=row, **filters)
+            sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+        sampled, _ = sampler.sample(torch.from_numpy(logits.repeat(60, 0)), decode_step([1] * 60))
+        tokens = set(sampled.tolist())
+        assert tokens == set(range(4)) if count == 4 else len(tokens) > 40
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.999])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from fakes import full_layout, hybrid_layout, state_layout
 
 from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit
@@ -170,6 +171,27 @@ class TestWindow:
         assert kv.find_prefix(request(20)).num_tokens == 4
         kv.pool.allocate(1)
         assert kv.find_prefix(request(20)).num_tokens == 0
+
+    def test_a_group_that_shortens_the_hit_makes_the_others_check_again(self):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        kv.free(r, 0)
+        # Full pages 0 to 2 remain, window pages 0, 2 and 3: 16 is valid for the window alone, 12 for neither.
+        kv.pool.allocate(4)
+        kv.pool.allocate(6)
+        hit = kv.find_prefix(request(20))
+        assert hit == PrefixHit(4, ([1], [5]))
+
+    def test_a_hit_with_a_page_that_is_not_cached_is_an_error(self, monkeypatch: pytest.MonkeyPatch):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        kv.free(r, 0)
+        kv.pool.allocate(7)
+        monkeypatch.setattr(kv.rules[1], "cached_pages", lambda pool, hashes, pages: pages)
+        with pytest.raises(RuntimeError, match="page 2 of KV group 1 is in a prefix hit but not cached"):
+            kv.find_prefix(request(20))
 
     def test_a_window_model_outlives_its_pool(self):
         layout = KvLayout((KvGroup(WindowCache(1, 8, 6), (0,)),), 4)
