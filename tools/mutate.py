@@ -73,6 +73,7 @@ TARGETS: Final = (
             "tests/common/engine/test_waiting.py",
             "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_core.py",
+            "tests/common/engine/structured_output/test_compiler.py",
             "tests/common/engine/test_engine_properties.py",
         ),
     ),

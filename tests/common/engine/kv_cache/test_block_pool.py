@@ -210,3 +210,16 @@ def test_the_self_check_sees_a_lost_block():
     pool.num_free += 1
     with pytest.raises(RuntimeError):
         pool.check_integrity()
+
+
+def test_the_quick_check_sees_counts_that_disagree():
+    pool = BlockPool(4)
+    pool.allocate()
+    pool.check_counts()
+    pool._refs[3] = -1
+    pool.num_free -= 1
+    with pytest.raises(RuntimeError, match="2 are referenced|the lowest reference count is -1"):
+        pool.check_counts()
+    pool._refs[3] = 0
+    with pytest.raises(RuntimeError, match="1 are counted free"):
+        pool.check_counts()
