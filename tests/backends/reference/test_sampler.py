@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_l
 
 from pagoda.backends.reference import sampling
 from pagoda.backends.reference.sampling import Sampler
-from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.step import EMBEDDED, RowStart
+from pagoda.common.engine.logit_edits import allowed_bits
+from pagoda.common.engine.sampling import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.step import EMBEDDED, RowStart, TokenMasks
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:
@@ -152,13 +155,14 @@ def test_ties_of_the_last_kept_token_stay(count: int) -> None:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.999])
 def test_frequencies_follow_the_distribution(top_p: float) -> None:
-    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    sampler, counts, draws = Sampler(4, 1, 4), np.zeros(4), 2_000
-    for seed in range(draws):
-        sampler.start(RowStart(0, np.zeros(1, np.int32), 1, SamplingRules(temperature=1.0, top_p=top_p, seed=seed)))
-        token, _ = sampler.sample(torch.from_numpy(logits[None].copy()), decode_step([1]))
-        counts[int(token)] += 1
-    np.testing.assert_allclose(counts / draws, np.exp(logits), atol=0.05)
+    wanted = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
+    draws = 2_000
+    sampler = Sampler(4, draws, 4)
+    for row in range(draws):
+        rules = SamplingRules(temperature=1.0, top_p=top_p, seed=row)
+        sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+    tokens, _ = sampler.sample(torch.from_numpy(np.tile(np.log(wanted), (draws, 1))), decode_step([1] * draws))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / draws, wanted, atol=0.05)
 
 
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
@@ -186,3 +190,119 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert found.token_ids[0].tolist() == [7, *want.topk(3).indices.tolist()]
     np.testing.assert_allclose(found.logprobs[0], want[found.token_ids[0].astype(int)], atol=1e-5)
     assert found.ranks[0] == int((want > want[7]).sum()) + 1
+
+
+def test_sampled_tokens_are_kept_by_row() -> None:
+    sampler = Sampler(VOCAB, 3, 5)
+    assert sampler.history.shape == (3, 6)
+    sampler.start(RowStart(2, np.array([8, 9], np.int32), 2, SamplingRules()))
+    sampler.start(RowStart(0, np.array([4], np.int32), 1, SamplingRules()))
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 30] = logits[1, 40] = 1.0
+    tokens, logprobs = sampler.sample(logits, decode_step([2, 1], [2, 0]))
+    assert (tokens.tolist(), logprobs) == ([30, 40], {})
+    assert sampler.last.tolist() == [40, 0, 30]
+    assert sampler.history.tolist() == [[4, 40, 0, 0, 0, 0], [0] * 6, [8, 9, 30, 0, 0, 0]]
+
+
+def test_rows_that_do_not_sample_have_no_logits() -> None:
+    """Logits, logprobs and masks are numbered by the sequences that sample."""
+    sampler = Sampler(VOCAB, 4, 5)
+    for row in range(4):
+        rules = SamplingRules(logprobs=1 if row == 2 else None, presence_penalty=50.0 if row == 3 else 0.0)
+        sampler.start(RowStart(row, np.array([7, 30], np.int32), 1, rules))
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 30], logits[:, 31], logits[:, 32] = 9.0, 8.0, 7.0
+    bits = allowed_bits({0: [31, 32]}, 1, VOCAB)
+    plan = replace(
+        decode_step([2] * 4, samples=[True, False, True, True]), masks=TokenMasks(np.array([2], np.int32), bits)
+    )
+    tokens, logprobs = sampler.sample(logits, plan)
+    assert tokens.tolist() == [30, 31, 31]
+    assert list(logprobs) == [1]
+    assert logprobs[1].token_ids.tolist() == [[31, 30]], "logprobs are of the logits before masks"
+    assert sampler.last.tolist() == [30, 0, 31, 31]
+
+
+def test_masks_and_allowed_tokens_both_hold() -> None:
+    sampler = Sampler(VOCAB, 3, 5)
+    for row, allowed in enumerate(((31, 32), (30, 32), None)):
+        sampler.start(RowStart(row, np.array([7], np.int32), 1, SamplingRules(allowed_token_ids=allowed)))
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 30], logits[:, 31], logits[:, 32] = 9.0, 8.0, 7.0
+    bits = allowed_bits({0: [30, 32], 1: [31, 599]}, 2, VOCAB)
+    plan = replace(decode_step([1] * 3), masks=TokenMasks(np.array([0, 2], np.int32), bits))
+    assert sampler.sample(logits, plan)[0].tolist() == [32, 30, 31]
+
+
+class Recorder:
+    """Allows one token more than the newest, and keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def apply(self, logits, token_ids, num_prompt, extra_args) -> None:
+        self.calls.append((list(token_ids), num_prompt, dict(extra_args)))
+        logits[: token_ids[-1] + 1] = -np.inf
+
+
+def test_logits_processors_edit_their_row() -> None:
+    processor = Recorder()
+    sampler = Sampler(VOCAB, 3, 5, SamplerOptions(processors=(processor,)))
+    sampler.start(RowStart(2, np.array([7, 30], np.int32), 1, SamplingRules(extra_args={"a": 1})))
+    sampler.start(RowStart(0, np.array([40], np.int32), 1, SamplingRules(temperature=1.0, seed=1)))
+    logits = torch.linspace(9.0, 0.0, VOCAB).repeat(2, 1) * 50
+    assert sampler.sample(logits, decode_step([2, 1], [2, 0]))[0].tolist() == [31, 41]
+    assert processor.calls == [([7, 30], 1, {"a": 1}), ([40], 1, {})]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+def test_logprobs_by_mode(mode: str) -> None:
+    """Row 0 is greedy with a bias; row 1 is random with a filter and reports nothing, row 2 reports."""
+    sampler = Sampler(VOCAB, 3, 5, SamplerOptions(mode))
+    given = (
+        {"logit_bias": ((5, 6.0),), "logprobs": 2},
+        {"temperature": 1.0, "top_k": 2},
+        {"temperature": 0.5, "top_k": 2, "logprobs": -1},
+    )
+    for row, rules in enumerate(given):
+        sampler.start(RowStart(row, np.array([7], np.int32), 1, SamplingRules(**rules)))
+    logits = torch.full((3, VOCAB), -60.0)
+    logits[:, 4], logits[:, 5], logits[:, 6] = 3.0, 2.0, 1.0
+    raw = logits.clone()
+    _, logprobs = sampler.sample(logits, decode_step([1] * 3))
+    assert list(logprobs) == [0, 2]
+    edited = raw.clone()
+    edited[0, 5] += 6.0
+    edited[2] /= 0.5
+    edited[2, 6] = -torch.inf
+    edited[2, edited[2] < 0] = -torch.inf
+    values = (edited if mode.startswith("processed") else raw)[[0, 2]]
+    if mode.endswith("logprobs"):
+        values = values.log_softmax(-1)
+    first, last = logprobs[0], logprobs[2]
+    assert first.token_ids.tolist() == [[5, 5, 4] if mode.startswith("processed") else [5, 4, 5]]
+    np.testing.assert_allclose(first.logprobs, values[:1, first.token_ids[0].tolist()], rtol=1e-6)
+    assert first.ranks.tolist() == [1 if mode.startswith("processed") else 2]
+    assert last.token_ids.shape == last.logprobs.shape == (1, 1 + VOCAB)
+    assert sorted(last.token_ids[0, 1:].tolist()) == list(range(VOCAB))
+    np.testing.assert_allclose(last.logprobs, values[1:, last.token_ids[0].tolist()], rtol=1e-6)
+
+
+def test_ranks_count_the_better_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 3)
+    scores = sampling.token_logprobs(logits, torch.tensor([1, 0, 3]), 0)
+    assert scores.ranks.tolist() == [1, 3, 4]
+    assert scores.token_ids.tolist() == [[1], [0], [3]]
+
+
+def test_padding_of_additions_and_words_is_skipped() -> None:
+    logits = torch.zeros(2, 8)
+    sampling.add(logits, torch.tensor([[1, 2, 0, 1], [3, 4, 5, 3], [1 << 23] * 4], dtype=torch.int32))
+    assert logits.count_nonzero() == 2
+    assert logits[1, 3] == 2 * logits[0, 5] > 0
+    history = torch.tensor([[1, 2]], dtype=torch.int32)
+    words = torch.tensor([[0, 2, 1], [6, 7, 5]], dtype=torch.int32)
+    heads = torch.tensor([[0, 2, 3], [0, 0, 0], [1, 0, 0], [2, 9, 9]], dtype=torch.int32)
+    sampling.ban_words(logits, history, words, heads)
+    assert torch.isneginf(logits).nonzero().tolist() == [[0, 6]]
