@@ -218,7 +218,7 @@ def test_the_quick_check_sees_counts_that_disagree():
     pool.check_counts()
     pool._refs[3] = -1
     pool.num_free -= 1
-    with pytest.raises(RuntimeError, match="2 are referenced|the lowest reference count is -1"):
+    with pytest.raises(RuntimeError, match="the lowest reference count is -1"):
         pool.check_counts()
     pool._refs[3] = 0
     with pytest.raises(RuntimeError, match="1 are counted free"):
