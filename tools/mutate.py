@@ -98,6 +98,8 @@ TARGETS: Final = (
         ("common/engine/sampling.py", "common/engine/sampling_state.py", "common/engine/logit_edits.py"),
         (
             "tests/common/engine/test_sampling.py",
+            "tests/common/engine/test_sampling_state.py",
+            "tests/common/engine/test_logit_edits.py",
             "tests/backends/reference/test_sampler.py",
             "tests/backends/torch_cuda/test_sampler.py",
         ),
