@@ -112,8 +112,6 @@ TARGETS: Final = (
             "tests/common/engine/test_results.py",
             "tests/common/engine/test_core.py",
             "tests/server/processing/test_output_processor.py",
-            "tests/server/core_client/test_coalesce.py",
-            "tests/server/http/test_generation.py",
         ),
     ),
     Target(
