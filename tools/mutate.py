@@ -50,6 +50,7 @@ class Mutant:
     end_line: int
     end_column: int
     new: str
+    function: str  # that it is in, "" outside of functions
 
     def apply(self, source: bytes) -> bytes:
         """The file's content with the bug."""
@@ -59,10 +60,10 @@ class Mutant:
         return source[:start] + self.new.encode() + source[end:]
 
     def describe(self) -> str:
-        """`path: old line -> new line`."""
+        """`path function: old line -> new line`."""
         source = (ROOT / self.path).read_bytes()
         before, after = (text.splitlines()[self.line - 1].decode().strip() for text in (source, self.apply(source)))
-        return f"{self.path}: {before} -> {after}"
+        return f"{f'{self.path} {self.function}'.strip()}: {before} -> {after}"
 
 
 TARGETS: Final = (
@@ -137,7 +138,51 @@ TARGETS: Final = (
     ),
 )
 
-EQUIVALENT: Final[frozenset[str]] = frozenset()
+EQUIVALENT: Final[frozenset[str]] = frozenset(
+    {
+        # Any middle above `low` and not above `high` finds the same number of pages.
+        "common/engine/kv_cache/manager.py _longest: middle = (low + high + 1) // 2 -> middle = (low + high + 2) // 2",
+        # With no page to register the rest does nothing.
+        "common/engine/kv_cache/manager.py register: if not self.caches_prefixes or pages <= request.num_registered: "
+        "-> if not self.caches_prefixes or pages < request.num_registered:",
+        # A request always needs more pages than it reuses, and a pool without extents reserves nothing.
+        "common/engine/kv_cache/manager.py _reserve: if not self.pool.extents or expected <= used: "
+        "-> if not self.pool.extents and expected <= used:",
+        "common/engine/kv_cache/manager.py _reserve: if not self.pool.extents or expected <= used: "
+        "-> if not self.pool.extents or expected < used:",
+        # An empty reservation has nothing to cancel; without a base there is none.
+        "common/engine/kv_cache/manager.py _release_before: if group.base is not None and reserved: "
+        "-> if group.base is not None or reserved:",
+        # The length of a part may be written in any fixed number of bytes.
+        "common/engine/kv_cache/manager.py root_digest: "
+        'return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest() '
+        '-> return sha256(b"".join(len(part).to_bytes(9, "little") + part for part in parts)).digest()',
+        # The clock only orders releases, and the null block is never released.
+        "common/engine/kv_cache/block_pool.py __init__: self._clock = 0 -> self._clock = 1",
+        "common/engine/kv_cache/block_pool.py release: self._clock += 1 -> self._clock += 2",
+        "common/engine/kv_cache/block_pool.py __init__: self._refs[NULL_BLOCK] = 1 -> self._refs[NULL_BLOCK] = 2",
+        # Read as a truth value.
+        "common/engine/kv_cache/block_pool.py _reserve: self._is_reserved[block] = 1 -> self._is_reserved[block] = 2",
+        # The block is allocated now; its release writes the time again.
+        "common/engine/kv_cache/block_pool.py _drop_page: self._released_at[block] = 0 -> pass",
+        "common/engine/kv_cache/block_pool.py _drop_page: self._released_at[block] = 0 -> self._released_at[block] = 1",
+        # A negative count is neither allocated nor listed, so the sums differ first.
+        "common/engine/kv_cache/block_pool.py check_integrity: if len(seen) != self.num_free or "
+        "allocated + len(seen) != self.num_blocks or min(self._refs) < 0: -> if len(seen) != self.num_free or "
+        "allocated + len(seen) != self.num_blocks or max(self._refs) < 0:",
+        # At the end of the prompt there are no generated tokens to add.
+        "common/engine/request.py token_bytes: if stop <= split: -> if stop < split:",
+        # numpy takes any negative size as the unknown one.
+        "common/engine/request.py _embed_rows: "
+        "return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1) "
+        "-> return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -2)",
+        # How many candidates are sorted first does not change the result.
+        "backends/reference/sampling.py: CANDIDATES: Final = 256 -> CANDIDATES: Final = 257",
+        # Every row of logits samples, so the row of the others is not used.
+        "backends/reference/sampling.py sample: packed = torch.from_numpy(sampled.pack(len(logits), 0)) "
+        "-> packed = torch.from_numpy(sampled.pack(len(logits), 1))",
+    }
+)
 """`describe()` of mutants that cannot change behaviour, each with the reason beside it."""
 
 _COMPARISONS: Final = {
@@ -151,19 +196,25 @@ def mutants(target: Target, path: str) -> Iterator[Mutant]:
     """Every mutant of one file."""
     source = (ROOT / path).read_text(encoding="utf-8")
     lines = source.encode().splitlines(keepends=True)
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+    def function_at(line: int) -> str:
+        around = [node for node in functions if node.lineno <= line <= (node.end_lineno or 0)]
+        return max(around, key=lambda node: node.lineno).name if around else ""
 
     def between(left: ast.expr, right: ast.expr, new: str) -> Mutant:
-        return Mutant(
-            target, path, left.end_lineno or 0, left.end_col_offset or 0, right.lineno, right.col_offset, f" {new} "
-        )
+        line, column = left.end_lineno or 0, left.end_col_offset or 0
+        return Mutant(target, path, line, column, right.lineno, right.col_offset, f" {new} ", function_at(line))
 
     def instead(node: ast.expr | ast.stmt, new: str) -> Mutant:
-        return Mutant(target, path, node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0, new)
+        end, end_column = node.end_lineno or 0, node.end_col_offset or 0
+        return Mutant(target, path, node.lineno, node.col_offset, end, end_column, new, function_at(node.lineno))
 
     def text(node: ast.expr) -> str:
         return ast.get_source_segment(source, node) or ""
 
-    for node in _mutable(ast.parse(source), target.functions):
+    for node in _mutable(tree, target.functions):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
                 if not _in_parentheses(lines, left, right):

@@ -30,7 +30,7 @@ def texts(monkeypatch: pytest.MonkeyPatch, folder: Path, functions: tuple[str, .
     monkeypatch.setattr(mutate, "ROOT", folder)
     (folder / "m.py").write_text(SOURCE)
     made = mutants(Target("t", ("m.py",), (), functions), "m.py")
-    return [mutant.describe().removeprefix("m.py: ") for mutant in made]
+    return [mutant.describe().removeprefix("m.py ") for mutant in made]
 
 
 def test_every_file_function_test_and_equivalent_mutant_exists() -> None:
@@ -55,26 +55,26 @@ def test_the_script_stops_when_a_path_is_missing(
 def test_mutants_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert sorted(texts(monkeypatch, tmp_path)) == sorted(
         [
-            "def f(x: int = 1) -> int: -> def f(x: int = 2) -> int:",
-            "if x < 2 and not b: -> if (not (x < 2 and not b)):",
-            "if x < 2 and not b: -> if x < 2 or not b:",
-            "if x < 2 and not b: -> if x <= 2 and not b:",
-            "if x < 2 and not b: -> if x < 3 and not b:",
-            "if x < 2 and not b: -> if x < 2 and b:",
-            "b.append(x) -> pass",
-            "x += 4 -> pass",
-            "x += 4 -> x += 5",
-            "return max(x, 5) - 6 -> return min(x, 5) - 6",
-            "return max(x, 5) - 6 -> return max(x, 6) - 6",
-            "return max(x, 5) - 6 -> return max(x, 5) + 6",
-            "return max(x, 5) - 6 -> return max(x, 5) - 7",
-            "return True -> return False",
+            "f: def f(x: int = 1) -> int: -> def f(x: int = 2) -> int:",
+            "f: if x < 2 and not b: -> if (not (x < 2 and not b)):",
+            "f: if x < 2 and not b: -> if x < 2 or not b:",
+            "f: if x < 2 and not b: -> if x <= 2 and not b:",
+            "f: if x < 2 and not b: -> if x < 3 and not b:",
+            "f: if x < 2 and not b: -> if x < 2 and b:",
+            "f: b.append(x) -> pass",
+            "f: x += 4 -> pass",
+            "f: x += 4 -> x += 5",
+            "f: return max(x, 5) - 6 -> return min(x, 5) - 6",
+            "f: return max(x, 5) - 6 -> return max(x, 6) - 6",
+            "f: return max(x, 5) - 6 -> return max(x, 5) + 6",
+            "f: return max(x, 5) - 6 -> return max(x, 5) - 7",
+            "g: return True -> return False",
         ]
     )
 
 
 def test_only_the_named_functions_are_mutated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert texts(monkeypatch, tmp_path, ("g",)) == ["return True -> return False"]
+    assert texts(monkeypatch, tmp_path, ("g",)) == ["g: return True -> return False"]
 
 
 def test_the_choice_is_by_seed_and_even_over_the_targets() -> None:

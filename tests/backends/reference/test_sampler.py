@@ -235,6 +235,13 @@ def test_masks_and_allowed_tokens_both_hold() -> None:
     assert sampler.sample(logits, plan)[0].tolist() == [32, 30, 31]
 
 
+def test_a_mask_alone_edits_the_logits() -> None:
+    sampler = Sampler(VOCAB, 1, 5)
+    sampler.start(RowStart(0, np.array([7], np.int32), 1, SamplingRules()))
+    plan = replace(decode_step([1]), masks=TokenMasks(np.array([0], np.int32), allowed_bits({0: [3]}, 1, VOCAB)))
+    assert sampler.sample(torch.linspace(1.0, 0.0, VOCAB)[None].clone(), plan)[0].tolist() == [3]
+
+
 class Recorder:
     """Allows one token more than the newest, and keeps its arguments."""
 

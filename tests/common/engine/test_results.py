@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -93,6 +95,17 @@ def test_a_mask_ends_a_request_that_would_go_on() -> None:
     made = request(1)
     assert append_tokens([made], [5], {}, {0: STOPPED})[1] == [(made, LENGTH)]
     assert append_tokens([request()], [5], {}, {1: STOPPED})[1] == []
+
+
+def test_a_mask_without_a_next_token_is_an_error() -> None:
+    made = request()
+    made.mask_state = SimpleNamespace(error="why")
+    (output,), ended = append_tokens([made], [5], {}, {0: RequestStatus.FINISHED_ERROR})
+    assert (output.finish_reason, output.error) == ("error", ("structured_outputs", "structured_outputs: why"))
+    assert ended == [(made, RequestStatus.FINISHED_ERROR)]
+    made = request()
+    made.mask_state = SimpleNamespace(error=None)
+    assert take(made, 5)[0].error is None
 
 
 def test_the_first_output_has_the_details_and_the_next_a_token() -> None:
