@@ -11,7 +11,7 @@ from support.byte_text import EOS, byte_tokenizer
 from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
-from pagoda.server.parsers.output_parser import DeltaParser
+from pagoda.server.parsers.output_parser import DeltaParser, OutputParser
 from pagoda.server.parsers.parser import Content, Event, Reasoning, merge_events
 
 TOKENIZER = byte_tokenizer()
@@ -88,3 +88,42 @@ def test_without_a_tokenizer_nothing_is_attributed() -> None:
     delta_parser = DeltaParser(parser, None, skip_special_tokens=True)
     output = CompletionOutput(0, "a|b", [1, 2, 3], logprobs=[{1: Logprob(-1.0)}] * 3, finish_reason="stop")
     assert [delta.logprobs for delta in delta_parser.feed(output)] == [[], []]
+
+
+class Strict:
+    """Drops dashes and emits the rest at the end, as one content."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text.replace("-", "")
+        return []
+
+    def finish(self) -> list[Event]:
+        return [Content(self._text.removeprefix("x"))]
+
+
+def attributed(parser: Any, text: str, ids: list[int], **options: bool) -> tuple[list[Event], list[int]]:
+    delta_parser = DeltaParser(parser, TOKENIZER, **({"skip_special_tokens": True} | options))
+    output = CompletionOutput(0, text, ids, logprobs=[{token: Logprob(-1.0)} for token in ids], finish_reason="stop")
+    deltas = list(delta_parser.feed(output))
+    tokens = [next(iter(position)) for delta in deltas for position in delta.logprobs]
+    return merge_events([event for delta in deltas for event in delta.events]), tokens
+
+
+def test_content_that_is_not_in_the_text_gets_the_last_tokens() -> None:
+    assert attributed(Strict(), "xa-b", list(b"xa-b")) == ([Content("ab")], list(b"-b"))
+    assert attributed(Strict(), "xab", list(b"xab")) == ([Content("ab")], list(b"ab"))
+
+
+def test_a_token_that_the_text_ends_in_is_attributed() -> None:
+    """A stop string can end the text inside a token."""
+    found = attributed(OutputParser(), "a<e", [97, EOS, 98], skip_special_tokens=False)
+    assert found == ([Content("a<e")], [97, EOS])
+    assert attributed(OutputParser(), "a", [97, EOS, 98], skip_special_tokens=False) == ([Content("a")], [97])
+
+
+def test_reasoning_tokens_are_those_of_the_parser() -> None:
+    for parser, count in ((OutputParser(count=lambda text: 7), 7), (OutputParser(), 0)):
+        assert DeltaParser(parser, None, skip_special_tokens=True).reasoning_tokens == count

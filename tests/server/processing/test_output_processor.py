@@ -31,8 +31,8 @@ def prepared(request_id: str = "r", n: int = 1, **params: Any) -> PreparedReques
     return PreparedRequest(request_id, Prompt("p", [1, 2]), SamplingParams(n=n, **params), children, 5.0, 6.0)
 
 
-def processor(*requests: PreparedRequest, interval: int = 1, tokenizer: Any = TEXT) -> OutputProcessor:
-    made = OutputProcessor(tokenizer, interval)
+def processor(*requests: PreparedRequest, interval: int | None = None, tokenizer: Any = TEXT) -> OutputProcessor:
+    made = OutputProcessor(tokenizer) if interval is None else OutputProcessor(tokenizer, interval)
     for request in requests:
         made.add(request)
     return made
@@ -208,6 +208,10 @@ class TestIntervals:
         ready = [read(made, says(letter)) for letter in "abcdefg"]
         assert ready == [[[(0, "a", None)]], [], [], [[(0, "bcd", None)]], [], [], [[(0, "efg", None)]]]
         assert read(made, says("h"), says("i", finish_reason="length")) == [[(0, "hi", "length")]]
+
+    def test_the_default_is_every_token(self) -> None:
+        made = processor(prepared(output_kind=DELTA))
+        assert [read(made, says(letter)) for letter in "abc"] == [[[(0, letter, None)]] for letter in "abc"]
 
     def test_cumulative_outputs_wait_too(self) -> None:
         made = processor(prepared(output_kind=CUMULATIVE), interval=2)
