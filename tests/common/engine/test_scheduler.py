@@ -9,10 +9,11 @@ import pytest
 from fakes import full_layout
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.batch_state import RunningBatch
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.scheduler import Scheduler, decode_first, first_chunk, split_budget
 from pagoda.common.engine.step import EMBEDDED, PREVIOUS, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError, RequestError
 
@@ -30,7 +31,7 @@ class Bench:
         defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
         limits = Limits(**(defaults | self.limits))
         kv = KvManager(
-            full_layout(),
+            full_layout(limits.block_size),
             self.num_blocks,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -325,6 +326,29 @@ class TestPrefix:
         bench.add("b", [1, 2, 3, *[7] * 5, 9])
         assert bench.step().context.tolist() == [4]
 
+    def test_a_page_is_found_once_the_token_after_it_is_known(self):
+        bench = Bench()
+        bench.add("a", [1, 2, 3], max_tokens=9)
+        one, two = bench.plan(), bench.plan()
+        bench.report(one, 5)
+        bench.add("b", [1, 2, 3, 5, 9], max_tokens=1)
+        three = bench.plan()
+        assert three.context[three.rows == 1].tolist() == [0], "the step that computes its last token is in flight"
+        bench.scheduler.abort(["b"])
+        bench.report(two, 6)
+        bench.add("c", [1, 2, 3, 5, 9], max_tokens=1)
+        four = bench.plan()
+        assert four.context[four.rows == 1].tolist() == [4]
+
+    def test_pages_of_one_token(self):
+        bench = Bench(limits={"block_size": 1})
+        bench.add("a", [1, 2], max_tokens=9)
+        bench.step(5)
+        bench.step(6)
+        bench.add("b", [1, 2, 5, 6, 9], max_tokens=1)
+        plan = bench.plan()
+        assert plan.context[plan.rows == 1].tolist() == [3], "6 is not computed yet"
+
 
 class TestPlanningAhead:
     def test_the_token_in_flight_is_named_previous(self):
@@ -493,6 +517,23 @@ class TestLogprobs:
         (output,) = bench.report(bench.plan())
         assert output.prompt_logprobs is None
 
+    def test_of_the_prompt_after_a_preemption_within_it(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False, "long_prefill_token_threshold": 1})
+        bench.add("a", 3, max_tokens=12)
+        bench.add("b", list(range(1, 13)), max_tokens=1, rules=SamplingRules(prompt_logprobs=0))
+        preempted = 0
+        while bench.scheduler.num_unfinished:
+            plan = bench.plan()
+            blocks = {}
+            for index in np.flatnonzero(plan.rows == 1).tolist():
+                first, count = int(plan.context[index]), counts(plan)[index]
+                blocks[index] = self.block(*range(first + 2, min(first + count, 11) + 2))
+            bench.report(plan, prompt_logprobs=blocks)
+            preempted = bench.scheduler.stats().preemptions
+        assert preempted > 0
+        (output,) = bench.outputs["b"]
+        assert [position.token_ids[0] for position in output.prompt_logprobs] == list(range(2, 13))
+
 
 def test_results_must_come_in_order():
     bench = Bench()
@@ -501,6 +542,94 @@ def test_results_must_come_in_order():
     two = bench.plan()
     with pytest.raises(RuntimeError, match="expected step 0"):
         bench.report(two)
+
+
+class TestBudget:
+    """`split_budget` of rows with so many tokens to compute, in order."""
+
+    def split(self, wants: list[int], budget: int, blocked: tuple[int, ...] = (), **settings) -> dict[int, int]:
+        batch, rows = RunningBatch(len(wants)), np.arange(len(wants), dtype=np.int32)
+        batch.computed[:] = 7
+        batch.total[:] = batch.computed + wants
+        batch.limit[:] = 50
+        limits = Limits(max_model_len=64, max_num_batched_tokens=budget, max_num_seqs=8, block_size=4, **settings)
+        split = split_budget(batch, rows, limits, list(blocked))
+        return dict(zip(split.rows.tolist(), split.tokens.tolist()))
+
+    @pytest.mark.parametrize(
+        ("wants", "budget", "split"),
+        [
+            ([1, 1], 9, {0: 1, 1: 1}),
+            ([2, 2], 9, {0: 2, 1: 2}),
+            ([2, 2], 3, {1: 1, 0: 2}),
+            ([5, 1, 5, 1], 9, {1: 1, 3: 1, 0: 5, 2: 2}),
+            ([5, 1, 5, 5], 7, {1: 1, 2: 1, 0: 5}),
+            ([5, 5, 5], 5, {0: 5}),
+            ([0, 3, 0, 1], 9, {3: 1, 1: 3}),
+        ],
+    )
+    def test_single_tokens_first_then_chunks_in_order(self, wants, budget, split):
+        assert list(self.split(wants, budget).items()) == list(split.items())
+
+    def test_blocked_rows_get_nothing(self):
+        assert self.split([1, 4, 1], 9, blocked=(0, 1)) == {2: 1}
+
+    def test_rows_at_their_limit_get_nothing(self):
+        batch = RunningBatch(3)
+        batch.computed[:], batch.total[:], batch.limit[:] = 8, 9, [8, 9, 10]
+        limits = Limits(max_model_len=64, max_num_batched_tokens=9, max_num_seqs=8, block_size=4)
+        split = split_budget(batch, np.arange(3, dtype=np.int32), limits, [])
+        assert split.tokens[split.tokens > 0].tolist() == [1]
+        assert split.rows[split.tokens > 0].tolist() == [2]
+
+    def test_a_threshold_cuts_chunks(self):
+        assert self.split([9, 1, 2], 20, long_prefill_token_threshold=3) == {1: 1, 0: 3, 2: 2}
+
+    def test_the_first_chunk(self):
+        def limits(**settings) -> Limits:
+            return Limits(max_model_len=16, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, **settings)
+
+        assert [first_chunk(6, left, limits()) for left in (5, 6, 7)] == [5, 6, 6]
+        assert [first_chunk(6, left, limits(long_prefill_token_threshold=4)) for left in (3, 7)] == [3, 4]
+        assert [first_chunk(6, left, limits(chunked_prefill=False)) for left in (5, 6, 7)] == [0, 6, 6]
+
+    def test_rows_with_one_token_go_first(self):
+        first = decode_first(np.array([4, 5, 6, 7], np.int32), np.array([2, 1, 3, 1], np.int32))
+        assert (first.rows.tolist(), first.tokens.tolist()) == ([5, 7, 4, 6], [1, 1, 2, 3])
+
+    def test_a_prompt_starts_with_the_one_token_that_is_left(self):
+        bench = Bench(limits={"max_num_batched_tokens": 2, "max_num_seqs": 2})
+        bench.add("a", 1)
+        bench.step()
+        bench.add("b", 5)
+        assert counts(bench.step()) == [1, 1]
+        assert bench.running == "ab"
+
+
+class TestLimits:
+    def test_the_largest_prompt_that_fits_the_pool(self):
+        bench = Bench(num_blocks=3)
+        with pytest.raises(RequestError, match="8 tokens do not fit the KV cache of 2 blocks of 4 tokens"):
+            bench.add("a", 8)
+        bench.add("a", 7)
+        bench.step()
+        bench.step(8)
+        assert [output.finish_reason for output in bench.outputs["a"]] == [None, "length"]
+
+    def test_settings_of_a_custom_scheduler(self):
+        bench = Bench()
+        assert bench.scheduler.settings == {}
+        assert Scheduler(bench.scheduler.limits, bench.scheduler.kv, {"a": 1}).settings == {"a": 1}
+
+    def test_capacity_is_that_of_the_blocks(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.step()
+        assert bench.scheduler._batch.capacity[0] == 4
+        bench.step()
+        bench.step()
+        assert bench.scheduler._batch.capacity[0] == 8
+        assert bench.scheduler.stats().last_step_tokens == 0
 
 
 class MaskState:
@@ -596,6 +725,12 @@ class TestMasks:
         states = (stopped, short, aborted, free)
         assert [state.accepted for state in states] == [[5], [5], [5], [5, 8]]
         assert [bench.outputs[name][-1].finish_reason for name in "abd"] == ["stop", "length", None]
+
+    def test_token_zero_is_a_token(self):
+        bench, state = Bench(), MaskState()
+        self.add(bench, "a", state, stop_token_ids=frozenset())
+        bench.step(0)
+        assert state.accepted == [0]
 
     def test_a_state_can_end_its_request(self):
         bench = Bench()
@@ -694,6 +829,14 @@ class TestIntegrity:
         bench.add("b", 3)
         bench.step()
         bench.scheduler.check_integrity()
+
+    def test_a_pool_that_does_not_add_up_is_seen(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.step()
+        bench.scheduler.kv.pool.num_free += 1
+        with pytest.raises(RuntimeError, match="counted free"):
+            bench.scheduler.check_integrity()
 
     def test_lost_rows_requests_and_blocks_are_seen(self):
         bench = Bench()

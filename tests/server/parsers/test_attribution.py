@@ -12,7 +12,7 @@ from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
 from pagoda.server.parsers.output_parser import DeltaParser, OutputParser
-from pagoda.server.parsers.parser import Content, Event, Reasoning, merge_events
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
 TOKENIZER = byte_tokenizer()
 
@@ -127,3 +127,31 @@ def test_a_token_that_the_text_ends_in_is_attributed() -> None:
 def test_reasoning_tokens_are_those_of_the_parser() -> None:
     for parser, count in ((OutputParser(count=lambda text: 7), 7), (OutputParser(), 0)):
         assert DeltaParser(parser, None, skip_special_tokens=True).reasoning_tokens == count
+
+
+class Caller:
+    """Parses `(arguments)` as a call."""
+
+    def __init__(self) -> None:
+        self._call = ""
+
+    def feed(self, text: str) -> list[Event]:
+        if not self._call and text != "(":
+            return [Content(text)]
+        self._call += text
+        if text != ")":
+            return []
+        arguments, self._call = self._call[1:-1], ""
+        return [ToolCall(0, "f", "id"), Arguments(0, arguments)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def test_tokens_of_a_call_are_not_those_of_equal_content_after_it() -> None:
+    parser: Any = Caller()
+    delta_parser = DeltaParser(parser, TOKENIZER, skip_special_tokens=True)
+    logprobs = [{token: Logprob(-float(number))} for number, token in enumerate(b"(a)a")]
+    output = CompletionOutput(0, "(a)a", list(b"(a)a"), logprobs=logprobs, finish_reason="stop")
+    deltas = list(delta_parser.feed(output))
+    assert [position for delta in deltas for position in delta.logprobs] == [logprobs[3]]
