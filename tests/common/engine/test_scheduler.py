@@ -525,7 +525,8 @@ class TestLogprobs:
         while bench.scheduler.num_unfinished:
             plan = bench.plan()
             blocks = {}
-            for index in np.flatnonzero(plan.rows == 1).tolist():
+            row = next((request.row for request in bench.scheduler.running if request.request_id == "b"), -1)
+            for index in np.flatnonzero(plan.rows == row).tolist():
                 first, count = int(plan.context[index]), counts(plan)[index]
                 blocks[index] = self.block(*range(first + 2, min(first + count, 11) + 2))
             bench.report(plan, prompt_logprobs=blocks)
@@ -544,7 +545,7 @@ def test_results_must_come_in_order():
         bench.report(two)
 
 
-class TestBudget:
+class TestSplitBudget:
     """`split_budget` of rows with so many tokens to compute, in order."""
 
     def split(self, wants: list[int], budget: int, blocked: tuple[int, ...] = (), **settings) -> dict[int, int]:
