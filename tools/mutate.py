@@ -72,6 +72,7 @@ TARGETS: Final = (
         ("common/engine/scheduler.py", "common/engine/waiting.py", "common/engine/batch_state.py"),
         (
             "tests/common/engine/test_waiting.py",
+            "tests/common/engine/test_batch_state.py",
             "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_core.py",
             "tests/common/engine/structured_output/test_compiler.py",
@@ -132,6 +133,8 @@ TARGETS: Final = (
             "tests/server/parsers/test_output_parser.py",
             "tests/server/parsers/test_attribution.py",
             "tests/server/parsers/test_chain.py",
+            "tests/server/parsers/tool/test_scanner.py",
+            "tests/server/parsers/tool/test_json_text.py",
             "tests/server/parsers/test_reasoning.py",
             "tests/server/parsers/tool",
         ),
@@ -176,6 +179,25 @@ EQUIVALENT: Final[frozenset[str]] = frozenset(
         "common/engine/request.py _embed_rows: "
         "return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1) "
         "-> return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -2)",
+        # The scheduler numbers requests to keep their order; no other use.
+        "common/engine/scheduler.py add: self._added += 1 -> self._added += 2",
+        # Allocating blocks that a request has already does nothing.
+        "common/engine/scheduler.py _budget_running: short = np.flatnonzero(end > self._batch.capacity[budget.rows]) "
+        "-> short = np.flatnonzero(end >= self._batch.capacity[budget.rows])",
+        # With no token left no request can start.
+        "common/engine/scheduler.py _admit: while len(self.waiting) and left > 0 and self._batch.num_free: "
+        "-> while len(self.waiting) and left >= 0 and self._batch.num_free:",
+        # Registering pages more often than there are new ones does nothing.
+        "common/engine/scheduler.py _register: "
+        "self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1 "
+        "-> self._batch.next_page[request.row] = (request.num_registered - 1) * self.kv.block_size + 1",
+        "common/engine/scheduler.py _register: "
+        "self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1 "
+        "-> self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size - 1",
+        # Rows without a mask state, and those without a token in flight, are left out by the other conditions.
+        "common/engine/scheduler.py blocked_by_masks: "
+        "for index in np.flatnonzero(unknown * batch.masked[rows]).tolist() "
+        "-> for index in np.flatnonzero(unknown + batch.masked[rows]).tolist()",
         # How many candidates are sorted first does not change the result.
         "backends/reference/sampling.py: CANDIDATES: Final = 256 -> CANDIDATES: Final = 257",
         # Every row of logits samples, so the row of the others is not used.

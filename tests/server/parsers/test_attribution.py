@@ -155,3 +155,18 @@ def test_tokens_of_a_call_are_not_those_of_equal_content_after_it() -> None:
     output = CompletionOutput(0, "(a)a", list(b"(a)a"), logprobs=logprobs, finish_reason="stop")
     deltas = list(delta_parser.feed(output))
     assert [position for delta in deltas for position in delta.logprobs] == [logprobs[3]]
+
+
+def test_events_come_with_the_output_that_has_their_text() -> None:
+    delta_parser = DeltaParser(OutputParser(), TOKENIZER, skip_special_tokens=True)
+    seen = []
+    for text, ids in (("ab", b"ab"), ("", b"\xc3"), ("éc", b"\xa9c"), ("", b"\xe2\x82")):
+        output = CompletionOutput(0, text, list(ids), logprobs=[{token: Logprob(-1.0)} for token in ids])
+        deltas = list(delta_parser.feed(output))
+        events = merge_events([event for delta in deltas for event in delta.events])
+        seen.append((events, [next(iter(each)) for delta in deltas for each in delta.logprobs]))
+    assert seen == [([Content("ab")], [97, 98]), ([], []), ([Content("éc")], [0xC3, 0xA9, 99]), ([], [])]
+
+
+def test_text_beyond_the_tokens_is_parsed_at_the_end() -> None:
+    assert attributed(OutputParser(), "abc", [97]) == ([Content("abc")], [97])
