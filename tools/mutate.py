@@ -6,7 +6,7 @@
 
 Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. It is caught
 when a test of its target fails. Prints every survivor; exit status 1 if fewer than `--at-least` are caught.
-Mutants in EQUIVALENT cannot change behaviour and are never chosen.
+Mutants in tools/equivalent_mutants.txt cannot change behaviour and are never chosen.
 """
 
 from __future__ import annotations
@@ -141,71 +141,12 @@ TARGETS: Final = (
     ),
 )
 
-EQUIVALENT: Final[frozenset[str]] = frozenset(
-    {
-        # Any middle above `low` and not above `high` finds the same number of pages.
-        "common/engine/kv_cache/manager.py _longest: middle = (low + high + 1) // 2 -> middle = (low + high + 2) // 2",
-        # With no page to register the rest does nothing.
-        "common/engine/kv_cache/manager.py register: if not self.caches_prefixes or pages <= request.num_registered: "
-        "-> if not self.caches_prefixes or pages < request.num_registered:",
-        # A request always needs more pages than it reuses, and a pool without extents reserves nothing.
-        "common/engine/kv_cache/manager.py _reserve: if not self.pool.extents or expected <= used: "
-        "-> if not self.pool.extents and expected <= used:",
-        "common/engine/kv_cache/manager.py _reserve: if not self.pool.extents or expected <= used: "
-        "-> if not self.pool.extents or expected < used:",
-        # An empty reservation has nothing to cancel; without a base there is none.
-        "common/engine/kv_cache/manager.py _release_before: if group.base is not None and reserved: "
-        "-> if group.base is not None or reserved:",
-        # The length of a part may be written in any fixed number of bytes.
-        "common/engine/kv_cache/manager.py root_digest: "
-        'return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest() '
-        '-> return sha256(b"".join(len(part).to_bytes(9, "little") + part for part in parts)).digest()',
-        # The clock only orders releases, and the null block is never released.
-        "common/engine/kv_cache/block_pool.py __init__: self._clock = 0 -> self._clock = 1",
-        "common/engine/kv_cache/block_pool.py release: self._clock += 1 -> self._clock += 2",
-        "common/engine/kv_cache/block_pool.py __init__: self._refs[NULL_BLOCK] = 1 -> self._refs[NULL_BLOCK] = 2",
-        # Read as a truth value.
-        "common/engine/kv_cache/block_pool.py _reserve: self._is_reserved[block] = 1 -> self._is_reserved[block] = 2",
-        # The block is allocated now; its release writes the time again.
-        "common/engine/kv_cache/block_pool.py _drop_page: self._released_at[block] = 0 -> pass",
-        "common/engine/kv_cache/block_pool.py _drop_page: self._released_at[block] = 0 -> self._released_at[block] = 1",
-        # A negative count is neither allocated nor listed, so the sums differ first.
-        "common/engine/kv_cache/block_pool.py check_integrity: if len(seen) != self.num_free or "
-        "allocated + len(seen) != self.num_blocks or min(self._refs) < 0: -> if len(seen) != self.num_free or "
-        "allocated + len(seen) != self.num_blocks or max(self._refs) < 0:",
-        # At the end of the prompt there are no generated tokens to add.
-        "common/engine/request.py token_bytes: if stop <= split: -> if stop < split:",
-        # numpy takes any negative size as the unknown one.
-        "common/engine/request.py _embed_rows: "
-        "return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1) "
-        "-> return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -2)",
-        # The scheduler numbers requests to keep their order; no other use.
-        "common/engine/scheduler.py add: self._added += 1 -> self._added += 2",
-        # Allocating blocks that a request has already does nothing.
-        "common/engine/scheduler.py _budget_running: short = np.flatnonzero(end > self._batch.capacity[budget.rows]) "
-        "-> short = np.flatnonzero(end >= self._batch.capacity[budget.rows])",
-        # With no token left no request can start.
-        "common/engine/scheduler.py _admit: while len(self.waiting) and left > 0 and self._batch.num_free: "
-        "-> while len(self.waiting) and left >= 0 and self._batch.num_free:",
-        # Registering pages more often than there are new ones does nothing.
-        "common/engine/scheduler.py _register: "
-        "self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1 "
-        "-> self._batch.next_page[request.row] = (request.num_registered - 1) * self.kv.block_size + 1",
-        "common/engine/scheduler.py _register: "
-        "self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1 "
-        "-> self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size - 1",
-        # Rows without a mask state, and those without a token in flight, are left out by the other conditions.
-        "common/engine/scheduler.py blocked_by_masks: "
-        "for index in np.flatnonzero(unknown * batch.masked[rows]).tolist() "
-        "-> for index in np.flatnonzero(unknown + batch.masked[rows]).tolist()",
-        # How many candidates are sorted first does not change the result.
-        "backends/reference/sampling.py: CANDIDATES: Final = 256 -> CANDIDATES: Final = 257",
-        # Every row of logits samples, so the row of the others is not used.
-        "backends/reference/sampling.py sample: packed = torch.from_numpy(sampled.pack(len(logits), 0)) "
-        "-> packed = torch.from_numpy(sampled.pack(len(logits), 1))",
-    }
+EQUIVALENT: Final = frozenset(
+    line
+    for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
 )
-"""`describe()` of mutants that cannot change behaviour, each with the reason beside it."""
+"""`describe()` of mutants that cannot change behaviour."""
 
 _COMPARISONS: Final = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -327,7 +268,7 @@ def missing_paths(targets: Sequence[Target] = TARGETS) -> list[str]:
 
 
 def unknown_equivalents() -> list[str]:
-    """The entries of EQUIVALENT that describe no mutant."""
+    """The lines of equivalent_mutants.txt that describe no mutant."""
     known = {mutant.describe() for target in TARGETS for path in target.files for mutant in mutants(target, path)}
     return sorted(EQUIVALENT - known)
 
@@ -379,7 +320,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
     if stale := [*missing_paths(), *unknown_equivalents()]:
-        print("TARGETS or EQUIVALENT name what does not exist:", *stale, sep="\n  ", file=sys.stderr)
+        print("TARGETS or equivalent_mutants.txt name what does not exist:", *stale, sep="\n  ", file=sys.stderr)
         return 2
     chosen = choose(args.count, args.seed)
     if args.list:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
 
 from pagoda.backends.reference import sampling
-from pagoda.backends.reference.sampling import Sampler
+from pagoda.backends.reference.sampling import RowRules, Sampler
 from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.step import EMBEDDED, RowStart, TokenMasks
@@ -82,6 +82,7 @@ def test_frequency_counts_and_presence_does_not() -> None:
 def test_the_repetition_penalty_includes_the_prompt() -> None:
     assert choose({5: 9.0, 6: 8.0}, [5, 1], 2, repetition_penalty=2.0) == 6
     assert choose({5: 9.0, 6: 8.0}, [1, 5], 1, repetition_penalty=2.0) == 6
+    assert choose({5: 0.5, 6: 0.4}, [5, 1], 2, repetition_penalty=2.0) == 6
     assert choose({5: -1.0, 6: -1.5}, [5, 1], 2, repetition_penalty=2.0) == 6, "a negative logit is multiplied"
     assert choose({5: 9.0, 6: 8.0}, [6, 1], 2, repetition_penalty=0.5) == 6, "below 1 it is a bonus"
 
@@ -121,6 +122,8 @@ FLAT = np.linspace(0.0, 0.5, VOCAB, dtype=np.float32)
         {"top_k": 500, "top_p": 0.7},
         {"top_k": 450, "min_p": 0.9},
         {"top_k": 3},
+        {"top_k": 1},
+        {"min_p": 1.0},
         {"top_k": VOCAB, "top_p": 0.9},
     ],
 )
@@ -294,6 +297,27 @@ def test_logprobs_by_mode(mode: str) -> None:
     assert last.token_ids.shape == last.logprobs.shape == (1, 1 + VOCAB)
     assert sorted(last.token_ids[0, 1:].tolist()) == list(range(VOCAB))
     np.testing.assert_allclose(last.logprobs, values[1:, last.token_ids[0].tolist()], rtol=1e-6)
+
+
+def test_without_filters_every_token_stays() -> None:
+    """However little is left of its probability."""
+    sampler = Sampler(VOCAB, 1, 5, SamplerOptions("processed_logprobs"))
+    sampler.start(RowStart(0, np.array([7], np.int32), 1, SamplingRules(temperature=1.0, min_p=1e-30, logprobs=-1)))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 50.0
+    _, logprobs = sampler.sample(logits, decode_step([1]))
+    assert np.isfinite(logprobs[0].logprobs).all()
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
+    values = logits.sort(descending=True).values[None]
+    total = values.logsumexp(-1, keepdim=True)
+    for top_p, count in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4), (1.0, 4)):
+        rules = RowRules.unpack(torch.from_numpy(np.zeros((7, 1), np.int32)))
+        rules.top_p[:] = top_p
+        keep, decided = sampling._keep(values, total, rules, whole=True)
+        assert (int(keep.sum()), bool(decided)) == (count, True)
 
 
 def test_ranks_count_the_better_tokens() -> None:

@@ -253,6 +253,11 @@ class TestStops:
         assert ready.metrics is not None
         assert ready.metrics.num_generation_tokens == 2
 
+    def test_of_two_tokens_the_second_is_dropped(self) -> None:
+        made = processor(prepared(output_kind=DELTA, stop=["a"]))
+        (ready,), _ = made.process([says("ab")])
+        assert (ready.outputs[0].text, ready.outputs[0].token_ids) == ("", [97])
+
     def test_deltas_of_several_tokens_have_all_of_them(self) -> None:
         made = processor(prepared(output_kind=DELTA, stop=["zz"]))
         (ready,), _ = made.process([says("abc")])
@@ -317,6 +322,11 @@ class TestLogprobs:
                 shown.append([token for each in ready.outputs[0].logprobs for token in each])
                 sums.append(ready.outputs[0].cumulative_logprob)
             assert (shown, sums) == (want, [-1.0, -2.0])
+
+    def test_of_several_tokens_that_are_searched_for_stops(self) -> None:
+        made = processor(prepared(output_kind=DELTA, logprobs=0, stop=["zz"]))
+        (ready,), _ = made.process([says("abc", logprobs=[position(token) for token in b"abc"])])
+        assert [list(each) for each in ready.outputs[0].logprobs] == [[97], [98], [99]]
 
     def test_without_logprobs_there_are_none(self) -> None:
         (ready,), _ = processor(prepared()).process([says("a", logprobs=[position(97)])])
