@@ -115,12 +115,15 @@ def attributed(parser: Any, text: str, ids: list[int], **options: bool) -> tuple
 def test_content_that_is_not_in_the_text_gets_the_last_tokens() -> None:
     assert attributed(Strict(), "xa-b", list(b"xa-b")) == ([Content("ab")], list(b"-b"))
     assert attributed(Strict(), "xab", list(b"xab")) == ([Content("ab")], list(b"ab"))
+    ended = attributed(Strict(), "xa-b", [*b"xa-b", EOS], skip_special_tokens=False)
+    assert ended == ([Content("ab")], list(b"-b")), "the end token has no text"
 
 
 def test_a_token_that_the_text_ends_in_is_attributed() -> None:
     """A stop string can end the text inside a token."""
-    found = attributed(OutputParser(), "a<e", [97, EOS, 98], skip_special_tokens=False)
-    assert found == ([Content("a<e")], [97, EOS])
+    for text in ("a<", "a<e"):
+        found = attributed(OutputParser(), text, [97, EOS, 98], skip_special_tokens=False)
+        assert found == ([Content(text)], [97, EOS])
     assert attributed(OutputParser(), "a", [97, EOS, 98], skip_special_tokens=False) == ([Content("a")], [97])
 
 
@@ -166,6 +169,11 @@ def test_events_come_with_the_output_that_has_their_text() -> None:
         events = merge_events([event for delta in deltas for event in delta.events])
         seen.append((events, [next(iter(each)) for delta in deltas for each in delta.logprobs]))
     assert seen == [([Content("ab")], [97, 98]), ([], []), ([Content("éc")], [0xC3, 0xA9, 99]), ([], [])]
+
+
+def test_a_token_without_text_makes_no_delta() -> None:
+    delta_parser = DeltaParser(OutputParser(), TOKENIZER, skip_special_tokens=True)
+    assert len(list(delta_parser.feed(CompletionOutput(0, "ab", [97, EOS, 98])))) == 2
 
 
 def test_text_beyond_the_tokens_is_parsed_at_the_end() -> None:
