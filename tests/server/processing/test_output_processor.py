@@ -347,6 +347,12 @@ class TestLogprobs:
         want = [None, {2: Logprob(-0.25, 3, "\x02")}]
         assert [each.prompt_logprobs for each in ready] == [want, want if again else None]
 
+    def test_prompt_logprobs_of_one_completion(self) -> None:
+        made = processor(prepared(output_kind=FINAL, prompt_logprobs=0))
+        made.process([says("a", prompt_logprobs=[position(2, -0.25, rank=3)])])
+        (ready,), _ = made.process([says("b", finish_reason="length")])
+        assert ready.prompt_logprobs == [None, {2: Logprob(-0.25, 3, "\x02")}]
+
 
 class TestMetrics:
     def test_times_and_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
