@@ -6,7 +6,7 @@
 
 Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. It is caught
 when a test of its target fails. Prints every survivor; exit status 1 if fewer than `--at-least` are caught.
-Mutants in EQUIVALENT cannot change behaviour and are never chosen.
+Mutants in tools/equivalent_mutants.txt cannot change behaviour and are never chosen.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Files of one subject and the test files nearest to them."""
+    """Files of one subject and the test files nearest to them, the fastest first."""
 
     name: str
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    functions: tuple[str, ...] = ()  # mutate these alone; (): everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Mutant:
     end_line: int
     end_column: int
     new: str
+    function: str  # that it is in, "" outside of functions
 
     def apply(self, source: bytes) -> bytes:
         """The file's content with the bug."""
@@ -58,20 +60,24 @@ class Mutant:
         return source[:start] + self.new.encode() + source[end:]
 
     def describe(self) -> str:
-        """`path:line: old line -> new line`."""
+        """`path function: old line -> new line`."""
         source = (ROOT / self.path).read_bytes()
-        after = self.apply(source).splitlines()[self.line - 1].decode().strip()
-        return f"{self.path}:{self.line}: {source.splitlines()[self.line - 1].decode().strip()}  ->  {after}"
+        before, after = (text.splitlines()[self.line - 1].decode().strip() for text in (source, self.apply(source)))
+        return f"{f'{self.path} {self.function}'.strip()}: {before} -> {after}"
 
 
 TARGETS: Final = (
     Target(
         "scheduler",
-        ("common/engine/scheduler.py", "common/engine/request.py", "common/engine/request.py"),
+        ("common/engine/scheduler.py", "common/engine/request.py"),
         (
-            "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_waiting.py",
+            "tests/common/engine/test_batch_state.py",
+            "tests/common/engine/test_results.py",
+            "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_core.py",
+            "tests/common/engine/structured_output/test_compiler.py",
+            "tests/common/engine/test_engine_properties.py",
         ),
     ),
     Target(
@@ -85,36 +91,62 @@ TARGETS: Final = (
         ("tests/common/engine/kv_cache",),
     ),
     Target(
+        "hashing",
+        ("common/engine/kv_cache/manager.py", "common/engine/request.py"),
+        ("tests/common/engine/kv_cache/test_hashing.py",),
+        ("root_digest", "page_digest", "extend_hashes", "page_bytes", "token_bytes", "embeds_of", "_embed_rows"),
+    ),
+    Target(
         "sampling",
-        ("common/engine/sampling.py", "common/engine/sampling_state.py", "common/engine/sampling_state.py"),
+        ("common/engine/sampling.py", "common/engine/sampling_state.py"),
         (
             "tests/common/engine/test_sampling.py",
-            "tests/backends/reference",
+            "tests/common/engine/test_sampling_state.py",
+            "tests/common/engine/test_logit_edits.py",
+            "tests/backends/reference/test_sampler.py",
             "tests/backends/torch_cuda/test_sampler.py",
         ),
     ),
-    Target("reference sampler", ("backends/reference/sampling.py",), ("tests/backends/reference",)),
+    Target("reference sampler", ("backends/reference/sampling.py",), ("tests/backends/reference/test_sampler.py",)),
     Target(
         "output processing",
-        ("server/processing/output_processor.py", "common/engine/scheduler.py"),
-        ("tests/server/processing", "tests/common/engine/test_core.py"),
+        ("server/processing/output_processor.py",),
+        (
+            "tests/common/engine/test_results.py",
+            "tests/common/engine/test_core.py",
+            "tests/server/processing/test_output_processor.py",
+        ),
     ),
     Target(
         "parsers",
         (
-            "server/parsers/reader.py",
             "server/parsers/parser.py",
+            "server/parsers/output_parser.py",
             "server/parsers/reasoning/formats.py",
             "server/parsers/tool/scanner.py",
             "server/parsers/tool/json_text.py",
             "server/parsers/tool/formats/xml_calls.py",
         ),
-        ("tests/server/parsers",),
+        (
+            "tests/server/parsers/test_delimiters.py",
+            "tests/server/parsers/test_blocks.py",
+            "tests/server/parsers/test_output_parser.py",
+            "tests/server/parsers/test_attribution.py",
+            "tests/server/parsers/test_chain.py",
+            "tests/server/parsers/tool/test_scanner.py",
+            "tests/server/parsers/tool/test_json_text.py",
+            "tests/server/parsers/test_reasoning.py",
+            "tests/server/parsers/tool",
+        ),
     ),
 )
 
-EQUIVALENT: Final[frozenset[str]] = frozenset()
-"""`describe()` of mutants that cannot change behaviour, each with the reason beside it."""
+EQUIVALENT: Final = frozenset(
+    line
+    for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+"""`describe()` of mutants that cannot change behaviour."""
 
 _COMPARISONS: Final = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -127,19 +159,25 @@ def mutants(target: Target, path: str) -> Iterator[Mutant]:
     """Every mutant of one file."""
     source = (ROOT / path).read_text(encoding="utf-8")
     lines = source.encode().splitlines(keepends=True)
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+    def function_at(line: int) -> str:
+        around = [node for node in functions if node.lineno <= line <= (node.end_lineno or 0)]
+        return max(around, key=lambda node: node.lineno).name if around else ""
 
     def between(left: ast.expr, right: ast.expr, new: str) -> Mutant:
-        return Mutant(
-            target, path, left.end_lineno or 0, left.end_col_offset or 0, right.lineno, right.col_offset, f" {new} "
-        )
+        line, column = left.end_lineno or 0, left.end_col_offset or 0
+        return Mutant(target, path, line, column, right.lineno, right.col_offset, f" {new} ", function_at(line))
 
     def instead(node: ast.expr | ast.stmt, new: str) -> Mutant:
-        return Mutant(target, path, node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0, new)
+        end, end_column = node.end_lineno or 0, node.end_col_offset or 0
+        return Mutant(target, path, node.lineno, node.col_offset, end, end_column, new, function_at(node.lineno))
 
     def text(node: ast.expr) -> str:
         return ast.get_source_segment(source, node) or ""
 
-    for node in _behaviour(ast.parse(source)):
+    for node in _mutable(tree, target.functions):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
                 if not _in_parentheses(lines, left, right):
@@ -166,6 +204,15 @@ def mutants(target: Target, path: str) -> Iterator[Mutant]:
                 yield instead(node, "pass")
 
 
+def _mutable(tree: ast.AST, functions: Sequence[str]) -> Iterator[ast.AST]:
+    """The nodes to mutate: those in the named functions, or all."""
+    if not functions:
+        yield from _behaviour(tree)
+    for node in ast.walk(tree) if functions else ():
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            yield from _behaviour(node)
+
+
 def _behaviour(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes below `tree` that decide what the program does: no annotations, docstrings, errors, assertions, imports."""
     for field, value in ast.iter_fields(tree):
@@ -190,15 +237,40 @@ def _in_parentheses(lines: Sequence[bytes], left: ast.expr, right: ast.expr) -> 
 def choose(count: int, seed: int) -> list[Mutant]:
     """`count` mutants, as many of each target as of the others, at most one per line."""
     draw, chosen = random.Random(seed), []
+    taken: set[tuple[str, int]] = set()
     for index, target in enumerate(TARGETS):
         lines: dict[tuple[str, int], list[Mutant]] = {}
         for path in target.files:
             for mutant in mutants(target, path):
-                if mutant.describe() not in EQUIVALENT:
+                if (path, mutant.line) not in taken and mutant.describe() not in EQUIVALENT:
                     lines.setdefault((path, mutant.line), []).append(mutant)
         wanted = count // len(TARGETS) + (index < count % len(TARGETS))
-        chosen += [draw.choice(lines[line]) for line in draw.sample(sorted(lines), wanted)]
+        picked = draw.sample(sorted(lines), min(wanted, len(lines)))
+        taken.update(picked)
+        chosen += [draw.choice(lines[line]) for line in picked]
     return chosen
+
+
+def missing_paths(targets: Sequence[Target] = TARGETS) -> list[str]:
+    """The files, functions and tests that targets name and that do not exist, with the target's name."""
+    missing = [
+        f"{target.name}: {path}"
+        for target in targets
+        for path in (*target.files, *target.tests)
+        if not (ROOT / path).exists()
+    ]
+    for target in targets:
+        files = [ROOT / path for path in target.files if (ROOT / path).is_file()]
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+        defined = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        missing += [f"{target.name}: function {name}" for name in target.functions if name not in defined]
+    return missing
+
+
+def unknown_equivalents() -> list[str]:
+    """The lines of equivalent_mutants.txt that describe no mutant."""
+    known = {mutant.describe() for target in TARGETS for path in target.files for mutant in mutants(target, path)}
+    return sorted(EQUIVALENT - known)
 
 
 def run_tests(checkout: Path, tests: Sequence[str], seconds: float) -> bool:
@@ -218,6 +290,7 @@ def run_tests(checkout: Path, tests: Sequence[str], seconds: float) -> bool:
         *tests,
     ]
     environment = os.environ | {"PYTHONPATH": str(checkout.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    shutil.rmtree(checkout / ".hypothesis", ignore_errors=True)  # examples that failed for other mutants
     try:
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -246,6 +319,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="time limit of one test run; counts as caught")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
+    if stale := [*missing_paths(), *unknown_equivalents()]:
+        print("TARGETS or equivalent_mutants.txt name what does not exist:", *stale, sep="\n  ", file=sys.stderr)
+        return 2
     chosen = choose(args.count, args.seed)
     if args.list:
         print(*(mutant.describe() for mutant in chosen), sep="\n")

@@ -147,7 +147,9 @@ def test_metrics_count_requests() -> None:
     with live_server() as server:
         server.post("/v1/completions", TEXT | {"prompt": ["abcd", "k"]})
         server.post("/v1/completions", TEXT | {"prompt": "x", "max_tokens": 9})
-        server.post("/v1/completions", TEXT | {"temperature": -1})
+        assert server.post("/v1/completions", TEXT | {"temperature": -1})[0] == 400
+        assert server.post("/v1/completions", TEXT | {"prompt": "a" * 100})[0] == 400, "refused by the engine's checks"
+        assert server.post("/v1/completions", TEXT | {"prompt": ["a" * 100, "k"]})[0] == 400
         lines = server.get("/metrics")[1].decode().splitlines()
     value = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
     labels = '{engine="0",model_name="fake"}'

@@ -72,6 +72,13 @@ ROWS = st.lists(
 )
 
 
+def draw_logits(rows: int, seed: int, spread: float) -> np.ndarray:
+    """Random logits [rows, VOCAB]. In every second row the tokens of the histories decide, which edits change."""
+    logits = np.random.default_rng(seed).standard_normal((rows, VOCAB)) * spread
+    logits[::2, :31] += 4 * spread
+    return logits.astype(np.float32)
+
+
 def decode_step(ends, rows=None, samples=None) -> StepPlan:
     """One token of each of some rows (default 0, 1, ...); `ends`: tokens known of each."""
     count = len(ends)

@@ -411,6 +411,23 @@ EXAMPLES = [
         " bye",
     ),
     example(
+        "mimo",
+        "<tool_call><function=weather><parameter=city>\na\n</parameter></function></tool_call>",
+        ("weather", '{"city": "\\na\\n"}'),
+    ),
+    example(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="weather"><parameter name="city">\na\n</parameter></invoke>'
+        "</minimax:tool_call>",
+        ("weather", '{"city": "\\na\\n"}'),
+    ),
+    example(
+        "qwen3_coder",
+        '<tool_call><function=f><parameter="a>1</parameter><parameter=\'b\'>2</parameter><parameter=""">3</parameter>'
+        "</function></tool_call>",
+        ("f", '{"\\"a": "1", "b": "2", "\\"": "3"}'),
+    ),
+    example(
         "minimax_m2",
         'Ok.<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris 🗼</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',

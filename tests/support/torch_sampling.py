@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from support.sampling_definition import VOCAB, decode_step, define
+from support.sampling_definition import VOCAB, decode_step, define, draw_logits
 
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.sampling import CudaSampler
@@ -52,8 +52,8 @@ def run(sampler, logits, plan, room=None):
 
 
 def follows_the_definition(device: Device, rows, seed: int, spread: float) -> None:
-    """Random logits for `rows` of support.sampling_definition, among padding."""
-    logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
+    """`draw_logits` for `rows` of support.sampling_definition, among padding."""
+    logits = draw_logits(len(rows), seed, spread)
     sampler, want = CudaSampler(VOCAB, 8, 32, device), []
     for row, (rules, history, prompt) in enumerate(rows):
         num_prompt = min(prompt, len(history))

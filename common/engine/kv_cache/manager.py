@@ -161,8 +161,13 @@ class KvManager:
 
     def _hit_blocks(self, rule: GroupRule, hashes: list[bytes], pages: int) -> list[int]:
         first = rule.first_page(pages * self.block_size)
-        blocks = (self.pool.lookup((hashes[page], rule.index)) for page in range(first, pages))
-        return [NULL_BLOCK] * first + [block for block in blocks if block is not None]
+        table = [NULL_BLOCK] * first
+        for page in range(first, pages):
+            block = self.pool.lookup((hashes[page], rule.index))
+            if block is None:
+                raise RuntimeError(f"page {page} of KV group {rule.index} is in a prefix hit but not cached")
+            table.append(block)
+        return table
 
     def register(self, request: Request, num_tokens: int) -> None:
         """Enter the pages of the first `num_tokens` tokens, all known, into the prefix cache."""

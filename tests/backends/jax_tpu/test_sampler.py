@@ -16,7 +16,7 @@ import support.jax_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_driver import tiny_spec
-from support.sampling_definition import ROWS, VOCAB, define
+from support.sampling_definition import ROWS, VOCAB, define, draw_logits
 
 from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
@@ -80,7 +80,7 @@ def test_noise_has_the_same_integers_in_numpy_and_jax() -> None:
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
 def test_tokens_follow_the_definition(programs: CompiledPrograms, rows, seed: int, spread: float) -> None:
-    logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
+    logits = draw_logits(len(rows), seed, spread)
     sampler = JaxSampler(programs, ROOM)
     want = []
     for row, (rules, history, prompt) in enumerate(rows):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, decode_step, define
+from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
 
 from pagoda.backends.reference import sampling
-from pagoda.backends.reference.sampling import Sampler
-from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
+from pagoda.backends.reference.sampling import RowRules, Sampler
+from pagoda.common.engine.sampling import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.sampling_state import allowed_bits
-from pagoda.common.engine.step import RowStart, TokenMasks
+from pagoda.common.engine.step import EMBEDDED, RowStart, TokenMasks
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:
@@ -40,7 +40,7 @@ def test_noise_is_gumbel_and_independent_of_neighbours() -> None:
 @settings(max_examples=80, deadline=None)
 @given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
 def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
-    logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
+    logits = draw_logits(len(rows), seed, spread)
     sampler = Sampler(VOCAB, 8, 32)
     want = []
     for row, (rules, history, prompt) in enumerate(rows):
@@ -51,15 +51,121 @@ def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
 
 
+def choose(logits: dict[int, float], history: list[int], num_prompt: int, **rules) -> int:
+    """The greedy token of one row whose other logits are -50."""
+    row = torch.full((1, VOCAB), -50.0)
+    row[0, list(logits)] = torch.tensor(list(logits.values()))
+    sampler = Sampler(VOCAB, 1, 16)
+    sampler.start(RowStart(0, np.array(history, np.int32), num_prompt, SamplingRules(**rules)))
+    tokens, _ = sampler.sample(row, decode_step([len(history)]))
+    return int(tokens)
+
+
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 3.0}, {"frequency_penalty": 3.0}])
+def test_presence_and_frequency_penalties_leave_out_the_prompt(penalty: dict[str, float]) -> None:
+    logits = {5: 9.0, 6: 8.0}
+    assert choose(logits, [5, 5, 5], 3, **penalty) == 5
+    assert choose(logits, [5, 5, 1], 2, **penalty) == 5
+    assert choose(logits, [1, 2, 5], 2, **penalty) == 6, "the first sampled token counts"
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    logits = {5: 9.0, 6: 8.0, 7: 5.5}
+    history = [1, 5, 5, 5, 6]
+    assert choose(logits, history, 1, frequency_penalty=1.25) == 6  # 5.25, 6.75, 5.5
+    assert choose(logits, history, 1, frequency_penalty=3.0) == 7  # 0, 5, 5.5
+    assert choose(logits, history, 1, presence_penalty=2.0) == 5  # 7, 6, 5.5
+    assert choose(logits, history, 1, presence_penalty=4.0) == 7  # 5, 4, 5.5
+    assert choose(logits, history, 1, presence_penalty=4.0, frequency_penalty=-1.5) == 5  # 9.5, 5.5, 5.5
+
+
+def test_the_repetition_penalty_includes_the_prompt() -> None:
+    assert choose({5: 9.0, 6: 8.0}, [5, 1], 2, repetition_penalty=2.0) == 6
+    assert choose({5: 9.0, 6: 8.0}, [1, 5], 1, repetition_penalty=2.0) == 6
+    assert choose({5: 0.5, 6: 0.4}, [5, 1], 2, repetition_penalty=2.0) == 6
+    assert choose({5: -1.0, 6: -1.5}, [5, 1], 2, repetition_penalty=2.0) == 6, "a negative logit is multiplied"
+    assert choose({5: 9.0, 6: 8.0}, [6, 1], 2, repetition_penalty=0.5) == 6, "below 1 it is a bonus"
+
+
+def test_the_repetition_penalty_skips_embeddings() -> None:
+    assert choose({0: 9.0, VOCAB - 1: 8.0, 6: 7.0}, [EMBEDDED, 0, EMBEDDED], 3, repetition_penalty=2.0) == VOCAB - 1
+
+
+def test_bad_words_match_sampled_tokens_only() -> None:
+    logits = {5: 9.0, 6: 8.0}
+    assert choose(logits, [1, 2, 3], 1, bad_words=((2, 3, 5),)) == 6
+    assert choose(logits, [1, 2, 3], 2, bad_words=((2, 3, 5),)) == 5, "its first token is prompt"
+    assert choose(logits, [1, 2, 3], 3, bad_words=((2, 3, 5),)) == 5
+    assert choose(logits, [1, 2, 3], 1, bad_words=((3, 2, 5),)) == 5
+    assert choose(logits, [1, 2, 3], 1, bad_words=((4, 3, 5), (2, 3, 6))) == 5
+    assert choose(logits, [1, 2, 3], 3, bad_words=((5,),)) == 6, "a word of one token needs no other"
+
+
+def test_stop_tokens_are_masked_until_min_tokens() -> None:
+    logits = {5: 9.0, 6: 8.0}
+    rules = {"min_tokens": 2, "stop_ids": (5,)}
+    assert choose(logits, [1, 2, 3], 2, **rules) == 6
+    assert choose(logits, [1, 2, 3], 1, **rules) == 5
+
+
+FLAT = np.linspace(0.0, 0.5, VOCAB, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_p": 0.8},
+        {"top_k": 400},
+        {"top_k": sampling.CANDIDATES},
+        {"top_k": sampling.CANDIDATES + 1},
+        {"min_p": 0.75},
+        {"top_k": 500, "top_p": 0.7},
+        {"top_k": 450, "min_p": 0.9},
+        {"top_k": 3},
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"top_k": VOCAB, "top_p": 0.9},
+    ],
+)
+def test_filters_that_keep_more_than_the_best_candidates(filters: dict[str, float]) -> None:
+    """Flat logits, so that most tokens stay; the noise of many seeds draws from all of them."""
+    rows = 100
+    logits = np.stack([np.random.default_rng(row).permutation(FLAT) for row in range(rows)])
+    sampler = Sampler(VOCAB, rows, 4)
+    want = []
+    for row in range(rows):
+        rules = SamplingRules(temperature=1.0, seed=row, **filters)
+        sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+        want.append(define(logits[row].copy(), rules, [0], 1))
+    tokens, _ = sampler.sample(torch.from_numpy(logits), decode_step([1] * rows))
+    assert tokens.tolist() == want
+
+
+@pytest.mark.parametrize("count", [4, VOCAB])
+def test_ties_of_the_last_kept_token_stay(count: int) -> None:
+    """Of `count` equal best tokens top-k and top-p keep all, whether the best candidates decide or not."""
+    logits = np.full((1, VOCAB), -9.0, np.float32)
+    logits[0, :count] = 1.0
+    for filters in ({"top_k": 2}, {"top_p": 0.1}):
+        sampler, tokens = Sampler(VOCAB, 60, 4), set()
+        for row in range(60):
+            rules = SamplingRules(temperature=0.2, seed=row, **filters)
+            sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+        sampled, _ = sampler.sample(torch.from_numpy(logits.repeat(60, 0)), decode_step([1] * 60))
+        tokens = set(sampled.tolist())
+        assert tokens == set(range(4)) if count == 4 else len(tokens) > 40
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.999])
 def test_frequencies_follow_the_distribution(top_p: float) -> None:
-    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    sampler, counts, draws = Sampler(4, 1, 4), np.zeros(4), 2_000
-    for seed in range(draws):
-        sampler.start(RowStart(0, np.zeros(1, np.int32), 1, SamplingRules(temperature=1.0, top_p=top_p, seed=seed)))
-        token, _ = sampler.sample(torch.from_numpy(logits[None].copy()), decode_step([1]))
-        counts[int(token)] += 1
-    np.testing.assert_allclose(counts / draws, np.exp(logits), atol=0.05)
+    wanted = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
+    draws = 2_000
+    sampler = Sampler(4, draws, 4)
+    for row in range(draws):
+        rules = SamplingRules(temperature=1.0, top_p=top_p, seed=row)
+        sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+    tokens, _ = sampler.sample(torch.from_numpy(np.tile(np.log(wanted), (draws, 1))), decode_step([1] * draws))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / draws, wanted, atol=0.05)
 
 
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
@@ -98,7 +204,151 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     sampler.start(RowStart(0, np.zeros(1, np.int32), 1, rules))
     tokens, logprobs = sampler.sample(logits.clone(), decode_step([1]))
     assert tokens.tolist() == [7]
-    best = logprobs[0]
-    assert best.token_ids[0].tolist() == [7, *want.topk(3).indices.tolist()]
-    np.testing.assert_allclose(best.logprobs[0], want[best.token_ids[0].astype(int)], atol=1e-5)
-    assert best.ranks[0] == int((want > want[7]).sum()) + 1
+    found = logprobs[0]
+    assert found.token_ids[0].tolist() == [7, *want.topk(3).indices.tolist()]
+    np.testing.assert_allclose(found.logprobs[0], want[found.token_ids[0].astype(int)], atol=1e-5)
+    assert found.ranks[0] == int((want > want[7]).sum()) + 1
+
+
+def test_sampled_tokens_are_kept_by_row() -> None:
+    sampler = Sampler(VOCAB, 3, 5)
+    assert sampler.history.shape == (3, 6)
+    sampler.start(RowStart(2, np.array([8, 9], np.int32), 2, SamplingRules()))
+    sampler.start(RowStart(0, np.array([4], np.int32), 1, SamplingRules()))
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 30] = logits[1, 40] = 1.0
+    tokens, logprobs = sampler.sample(logits, decode_step([2, 1], [2, 0]))
+    assert (tokens.tolist(), logprobs) == ([30, 40], {})
+    assert sampler.last.tolist() == [40, 0, 30]
+    assert sampler.history.tolist() == [[4, 40, 0, 0, 0, 0], [0] * 6, [8, 9, 30, 0, 0, 0]]
+
+
+def test_rows_that_do_not_sample_have_no_logits() -> None:
+    """Logits, logprobs and masks are numbered by the sequences that sample."""
+    sampler = Sampler(VOCAB, 4, 5)
+    for row in range(4):
+        rules = SamplingRules(logprobs=1 if row == 2 else None, presence_penalty=50.0 if row == 3 else 0.0)
+        sampler.start(RowStart(row, np.array([7, 30], np.int32), 1, rules))
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 30], logits[:, 31], logits[:, 32] = 9.0, 8.0, 7.0
+    bits = allowed_bits({0: [31, 32]}, 1, VOCAB)
+    plan = replace(
+        decode_step([2] * 4, samples=[True, False, True, True]), masks=TokenMasks(np.array([2], np.int32), bits)
+    )
+    tokens, logprobs = sampler.sample(logits, plan)
+    assert tokens.tolist() == [30, 31, 31]
+    assert list(logprobs) == [1]
+    assert logprobs[1].token_ids.tolist() == [[31, 30]], "logprobs are of the logits before masks"
+    assert sampler.last.tolist() == [30, 0, 31, 31]
+
+
+def test_masks_and_allowed_tokens_both_hold() -> None:
+    sampler = Sampler(VOCAB, 3, 5)
+    for row, allowed in enumerate(((31, 32), (30, 32), None)):
+        sampler.start(RowStart(row, np.array([7], np.int32), 1, SamplingRules(allowed_token_ids=allowed)))
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 30], logits[:, 31], logits[:, 32] = 9.0, 8.0, 7.0
+    bits = allowed_bits({0: [30, 32], 1: [31, 599]}, 2, VOCAB)
+    plan = replace(decode_step([1] * 3), masks=TokenMasks(np.array([0, 2], np.int32), bits))
+    assert sampler.sample(logits, plan)[0].tolist() == [32, 30, 31]
+
+
+def test_a_mask_alone_edits_the_logits() -> None:
+    sampler = Sampler(VOCAB, 1, 5)
+    sampler.start(RowStart(0, np.array([7], np.int32), 1, SamplingRules()))
+    plan = replace(decode_step([1]), masks=TokenMasks(np.array([0], np.int32), allowed_bits({0: [3]}, 1, VOCAB)))
+    assert sampler.sample(torch.linspace(1.0, 0.0, VOCAB)[None].clone(), plan)[0].tolist() == [3]
+
+
+class Recorder:
+    """Allows one token more than the newest, and keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def apply(self, logits, token_ids, num_prompt, extra_args) -> None:
+        self.calls.append((list(token_ids), num_prompt, dict(extra_args)))
+        logits[: token_ids[-1] + 1] = -np.inf
+
+
+def test_logits_processors_edit_their_row() -> None:
+    processor = Recorder()
+    sampler = Sampler(VOCAB, 3, 5, SamplerOptions(processors=(processor,)))
+    sampler.start(RowStart(2, np.array([7, 30], np.int32), 1, SamplingRules(extra_args={"a": 1})))
+    sampler.start(RowStart(0, np.array([40], np.int32), 1, SamplingRules(temperature=1.0, seed=1)))
+    logits = torch.linspace(9.0, 0.0, VOCAB).repeat(2, 1) * 50
+    assert sampler.sample(logits, decode_step([2, 1], [2, 0]))[0].tolist() == [31, 41]
+    assert processor.calls == [([7, 30], 1, {"a": 1}), ([40], 1, {})]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+def test_logprobs_by_mode(mode: str) -> None:
+    """Row 0 is greedy with a bias; row 1 is random with a filter and reports nothing, row 2 reports."""
+    sampler = Sampler(VOCAB, 3, 5, SamplerOptions(mode))
+    given = (
+        {"logit_bias": ((5, 6.0),), "logprobs": 2},
+        {"temperature": 1.0, "top_k": 2},
+        {"temperature": 0.5, "top_k": 2, "logprobs": -1},
+    )
+    for row, rules in enumerate(given):
+        sampler.start(RowStart(row, np.array([7], np.int32), 1, SamplingRules(**rules)))
+    logits = torch.full((3, VOCAB), -60.0)
+    logits[:, 4], logits[:, 5], logits[:, 6] = 3.0, 2.0, 1.0
+    raw = logits.clone()
+    _, logprobs = sampler.sample(logits, decode_step([1] * 3))
+    assert list(logprobs) == [0, 2]
+    edited = raw.clone()
+    edited[0, 5] += 6.0
+    edited[2] /= 0.5
+    edited[2, 6] = -torch.inf
+    edited[2, edited[2] < 0] = -torch.inf
+    values = (edited if mode.startswith("processed") else raw)[[0, 2]]
+    if mode.endswith("logprobs"):
+        values = values.log_softmax(-1)
+    first, last = logprobs[0], logprobs[2]
+    assert first.token_ids.tolist() == [[5, 5, 4] if mode.startswith("processed") else [5, 4, 5]]
+    np.testing.assert_allclose(first.logprobs, values[:1, first.token_ids[0].tolist()], rtol=1e-6)
+    assert first.ranks.tolist() == [1 if mode.startswith("processed") else 2]
+    assert last.token_ids.shape == last.logprobs.shape == (1, 1 + VOCAB)
+    assert sorted(last.token_ids[0, 1:].tolist()) == list(range(VOCAB))
+    np.testing.assert_allclose(last.logprobs, values[1:, last.token_ids[0].tolist()], rtol=1e-6)
+
+
+def test_without_filters_every_token_stays() -> None:
+    """However little is left of its probability."""
+    sampler = Sampler(VOCAB, 1, 5, SamplerOptions("processed_logprobs"))
+    sampler.start(RowStart(0, np.array([7], np.int32), 1, SamplingRules(temperature=1.0, min_p=1e-30, logprobs=-1)))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 50.0
+    _, logprobs = sampler.sample(logits, decode_step([1]))
+    assert np.isfinite(logprobs[0].logprobs).all()
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
+    values = logits.sort(descending=True).values[None]
+    total = values.logsumexp(-1, keepdim=True)
+    for top_p, count in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4), (1.0, 4)):
+        rules = RowRules.unpack(torch.from_numpy(np.zeros((7, 1), np.int32)))
+        rules.top_p[:] = top_p
+        keep, decided = sampling._keep(values, total, rules, whole=True)
+        assert (int(keep.sum()), bool(decided)) == (count, True)
+
+
+def test_ranks_count_the_better_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 3)
+    scores = sampling.token_logprobs(logits, torch.tensor([1, 0, 3]), 0)
+    assert scores.ranks.tolist() == [1, 3, 4]
+    assert scores.token_ids.tolist() == [[1], [0], [3]]
+
+
+def test_padding_of_additions_and_words_is_skipped() -> None:
+    logits = torch.zeros(2, 8)
+    sampling.add(logits, torch.tensor([[1, 2, 0, 1], [3, 4, 5, 3], [1 << 23] * 4], dtype=torch.int32))
+    assert logits.count_nonzero() == 2
+    assert logits[1, 3] == 2 * logits[0, 5] > 0
+    history = torch.tensor([[1, 2]], dtype=torch.int32)
+    words = torch.tensor([[0, 2, 1], [6, 7, 5]], dtype=torch.int32)
+    heads = torch.tensor([[0, 2, 3], [0, 0, 0], [1, 0, 0], [2, 9, 9]], dtype=torch.int32)
+    sampling.ban_words(logits, history, words, heads)
+    assert torch.isneginf(logits).nonzero().tolist() == [[0, 6]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules, gumbel, mix, noise_keys
 
 
 def test_the_hash_is_lowbias32():
@@ -46,6 +46,31 @@ def test_argmax_with_noise_follows_the_softmax():
 def test_what_counts_as_greedy_and_as_penalised():
     assert SamplingRules().is_greedy
     assert not SamplingRules(temperature=1e-3).is_greedy
+    assert not SamplingRules(temperature=GREEDY_EPSILON).is_greedy
+    assert SamplingRules(temperature=GREEDY_EPSILON / 2).is_greedy
     assert not SamplingRules().has_penalties
     for penalty in ({"presence_penalty": 0.1}, {"frequency_penalty": -1.0}, {"repetition_penalty": 1.1}):
         assert SamplingRules(**penalty).has_penalties
+
+
+def test_what_needs_earlier_tokens():
+    assert not SamplingRules(bad_words=((1,),)).reads_history
+    assert SamplingRules(bad_words=((1,), (1, 2))).reads_history
+    assert SamplingRules(presence_penalty=1.0).reads_history
+
+
+def test_the_key_hashes_seed_and_position():
+    def plain(x: int) -> int:
+        return int(mix(np.array([x & 0xFFFFFFFF], np.uint32))[0])
+
+    for seed, position in ((0, 0), (5, 7), (-1, 3), ((9 << 32) + 4, 1 << 20)):
+        low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+        keys = noise_keys(np.array([seed], np.int64), np.array([position], np.int64))
+        assert keys.tolist() == [plain(plain(plain(low) ^ high) + position)]
+
+
+def test_noise_comes_from_the_upper_23_bits():
+    key, token = np.array([77], np.uint32), 12
+    bits = int(mix(key ^ np.array([token * 0x9E3779B9 & 0xFFFFFFFF], np.uint32))[0])
+    want = -np.log(-np.log(((bits >> 9) + 0.5) / 2**23))
+    np.testing.assert_allclose(gumbel(key, np.array([token], np.uint32)), [[want]], rtol=1e-5)

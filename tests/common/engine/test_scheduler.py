@@ -11,9 +11,10 @@ from fakes import full_layout
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.request import RunningBatch
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import PREVIOUS, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.scheduler import Scheduler, decode_first, first_chunk, split_budget
+from pagoda.common.engine.step import EMBEDDED, PREVIOUS, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError, RequestError
 
 EOS = 0
@@ -30,7 +31,7 @@ class Bench:
         defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
         limits = Limits(**(defaults | self.limits))
         kv = KvManager(
-            full_layout(),
+            full_layout(limits.block_size),
             self.num_blocks,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -325,6 +326,29 @@ class TestPrefix:
         bench.add("b", [1, 2, 3, *[7] * 5, 9])
         assert bench.step().context.tolist() == [4]
 
+    def test_a_page_is_found_once_the_token_after_it_is_known(self):
+        bench = Bench()
+        bench.add("a", [1, 2, 3], max_tokens=9)
+        one, two = bench.plan(), bench.plan()
+        bench.report(one, 5)
+        bench.add("b", [1, 2, 3, 5, 9], max_tokens=1)
+        three = bench.plan()
+        assert three.context[three.rows == 1].tolist() == [0], "the step that computes its last token is in flight"
+        bench.scheduler.abort(["b"])
+        bench.report(two, 6)
+        bench.add("c", [1, 2, 3, 5, 9], max_tokens=1)
+        four = bench.plan()
+        assert four.context[four.rows == 1].tolist() == [4]
+
+    def test_pages_of_one_token(self):
+        bench = Bench(limits={"block_size": 1})
+        bench.add("a", [1, 2], max_tokens=9)
+        bench.step(5)
+        bench.step(6)
+        bench.add("b", [1, 2, 5, 6, 9], max_tokens=1)
+        plan = bench.plan()
+        assert plan.context[plan.rows == 1].tolist() == [3], "6 is not computed yet"
+
 
 class TestPlanningAhead:
     def test_the_token_in_flight_is_named_previous(self):
@@ -493,6 +517,24 @@ class TestLogprobs:
         (output,) = bench.report(bench.plan())
         assert output.prompt_logprobs is None
 
+    def test_of_the_prompt_after_a_preemption_within_it(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False, "long_prefill_token_threshold": 1})
+        bench.add("a", 3, max_tokens=12)
+        bench.add("b", list(range(1, 13)), max_tokens=1, rules=SamplingRules(prompt_logprobs=0))
+        preempted = 0
+        while bench.scheduler.num_unfinished:
+            plan = bench.plan()
+            blocks = {}
+            row = next((request.row for request in bench.scheduler.running if request.request_id == "b"), -1)
+            for index in np.flatnonzero(plan.rows == row).tolist():
+                first, count = int(plan.context[index]), counts(plan)[index]
+                blocks[index] = self.block(*range(first + 2, min(first + count, 11) + 2))
+            bench.report(plan, prompt_logprobs=blocks)
+            preempted = bench.scheduler.stats().preemptions
+        assert preempted > 0
+        (output,) = bench.outputs["b"]
+        assert [position.token_ids[0] for position in output.prompt_logprobs] == list(range(2, 13))
+
 
 def test_results_must_come_in_order():
     bench = Bench()
@@ -501,3 +543,321 @@ def test_results_must_come_in_order():
     two = bench.plan()
     with pytest.raises(RuntimeError, match="expected step 0"):
         bench.report(two)
+
+
+class TestSplitBudget:
+    """`split_budget` of rows with so many tokens to compute, in order."""
+
+    def split(self, wants: list[int], budget: int, blocked: tuple[int, ...] = (), **settings) -> dict[int, int]:
+        batch, rows = RunningBatch(len(wants)), np.arange(len(wants), dtype=np.int32)
+        batch.computed[:] = 7
+        batch.total[:] = batch.computed + wants
+        batch.limit[:] = 50
+        limits = Limits(max_model_len=64, max_num_batched_tokens=budget, max_num_seqs=8, block_size=4, **settings)
+        split = split_budget(batch, rows, limits, list(blocked))
+        return dict(zip(split.rows.tolist(), split.tokens.tolist()))
+
+    @pytest.mark.parametrize(
+        ("wants", "budget", "split"),
+        [
+            ([1, 1], 9, {0: 1, 1: 1}),
+            ([2, 2], 9, {0: 2, 1: 2}),
+            ([2, 2], 3, {1: 1, 0: 2}),
+            ([5, 1, 5, 1], 9, {1: 1, 3: 1, 0: 5, 2: 2}),
+            ([5, 1, 5, 5], 7, {1: 1, 2: 1, 0: 5}),
+            ([5, 5, 5], 5, {0: 5}),
+            ([0, 3, 0, 1], 9, {3: 1, 1: 3}),
+        ],
+    )
+    def test_single_tokens_first_then_chunks_in_order(self, wants, budget, split):
+        assert list(self.split(wants, budget).items()) == list(split.items())
+
+    def test_blocked_rows_get_nothing(self):
+        assert self.split([1, 4, 1], 9, blocked=(0, 1)) == {2: 1}
+
+    def test_rows_at_their_limit_get_nothing(self):
+        batch = RunningBatch(3)
+        batch.computed[:], batch.total[:], batch.limit[:] = 8, 9, [8, 9, 10]
+        limits = Limits(max_model_len=64, max_num_batched_tokens=9, max_num_seqs=8, block_size=4)
+        split = split_budget(batch, np.arange(3, dtype=np.int32), limits, [])
+        assert split.tokens[split.tokens > 0].tolist() == [1]
+        assert split.rows[split.tokens > 0].tolist() == [2]
+
+    def test_a_threshold_cuts_chunks(self):
+        assert self.split([9, 1, 2], 20, long_prefill_token_threshold=3) == {1: 1, 0: 3, 2: 2}
+
+    def test_the_first_chunk(self):
+        def limits(**settings) -> Limits:
+            return Limits(max_model_len=16, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, **settings)
+
+        assert [first_chunk(6, left, limits()) for left in (5, 6, 7)] == [5, 6, 6]
+        assert [first_chunk(6, left, limits(long_prefill_token_threshold=4)) for left in (3, 7)] == [3, 4]
+        assert [first_chunk(6, left, limits(chunked_prefill=False)) for left in (5, 6, 7)] == [0, 6, 6]
+
+    def test_rows_with_one_token_go_first(self):
+        first = decode_first(np.array([4, 5, 6, 7], np.int32), np.array([2, 1, 3, 1], np.int32))
+        assert (first.rows.tolist(), first.tokens.tolist()) == ([5, 7, 4, 6], [1, 1, 2, 3])
+
+    def test_a_prompt_starts_with_the_one_token_that_is_left(self):
+        bench = Bench(limits={"max_num_batched_tokens": 2, "max_num_seqs": 2})
+        bench.add("a", 1)
+        bench.step()
+        bench.add("b", 5)
+        assert counts(bench.step()) == [1, 1]
+        assert bench.running == "ab"
+
+
+class TestLimits:
+    def test_the_largest_prompt_that_fits_the_pool(self):
+        bench = Bench(num_blocks=3)
+        with pytest.raises(RequestError, match="8 tokens do not fit the KV cache of 2 blocks of 4 tokens"):
+            bench.add("a", 8)
+        bench.add("a", 7)
+        bench.step()
+        bench.step(8)
+        assert [output.finish_reason for output in bench.outputs["a"]] == [None, "length"]
+
+    def test_settings_of_a_custom_scheduler(self):
+        bench = Bench()
+        assert bench.scheduler.settings == {}
+        assert Scheduler(bench.scheduler.limits, bench.scheduler.kv, {"a": 1}).settings == {"a": 1}
+
+    def test_capacity_is_that_of_the_blocks(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.step()
+        assert bench.scheduler._batch.capacity[0] == 4
+        bench.step()
+        bench.step()
+        assert bench.scheduler._batch.capacity[0] == 8
+        assert bench.scheduler.stats().last_step_tokens == 0
+
+
+class MaskState:
+    """Allows the newest token plus one, which no one knows while a token is in flight."""
+
+    consults_grammar = False
+
+    def __init__(self, depends: bool = True, last: int = -1, bad: int = -1) -> None:
+        self.bits: np.ndarray | None = np.array([1], np.uint32)
+        self.error: str | None = None
+        self.finished = False
+        self.accepted: list[int] = []
+        self._depends, self._last, self._bad = depends, last, bad
+
+    def depends_on(self, unknown: int) -> bool:
+        return self._depends and unknown > 0
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+        self.finished = token == self._last
+        self.error = "no token fits" if token == self._bad else None
+
+    def refresh(self, grammar: None, outputs: list[int]) -> None:
+        assert not self.finished
+        assert self.error is None
+        self.bits = np.array([len(outputs) + 100 * outputs[-1]], np.uint32)
+
+
+class TestMasks:
+    def add(self, bench: Bench, name: str, state: MaskState, prompt: int = 3, **settings) -> None:
+        settings = {"rules": SamplingRules(), "stop_token_ids": frozenset({EOS}), "max_tokens": 8} | settings
+        asked = EngineRequest(request_id=name, prompt_token_ids=[ord(name)] * prompt, **settings)
+        bench.scheduler.add(asked, state)
+
+    def test_a_plan_has_the_masks_of_rows_that_sample(self):
+        bench = Bench(limits={"max_num_batched_tokens": 8})
+        bench.add("a", 1)
+        self.add(bench, "b", MaskState())
+        free = MaskState()
+        free.bits = None
+        self.add(bench, "c", free, 2)
+        self.add(bench, "d", MaskState(), 9)
+        plan = bench.plan()
+        assert (counts(plan), plan.samples.tolist()) == ([1, 3, 2, 2], [True, True, True, False])
+        assert plan.masks.sequences.tolist() == [1]
+        assert plan.masks.bits.tolist() == [[1]]
+        bench.report(plan, 5)
+        plan = bench.plan()
+        assert plan.masks.sequences.tolist() == [1, 2]
+        assert plan.masks.bits.tolist() == [[501], [501]]
+
+    def test_a_row_waits_for_the_token_that_its_mask_needs(self):
+        bench = Bench(limits={"max_num_seqs": 8, "max_num_batched_tokens": 64})
+        for name in "abcdefg":
+            bench.add(name, 1)
+        self.add(bench, "x", MaskState())
+        one = bench.plan()
+        two = bench.plan()
+        assert (len(one.rows), len(two.rows)) == (8, 7), "one of eight is left out"
+        assert two.masks is None
+        bench.report(one, 5)
+        bench.report(two, 6)
+        three = bench.plan()
+        assert (len(three.rows), three.masks.bits.tolist()) == (8, [[501]])
+
+    def test_with_more_such_rows_no_step_is_planned_ahead(self):
+        bench = Bench(limits={"max_num_seqs": 8})
+        for name in "abcdef":
+            bench.add(name, 1)
+        self.add(bench, "x", MaskState())
+        plan = bench.plan()
+        assert bench.scheduler.schedule() is None, "one of seven is more than an eighth"
+        bench.report(plan, 5)
+        assert len(bench.plan().rows) == 7
+
+    def test_a_mask_that_is_known_ahead_does_not_wait(self):
+        bench = Bench()
+        self.add(bench, "x", MaskState(depends=False))
+        one, two = bench.plan(), bench.plan()
+        assert (one.masks.bits.tolist(), two.masks.bits.tolist()) == ([[1]], [[1]])
+
+    def test_states_follow_the_tokens_that_do_not_end_the_request(self):
+        bench = Bench()
+        stopped, short, aborted, free = MaskState(), MaskState(), MaskState(), MaskState()
+        self.add(bench, "a", stopped)
+        self.add(bench, "b", short, max_tokens=2)
+        self.add(bench, "c", aborted)
+        self.add(bench, "d", free)
+        bench.step([5, 5, 5, 5])
+        plan = bench.plan()
+        bench.scheduler.abort(["c"])
+        bench.report(plan, [EOS, 6, 7, 8])
+        states = (stopped, short, aborted, free)
+        assert [state.accepted for state in states] == [[5], [5], [5], [5, 8]]
+        assert [bench.outputs[name][-1].finish_reason for name in "abd"] == ["stop", "length", None]
+
+    def test_token_zero_is_a_token(self):
+        bench, state = Bench(), MaskState()
+        self.add(bench, "a", state, stop_token_ids=frozenset())
+        bench.step(0)
+        assert state.accepted == [0]
+
+    def test_a_state_can_end_its_request(self):
+        bench = Bench()
+        self.add(bench, "a", MaskState(last=9))
+        self.add(bench, "b", MaskState(bad=9))
+        self.add(bench, "c", MaskState())
+        bench.step(9)
+        a, b, c = (bench.outputs[name][-1] for name in "abc")
+        assert [each.finish_reason for each in (a, b, c)] == ["stop", "error", None]
+        assert [each.new_token_ids for each in (a, b, c)] == [[9], [9], [9]]
+        assert (a.stop_reason, b.error) == (None, ("structured_outputs", "structured_outputs: no token fits"))
+        assert bench.running == "c"
+        bench.scheduler.check_integrity()
+
+    def test_after_the_last_request_with_a_mask_steps_are_planned_ahead_again(self):
+        bench = Bench()
+        bench.add("b", 1)
+        self.add(bench, "a", MaskState())
+        bench.step()
+        plan = bench.plan()
+        assert bench.scheduler.schedule() is None
+        bench.scheduler.abort(["a"])
+        bench.report(plan)
+        assert (bench.plan().masks, bench.plan().masks) == (None, None)
+        assert bench.scheduler._num_masked == 0
+
+
+class TestEmbeds:
+    def add(self, bench: Bench, name: str, prompt: list[int], rows: bytes) -> None:
+        rules = SamplingRules()
+        asked = EngineRequest(request_id=name, prompt_token_ids=prompt, rules=rules, max_tokens=2, prompt_embeds=rows)
+        bench.scheduler.add(asked)
+
+    def test_a_plan_has_the_embeddings_of_its_tokens_in_order(self):
+        bench = Bench(limits={"max_num_batched_tokens": 5})
+        bench.add("t", 1, max_tokens=9)
+        self.add(bench, "e", [EMBEDDED, 7, EMBEDDED, EMBEDDED, 8, EMBEDDED], b"aabbccdd")
+        one = bench.step()
+        assert (counts(one), one.embeds.tobytes()) == ([1, 4], b"aabbcc")
+        assert one.token_ids.tolist()[1:] == [EMBEDDED, 7, EMBEDDED, EMBEDDED]
+        two = bench.step()
+        assert (counts(two), two.embeds.tobytes()) == ([1, 2], b"dd")
+        assert bench.step().embeds is None
+        assert bench.outputs["e"][-1].finish_reason == "length"
+        assert bench.scheduler._num_embedded == 0
+
+    def test_of_several_requests(self):
+        bench = Bench()
+        self.add(bench, "e", [EMBEDDED, 7], b"aa")
+        self.add(bench, "f", [EMBEDDED] * 3, b"bbccdd")
+        assert bench.step().embeds.tobytes() == b"aabbccdd"
+
+
+class TestStats:
+    def test_queries_and_hits_of_the_prefix_cache(self):
+        bench = Bench()
+        bench.add("a", list(range(1, 10)), max_tokens=1)
+        bench.step()
+        bench.add("b", list(range(1, 12)), max_tokens=1)
+        bench.add("c", list(range(1, 12)), max_tokens=1, skip_reading_prefix_cache=True)
+        bench.step()
+        stats = bench.scheduler.stats(3)
+        assert (stats.prefix_queries, stats.prefix_hits) == (9 + 11, 8)
+        assert (stats.steps, stats.last_step_tokens, stats.kv_blocks_total) == (2, 3, 64)
+        assert [bench.outputs[name][0].num_cached_tokens for name in "abc"] == [0, 8, 0]
+
+    def test_without_a_prefix_cache_there_are_no_queries(self):
+        bench = Bench(limits={"prefix_caching": False})
+        bench.add("a", 9)
+        bench.step()
+        assert bench.scheduler.stats().prefix_queries == 0
+
+    def test_a_preempted_request_is_counted_once(self):
+        bench = Bench(num_blocks=6)
+        bench.add("a", [1] * 7)
+        bench.add("b", [2] * 7)
+        while bench.scheduler.num_unfinished:
+            bench.step()
+        stats = bench.scheduler.stats()
+        assert (stats.preemptions, stats.prefix_queries, stats.prefix_hits) == (1, 14, 0)
+
+    def test_recompiles_add_up(self):
+        bench = Bench()
+        bench.add("a", 3)
+        for _ in range(2):
+            plan = bench.plan()
+            bench.scheduler.update(plan, StepResult(plan.step, np.array([5], np.int32), recompiles=3))
+        assert bench.scheduler.stats().recompiles == 6
+
+
+class TestIntegrity:
+    def test_rows_requests_and_blocks_add_up(self):
+        bench = Bench(limits={"max_num_seqs": 1})
+        bench.scheduler.check_integrity()
+        bench.add("a", 3)
+        bench.add("b", 3)
+        bench.step()
+        bench.scheduler.check_integrity()
+
+    def test_a_pool_that_does_not_add_up_is_seen(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.step()
+        bench.scheduler.kv.pool.num_free += 1
+        with pytest.raises(RuntimeError, match="counted free"):
+            bench.scheduler.check_integrity()
+
+    def test_lost_rows_requests_and_blocks_are_seen(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.step()
+        (request,) = bench.scheduler.running
+        bench.scheduler.running = []
+        with pytest.raises(RuntimeError, match="3 rows are free with 0 requests running"):
+            bench.scheduler.check_integrity()
+        bench.scheduler._batch.release(request)
+        with pytest.raises(RuntimeError, match="1 requests, 0 running, 0 waiting"):
+            bench.scheduler.check_integrity()
+        bench.scheduler._requests.clear()
+        with pytest.raises(RuntimeError, match="nothing runs, yet only 63 blocks are free"):
+            bench.scheduler.check_integrity()
+
+
+def test_a_chunk_of_two_tokens_enters_its_page_into_the_cache():
+    bench = Bench(limits={"max_num_batched_tokens": 7, "long_prefill_token_threshold": 2})
+    bench.add("a", [1, 2, 3, 4, 5, 6], max_tokens=2)
+    bench.step()
+    bench.add("b", [1, 2, 3, 4, 9], max_tokens=1)
+    assert sorted(bench.plan().context.tolist()) == [2, 4]

@@ -11,8 +11,8 @@ from support.byte_text import EOS, byte_tokenizer
 from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
-from pagoda.server.parsers.output_parser import DeltaParser
-from pagoda.server.parsers.parser import Content, Event, Reasoning, merge_events
+from pagoda.server.parsers.output_parser import DeltaParser, OutputParser
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
 TOKENIZER = byte_tokenizer()
 
@@ -88,3 +88,93 @@ def test_without_a_tokenizer_nothing_is_attributed() -> None:
     delta_parser = DeltaParser(parser, None, skip_special_tokens=True)
     output = CompletionOutput(0, "a|b", [1, 2, 3], logprobs=[{1: Logprob(-1.0)}] * 3, finish_reason="stop")
     assert [delta.logprobs for delta in delta_parser.feed(output)] == [[], []]
+
+
+class Strict:
+    """Drops dashes and emits the rest at the end, as one content."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text.replace("-", "")
+        return []
+
+    def finish(self) -> list[Event]:
+        return [Content(self._text.removeprefix("x"))]
+
+
+def attributed(parser: Any, text: str, ids: list[int], **options: bool) -> tuple[list[Event], list[int]]:
+    delta_parser = DeltaParser(parser, TOKENIZER, **({"skip_special_tokens": True} | options))
+    output = CompletionOutput(0, text, ids, logprobs=[{token: Logprob(-1.0)} for token in ids], finish_reason="stop")
+    deltas = list(delta_parser.feed(output))
+    tokens = [next(iter(position)) for delta in deltas for position in delta.logprobs]
+    return merge_events([event for delta in deltas for event in delta.events]), tokens
+
+
+def test_content_that_is_not_in_the_text_gets_the_last_tokens() -> None:
+    assert attributed(Strict(), "xa-b", list(b"xa-b")) == ([Content("ab")], list(b"-b"))
+    assert attributed(Strict(), "xab", list(b"xab")) == ([Content("ab")], list(b"ab"))
+    ended = attributed(Strict(), "xa-b", [*b"xa-b", EOS], skip_special_tokens=False)
+    assert ended == ([Content("ab")], list(b"-b")), "the end token has no text"
+
+
+def test_a_token_that_the_text_ends_in_is_attributed() -> None:
+    """A stop string can end the text inside a token."""
+    for text in ("a<", "a<e"):
+        found = attributed(OutputParser(), text, [97, EOS, 98], skip_special_tokens=False)
+        assert found == ([Content(text)], [97, EOS])
+    assert attributed(OutputParser(), "a", [97, EOS, 98], skip_special_tokens=False) == ([Content("a")], [97])
+
+
+def test_reasoning_tokens_are_those_of_the_parser() -> None:
+    for parser, count in ((OutputParser(count=lambda text: 7), 7), (OutputParser(), 0)):
+        assert DeltaParser(parser, None, skip_special_tokens=True).reasoning_tokens == count
+
+
+class Caller:
+    """Parses `(arguments)` as a call."""
+
+    def __init__(self) -> None:
+        self._call = ""
+
+    def feed(self, text: str) -> list[Event]:
+        if not self._call and text != "(":
+            return [Content(text)]
+        self._call += text
+        if text != ")":
+            return []
+        arguments, self._call = self._call[1:-1], ""
+        return [ToolCall(0, "f", "id"), Arguments(0, arguments)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def test_tokens_of_a_call_are_not_those_of_equal_content_after_it() -> None:
+    parser: Any = Caller()
+    delta_parser = DeltaParser(parser, TOKENIZER, skip_special_tokens=True)
+    logprobs = [{token: Logprob(-float(number))} for number, token in enumerate(b"(a)a")]
+    output = CompletionOutput(0, "(a)a", list(b"(a)a"), logprobs=logprobs, finish_reason="stop")
+    deltas = list(delta_parser.feed(output))
+    assert [position for delta in deltas for position in delta.logprobs] == [logprobs[3]]
+
+
+def test_events_come_with_the_output_that_has_their_text() -> None:
+    delta_parser = DeltaParser(OutputParser(), TOKENIZER, skip_special_tokens=True)
+    seen = []
+    for text, ids in (("ab", b"ab"), ("", b"\xc3"), ("éc", b"\xa9c"), ("", b"\xe2\x82")):
+        output = CompletionOutput(0, text, list(ids), logprobs=[{token: Logprob(-1.0)} for token in ids])
+        deltas = list(delta_parser.feed(output))
+        events = merge_events([event for delta in deltas for event in delta.events])
+        seen.append((events, [next(iter(each)) for delta in deltas for each in delta.logprobs]))
+    assert seen == [([Content("ab")], [97, 98]), ([], []), ([Content("éc")], [0xC3, 0xA9, 99]), ([], [])]
+
+
+def test_a_token_without_text_makes_no_delta() -> None:
+    delta_parser = DeltaParser(OutputParser(), TOKENIZER, skip_special_tokens=True)
+    assert len(list(delta_parser.feed(CompletionOutput(0, "ab", [97, EOS, 98])))) == 2
+
+
+def test_text_beyond_the_tokens_is_parsed_at_the_end() -> None:
+    assert attributed(OutputParser(), "abc", [97]) == ([Content("abc")], [97])

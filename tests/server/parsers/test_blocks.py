@@ -75,3 +75,48 @@ def test_leading_white_space_is_kept() -> None:
 def test_an_empty_output_is_an_empty_text_block() -> None:
     assert blocks_of([]) == blocks_of([Reasoning(" ")]) == [("text", "")]
     assert blocks_of([Content(" ")]) == [("text", " ")]
+
+
+def test_events_come_with_their_text() -> None:
+    builder = BlockBuilder()
+    seen: list[list[str]] = []
+    for event in (
+        *(Content(" "), Content("a"), Content(""), Content(" "), Content("b"), Reasoning("\n")),
+        *(Reasoning("c"), ToolCall(0, "f", "id"), Arguments(0, "{"), Arguments(0, ""), Arguments(0, "}"), Content(" ")),
+    ):
+        shown = []
+        for each in builder.feed([event]):
+            shown.append(f"{type(each).__name__.removeprefix('Block')} {getattr(each, 'text', each.block.kind)!r}")
+        seen.append(shown)
+    assert seen == [
+        [],
+        ["Start 'text'", "Delta ' a'"],
+        [],
+        ["Delta ' '"],
+        ["Delta 'b'"],
+        [],
+        ["Stop 'text'", "Start 'reasoning'", "Delta '\\nc'"],
+        ["Stop 'reasoning'", "Start 'call'"],
+        ["Delta '{'"],
+        [],
+        ["Delta '}'"],
+        [],
+    ]
+    (stop,) = builder.finish()
+    assert (type(stop), stop.block.name, stop.block.call_id, stop.block.text) == (BlockStop, "f", "id", "{}")
+    assert list(builder.finish()) == []
+
+
+def test_the_text_of_a_block_so_far() -> None:
+    builder = BlockBuilder()
+    ((start, _),) = [tuple(builder.feed([Content("a")]))]
+    assert start.block.text == "a"
+    list(builder.feed([Content("b"), Content("c")]))
+    assert start.block.text == "abc"
+    ((call,),) = [tuple(event for event in builder.feed([ToolCall(0, "f")]) if isinstance(event, BlockStart))]
+    assert call.block.text == ""
+
+
+def test_blank_text_of_another_kind_is_not_joined() -> None:
+    assert blocks_of([Reasoning("\n"), Content("a")]) == [("text", "a")]
+    assert blocks_of([Content(" "), Reasoning("\n"), Content(" a")]) == [("text", " a")]

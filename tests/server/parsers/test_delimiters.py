@@ -39,3 +39,17 @@ def test_text_is_emitted_as_early_as_possible() -> None:
 
 def test_an_empty_set() -> None:
     assert DelimiterSet([]).split("abc") == ("abc", "", "")
+
+
+def test_the_part_before_delimiter_and_remainder() -> None:
+    delimiters = DelimiterSet(["<a>", "<a>b", "cd", ""])
+    assert delimiters.split("x<a>by<a>") == ("x", "<a>b", "y<a>")
+    assert delimiters.split("x<a>") == ("x", "", "<a>"), "the longer one may follow"
+    assert delimiters.split("x<a>", final=True) == ("x", "<a>", "")
+    assert delimiters.split("cd<") == ("", "cd", "<")
+    assert delimiters.split("x<") == ("x", "", "<")
+    assert delimiters.split("x<", final=True) == ("x<", "", "")
+    assert delimiters.split("xc<a") == ("xc", "", "<a")
+    assert delimiters.split("xcx") == ("xcx", "", "")
+    assert delimiters.split("") == ("", "", "")
+    assert DelimiterSet(["xyz"]).split("axy") == ("a", "", "xy")

@@ -133,10 +133,20 @@ def test_missing_call_ids_are_generated() -> None:
         def finish(self) -> list[Event]:
             return []
 
-    first, second = OutputParser([Own()]).feed("x")
+    alone = OutputParser([Own()], parallel_calls=False)
+    assert (alone.calls, len(alone.feed("x")), alone.calls) == (0, 1, 1)
+    parser = OutputParser([Own()])
+    first, second = parser.feed("x")
+    assert parser.calls == 2
     assert isinstance(first, ToolCall)
     assert first.id == "mine"
     assert isinstance(second, ToolCall)
     assert second.id is not None
     assert second.id.isalnum()
     assert len(second.id) == 9
+
+
+def test_what_is_plain() -> None:
+    assert OutputParser().is_plain
+    assert not OutputParser([thinking()]).is_plain
+    assert not OutputParser(hidden=SPECIAL).is_plain

@@ -188,6 +188,21 @@ def test_white_space_without_end_is_text(before: str, after: str) -> None:
     assert outputs[-1], "buffered white space is bounded"
 
 
+@pytest.mark.parametrize(("spaces", "events"), [(256, [Reasoning("a"), Content("b")]), (257, [])])
+def test_white_space_that_a_tag_may_follow(spaces: int, events: list[Event]) -> None:
+    text = " " * spaces + "<think>a</think>b"
+    assert read("qwen3", "x", text) == (events or [Content(text)])
+
+
+def test_an_end_tag_at_the_start_of_content_is_content() -> None:
+    for text in ("</answer>x", "hm</answer>x"):
+        assert read("hunyuan_a13b", "x", text) == [Content(text)]
+    assert read("hunyuan_a13b", OPENED["hunyuan_a13b"], "hm</think></answer>x") == [
+        Reasoning("hm"),
+        Content("</answer>x"),
+    ]
+
+
 def test_granite_marks_reasoning_in_words() -> None:
     for start, end in (("Here is my thought process:", "Here's my response:"), ("<think>", "</think>")):
         text = f"{start} 9.11 < 9.8. {end}\n<response>9.8</response>"

@@ -31,6 +31,7 @@ def test_a_fresh_pool_hands_out_ascending_ids_and_never_the_null_block():
 def test_a_pool_needs_room_for_a_block():
     with pytest.raises(ValueError, match="at least 2"):
         BlockPool(1)
+    assert BlockPool(2).num_free == 1
 
 
 def test_uncached_blocks_come_back_first_and_in_order():
@@ -161,6 +162,29 @@ class TestExtents:
         assert pool.reserve(4, 4) == range(4, 8)
         assert pool.lookup(KEY[5]) == 5, "a reservation alone evicts nothing"
 
+    def test_runs_without_cached_pages_are_equal_and_the_first_is_taken(self):
+        pool = BlockPool(17, extents=True)
+        used = [pool.allocate(4), pool.allocate(5)]
+        pool.release(used)
+        run = pool.reserve(4, 4)
+        assert run == range(4, 8), "what was used but not cached is empty"
+        pool.unreserve(run)
+        pool.register(pool.allocate(5), KEY[5])
+        pool.release([5])
+        pool.clear_cache()
+        assert pool.reserve(4, 4) == range(4, 8), "a cleared page is empty too"
+
+    def test_cached_pages_of_a_run_that_is_given_up_go_before_others(self):
+        pool = BlockPool(9, extents=True)
+        cache(pool, [pool.allocate(block) for block in (1, 2, 3, 4, 5, 6, 7, 8)])
+        pool.release([4])
+        pool.release([1])
+        pool.release([5, 6, 7])
+        run = pool.reserve_after(5, 3)
+        pool.unreserve(run)
+        pool.check_integrity()
+        assert take(pool, 5) == [5, 6, 7, 4, 1]
+
     def test_unreserved_blocks_are_ordinary_again(self):
         pool = BlockPool(9, extents=True)
         run = pool.reserve(4, 1)
@@ -186,3 +210,16 @@ def test_the_self_check_sees_a_lost_block():
     pool.num_free += 1
     with pytest.raises(RuntimeError):
         pool.check_integrity()
+
+
+def test_the_quick_check_sees_counts_that_disagree():
+    pool = BlockPool(4)
+    pool.allocate()
+    pool.check_counts()
+    pool._refs[3] = -1
+    pool.num_free -= 1
+    with pytest.raises(RuntimeError, match="the lowest reference count is -1"):
+        pool.check_counts()
+    pool._refs[3] = 0
+    with pytest.raises(RuntimeError, match="1 are counted free"):
+        pool.check_counts()

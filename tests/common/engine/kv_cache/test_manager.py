@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from fakes import full_layout, hybrid_layout, state_layout
 
-from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit
+from pagoda.common.engine.kv_cache.block_pool import BlockPool
+from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit, WindowRule
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, LatentCache, WindowCache
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request
@@ -131,8 +133,82 @@ class TestPrefix:
         assert kv.admit(longer, 0, kv.find_prefix(longer), 16, headroom=0)
         kv.pool.check_integrity()
 
+    def test_blocks_in_use_by_two_stay_until_both_are_done(self):
+        kv = manager()
+        first, second = request(10), request(10)
+        admit(kv, first)
+        admit(kv, second, row=1)
+        assert tables(second) == [[1, 2, 4]]
+        kv.free(first, 0)
+        assert [kv.pool.is_free(block) for block in (1, 2, 3, 4)] == [False, False, True, False]
+        kv.free(second, 1)
+        assert kv.pool.num_free == 32
+        kv.pool.check_integrity()
+
+    def test_reused_pages_are_registered_and_later_ones_follow(self):
+        kv = manager()
+        admit(kv, request(10))
+        r = request([*range(10), 10, 11, 12])
+        hit = kv.find_prefix(r)
+        assert kv.admit(r, 1, hit, 13, headroom=0)
+        assert (r.num_pages, r.num_registered) == (4, 2)
+        kv.register(r, 13)
+        assert r.num_registered == 3
+        assert kv.find_prefix(request(13)).blocks == ([1, 2, 4],)
+
+
+def test_a_freed_request_has_nothing_and_its_row_no_blocks():
+    kv = manager()
+    r = request(9)
+    admit(kv, r)
+    kv.free(r, 0)
+    assert (r.groups, r.num_pages, r.num_registered) == ([], 0, 0)
+    assert kv.tables(np.array([0], np.int32), 9)[0].tolist() == [[0, 0, 0]]
+
+
+class TestIntegrity:
+    def test_an_idle_engine_has_no_blocks_in_use(self):
+        kv = manager(num_blocks=9)
+        kv.check_integrity(idle=True)
+        admit(kv, request(9))
+        kv.check_integrity(idle=False)
+        with pytest.raises(RuntimeError, match="the engine is idle, but 3 blocks are in use"):
+            kv.check_integrity(idle=True)
+
+    def test_counts_that_disagree(self):
+        kv = manager(num_blocks=9)
+        kv.pool.num_free -= 1
+        with pytest.raises(RuntimeError, match="accounting is broken"):
+            kv.check_integrity(idle=False)
+
 
 class TestWindow:
+    def test_a_page_is_read_while_a_token_of_it_is_in_the_window(self):
+        rule = WindowRule(0, 4, 6)
+        assert [rule.first_page(computed) for computed in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
+        assert [WindowRule(0, 1, 3).first_page(computed) for computed in range(5)] == [0, 0, 0, 1, 2]
+
+    def test_the_most_blocks_of_a_window_and_a_step(self):
+        rule = WindowRule(0, 4, 6)
+        assert [rule.max_blocks(9, tokens) for tokens in (2, 3, 4, 7, 8)] == [3, 3, 4, 4, 5]
+        assert rule.max_blocks(2, 8) == 2
+
+    @pytest.mark.parametrize("window", [1, 4, 5, 6, 9])
+    def test_the_longest_hit_for_any_set_of_cached_pages(self, window: int):
+        rule, hashes = WindowRule(0, 4, window), [bytes([page]) for page in range(6)]
+        for cached in range(1 << 6):
+            pool = BlockPool(8)
+            for page in range(6):
+                if cached >> page & 1:
+                    pool.register(pool.allocate(), (hashes[page], 0))
+            valid = [
+                pages
+                for pages in range(7)
+                if all(cached >> page & 1 for page in range(rule.first_page(4 * pages), pages))
+            ]
+            assert rule.cached_pages(pool, hashes, 6) == max(valid)
+            assert rule.cached_pages(pool, hashes, 3) == max(pages for pages in valid if pages <= 3)
+
     def test_pages_before_the_window_are_given_back(self):
         kv = manager(hybrid_layout(window=6))
         r = request(16, 16)
@@ -171,6 +247,27 @@ class TestWindow:
         kv.pool.allocate(1)
         assert kv.find_prefix(request(20)).num_tokens == 0
 
+    def test_a_group_that_shortens_the_hit_makes_the_others_check_again(self):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        kv.free(r, 0)
+        # Full pages 0 to 2 remain, window pages 0, 2 and 3: 16 is valid for the window alone, 12 for neither.
+        kv.pool.allocate(4)
+        kv.pool.allocate(6)
+        hit = kv.find_prefix(request(20))
+        assert hit == PrefixHit(4, ([1], [5]))
+
+    def test_a_hit_with_a_page_that_is_not_cached_is_an_error(self, monkeypatch: pytest.MonkeyPatch):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        kv.free(r, 0)
+        kv.pool.allocate(7)
+        monkeypatch.setattr(kv.rules[1], "cached_pages", lambda pool, hashes, pages: pages)
+        with pytest.raises(RuntimeError, match="page 2 of KV group 1 is in a prefix hit but not cached"):
+            kv.find_prefix(request(20))
+
     def test_a_window_model_outlives_its_pool(self):
         layout = KvLayout((KvGroup(WindowCache(1, 8, 6), (0,)),), 4)
         kv = manager(layout, num_blocks=7, max_step_tokens=8)
@@ -204,6 +301,9 @@ def test_latent_pages_are_kept_like_full_ones():
 
 def test_what_fits_alone():
     assert manager(num_blocks=9).max_tokens == 32
+    assert manager(num_blocks=2).max_tokens == 4
+    assert manager(hybrid_layout(window=6), num_blocks=2).max_tokens == 0
+    assert manager(num_blocks=99).max_tokens == 64, "the context is the limit"
     assert manager(hybrid_layout(window=6), num_blocks=12, max_step_tokens=4).max_tokens == 28
     assert manager(num_blocks=9).fits(32)
     assert not manager(num_blocks=9).fits(33)
@@ -231,6 +331,50 @@ class TestExtents:
         longer = request(18, 2)
         assert admit(kv, longer).num_tokens == 8
         assert tables(longer) == [[4, 5, 6, 7, 8]]
+        assert (longer.groups[0].base, longer.groups[0].reserved) == (4, range(6, 9))
+
+    def test_one_reused_page_is_continued_too(self):
+        kv = manager(num_blocks=65, prefers_extents=True)
+        first = request(4, 4)
+        admit(kv, first)
+        kv.free(first, 0)
+        r = request(8, 4)
+        assert admit(kv, r).num_tokens == 4
+        start = tables(r)[0][0]
+        assert tables(r) == [[start, start + 1]]
+        assert r.groups[0].reserved == range(start + 1, start + 3)
+
+    def test_without_a_run_any_free_blocks_serve(self):
+        kv = manager(num_blocks=12, prefers_extents=True)
+        for block in (2, 4, 6, 8):
+            kv.pool.allocate(block)
+        r = request(16, 4)
+        admit(kv, r)
+        assert (r.groups[0].base, r.groups[0].reserved) == (None, range(0))
+        assert tables(r) == [[1, 3, 5, 7]]
+        assert kv.allocate(r, 0, 16, 20)
+        assert tables(r) == [[1, 3, 5, 7, 9]], "block 8 after the last one is in use"
+
+    def test_a_run_too_short_for_the_first_step_is_not_reserved(self):
+        kv = manager(num_blocks=9, prefers_extents=True)
+        for block in (1, 3, 4, 6, 7):
+            kv.pool.allocate(block)
+        r = request(9, 20)
+        admit(kv, r)
+        assert (r.groups[0].base, r.groups[0].reserved) == (None, range(0))
+
+    def test_a_sequence_does_not_continue_over_a_cached_block(self):
+        kv = manager(num_blocks=10, prefers_extents=True)
+        kv.pool.register(kv.pool.allocate(6), (b"x", 0))
+        kv.pool.release([6])
+        for block in (2, 4, 7, 8):
+            kv.pool.allocate(block)
+        r = request(8, 8)
+        admit(kv, r)
+        assert tables(r) == [[1, 3]]
+        assert kv.allocate(r, 0, 8, 12)
+        assert kv.allocate(r, 0, 12, 16)
+        assert tables(r) == [[1, 3, 5, 9]], "6 comes after 5"
 
     def test_a_hit_that_cannot_continue_gets_a_run_of_its_own(self):
         kv = manager(num_blocks=65, prefers_extents=True)
@@ -259,6 +403,8 @@ class TestExtents:
         assert kv.allocate(r, 0, 16, 17)
         assert tables(r)[1] == [0, 0, 0, 19, 20]
         assert r.groups[1].reserved == range(19, 24)
+        assert kv.pool.reserve_after(16, 3) == range(16, 19), "they are free for others"
+        kv.pool.unreserve(range(16, 19))
         kv.pool.check_integrity()
         kv.free(r, 0)
         kv.pool.check_integrity()

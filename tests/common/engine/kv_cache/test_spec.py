@@ -69,3 +69,6 @@ def test_a_block_is_as_large_as_its_widest_use():
     layout = KvLayout((KvGroup(LatentCache(32, 8), (0,)), KvGroup(StateCache(500), (1,))), 4)
     assert [group.spec.block_elements(4) for group in layout.groups] == [160, 500]
     assert layout.block_elements == 500
+    assert FullCache(3, 5).block_elements(7) == WindowCache(3, 5, 9).block_elements(7) == 2 * 3 * 5 * 7
+    assert LatentCache(32, 8).block_elements(5) == 40 * 5
+    assert StateCache(500).block_elements(9) == 500

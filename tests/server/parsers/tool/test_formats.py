@@ -180,3 +180,10 @@ def test_arguments_are_json() -> None:
         for text in arguments(example.events).values():
             if text.endswith("}"):
                 assert isinstance(json.loads(text), dict), text
+
+
+@pytest.mark.parametrize("length", [256, 257])
+def test_names_of_parameters_are_bounded(length: int) -> None:
+    key = "k" * length
+    text = f"<tool_call><function=f><parameter={key}>1</parameter></function></tool_call>"
+    assert arguments(read("qwen3_coder", text)) == {0: f'{{"{key}": "1"}}' if length == 256 else ""}

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.server.parsers.tool.scanner import Ended, Malformed, Markers, Scan, Scanner, markers
+from pagoda.server.parsers.tool.scanner import (
+    Ended,
+    Malformed,
+    Markers,
+    Scan,
+    Scanner,
+    markers,
+    scan_name,
+    scan_quoted_name,
+)
 
 LETTERS = re.compile("[a-z]*")
 
@@ -98,3 +107,49 @@ def test_recording() -> None:
     assert not scanner.is_uncommitted()
     assert scanner.stop_recording() == "e"
     assert scanner.rest() == "f"
+
+
+def test_text_before_a_possible_marker_is_passed_on_at_once() -> None:
+    scanner, before = Scanner(), list[str]()
+    scanning = scanner.until(markers("</ab>", "\n>"), before.append)
+    pieces = (("a<", "a"), ("b", "a<b"), ("</", "a<b"), ("a", "a<b"), ("c\n", "a<b</ac"), ("\n", "a<b</ac\n"))
+    for piece, passed in (*pieces, ("<</a", "a<b</ac\n\n<")):
+        scanner.feed(piece)
+        next(scanning)
+        assert "".join(before) == passed
+    scanner.feed("b>c")
+    with pytest.raises(StopIteration, match="</ab>"):
+        next(scanning)
+    assert scanner.rest() == "</ab>c"
+
+
+def test_characters_of_a_class_are_passed_on_at_once() -> None:
+    scanner, letters = Scanner(), list[str]()
+    scanning = scanner.run(LETTERS, letters.append)
+    for piece in ("ab", "", "c"):
+        scanner.feed(piece)
+        next(scanning)
+    assert letters == ["ab", "c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rest"),
+    [
+        ("f(", "f", "("),
+        (" a.b:c/d-e_$1\n,", "a.b:c/d-e_$1", ","),
+        ("x" * 256 + "(", "x" * 256, "("),
+        ("x" * 257 + "(", Malformed, "("),
+        ("(", Malformed, "("),
+    ],
+)
+def test_names(text: str, name: object, rest: str) -> None:
+    assert result_of(scan_name, [text]) == result_of(scan_name, list(text)) == (name, rest)
+    assert result_of(scan_quoted_name, [text]) == (name, rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [('"f"(', ("f", "(")), ("'f'(", ("f", "(")), ("\"f'(", (Malformed, "'(")), ('f"(', ("f", '"('))],
+)
+def test_quoted_names(text: str, result: object) -> None:
+    assert result_of(scan_quoted_name, [text]) == result_of(scan_quoted_name, list(text)) == result
