@@ -5,13 +5,10 @@ A backend gets a model spec, a stream of named weights and step plans; never a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.attention import AUTO
@@ -22,10 +19,11 @@ from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization import Scheme, Value
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
-Weight = tuple[str, npt.NDArray[np.generic]]
+Weight = tuple[str, Value]
 """A canonical parameter name (see common.models.shapes) and its values; bfloat16 as in common.weights.dtypes."""
 
 
@@ -93,6 +91,7 @@ class BackendOptions:
     programs: ProgramOptions = ProgramOptions()
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     quantization: str | None = None  # of the layers' matrices when they are loaded, a value of --quantization
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of parameters that the checkpoint holds quantised
     attention: str = AUTO  # kernel of prefill and mixed steps, by its name in AttentionConfig
     sleep_mode: bool = False  # `sleep` will be called
     prompt_embeds: bool = False  # steps may have embeddings in place of tokens

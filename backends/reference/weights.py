@@ -23,6 +23,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
+from pagoda.common.weights.quantization import dequantized
 
 # Linear layers, prepacked by oneDNN at load. Which kernel serves which number of tokens was measured; see
 # benchmarks/LOG.md. The plain form is `torch.nn.functional.linear`, the oracle of the tests.
@@ -182,7 +183,7 @@ class Packer:
         """`max_pending`: layers being packed at a time, so that a fast reader does not fill the memory."""
         head: Future[Linear] | None = None
         layers: dict[str, Future[LayerParams]] = {}
-        for name, array in weights:
+        for name, array in dequantized(weights, "reference"):
             self._accept(name, array)
             unit = self._unit(name)
             self._missing[unit] -= 1

@@ -22,6 +22,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.shapes import Param, params
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization import dequantized
 
 SCHEMES: Final[Mapping[str, Scheme]] = {
     "fp8": "fp8",
@@ -91,7 +92,7 @@ class Loader:
         """
         pending, placements = params(self._spec), self._layout.placements
         parts = Counter(each.tensor for each in placements.values() if each is not None)
-        for name, array in weights:
+        for name, array in dequantized(weights, "torch_cuda"):
             param = pending.pop(name, None)
             if param is None:
                 raise WeightError(f"parameter {name} is unknown or came twice")

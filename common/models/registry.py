@@ -96,10 +96,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     """Return the spec of a generating model described by a Hugging Face config, and its family.
 
-    Raises ModelError for quantised weights, an unknown or pooling-only architecture, and a missing, unknown or
-    out-of-range key.
+    Raises ModelError for an unknown or pooling-only architecture, and a missing, unknown or out-of-range key.
     """
-    refuse_quantised(config)
     architecture = architecture_of(config)
     family, use = find(architecture)
     if use is not None:
@@ -142,7 +140,6 @@ def pooling_spec(
     The pooler is the family's, overridden by `modules`, overridden by `overrides`.
     Raises ModelError as `spec_from_config` does, and for modules that do not fit the model.
     """
-    refuse_quantised(config)
     family, _ = find(architecture_of(config))
     reader = HfConfig(config)
     spec = family.build(reader)
@@ -159,7 +156,7 @@ def pooling_spec(
     return spec, replace(family, rules=(*family.rules, *rules), ignored=(*family.ignored, *family.heads))
 
 
-# Changes to a model before it is built: --hf-overrides, the check for quantised weights, --disable-sliding-window.
+# Changes to a model before it is built: --hf-overrides, --disable-sliding-window.
 
 _ROPE_KINDS: Final = ("rope_type", "type")
 _FULL: Final = "full_attention"
@@ -194,21 +191,6 @@ def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
     if any(kind in new for kind in _ROPE_KINDS):
         return {key: value for key, value in old.items() if key in ("rope_theta", "partial_rotary_factor")}
     return dict(old)
-
-
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raise ModelError naming the method if the config describes quantised weights."""
-    for key in ("quantization_config", "compression_config"):
-        section = config.get(key)
-        if section is None:
-            continue
-        details = section if isinstance(section, Mapping) else {}
-        method = details.get("quant_method") or "a method it does not name"
-        kind = f" ({details['format']})" if details.get("format") else ""
-        raise ModelError(
-            f"config.json: {key}: the weights are quantised by {method}{kind}, which this version does not read; "
-            "serve a GGUF file of the model (org/name:Q4_K_M), or its unquantised weights"
-        )
 
 
 def without_windows(spec: ModelSpec) -> ModelSpec:

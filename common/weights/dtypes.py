@@ -1,6 +1,6 @@
 """bfloat16 and 8-bit floats as numpy dtypes without arithmetic.
 
-Weights only pass through from a file to a backend that has these types. Each is a structured dtype of one integer
+Weights pass through from a file to a backend that has these types. Each is a structured dtype of one integer
 field, named as in torch and jax. Slicing, reshaping, transposing and copying work; arithmetic raises. A backend views
 the field (`as_uint`) and reinterprets it as its own type. `astype` would convert the integers: use `to_float32`.
 """
@@ -25,6 +25,18 @@ FLOAT8_E5M2FNUZ: Final = _opaque("float8_e5m2fnuz", "u1")
 FLOAT8_E8M0FNU: Final = _opaque("float8_e8m0fnu", "u1")
 
 
+def _float8_values() -> npt.NDArray[np.float32]:
+    """Return the value of each float8_e4m3fn, by its bits."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    values[[0x7F, 0xFF]] = np.nan
+    return np.where(bits & 0x80, -values, values).astype(np.float32)
+
+
+_FLOAT8_VALUES: Final = _float8_values()
+
+
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the dtype's name as in torch and jax."""
     return dtype.names[0] if dtype.names else dtype.name
@@ -36,11 +48,13 @@ def as_uint(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def to_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Convert numpy's dtypes or bfloat16 to float32. Raises TypeError for the 8-bit floats."""
+    """Convert numpy's dtypes, bfloat16 or float8_e4m3fn to float32. Raises TypeError for the other 8-bit floats."""
     if array.dtype == BFLOAT16:
         wide = as_uint(array).astype(np.uint32)
         wide <<= 16  # bfloat16 is the upper half of float32
         return wide.view(np.float32)
+    if array.dtype == FLOAT8_E4M3FN:
+        return np.take(_FLOAT8_VALUES, as_uint(array))
     if array.dtype.names:
         raise TypeError(f"{dtype_name(array.dtype)} cannot be converted in numpy")
     return array.astype(np.float32)

@@ -18,7 +18,7 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rename, Rule, Split, Stack
 from pagoda.common.models.shapes import Param
 from pagoda.common.weights.dtypes import dtype_name
-from pagoda.common.weights.files import NamedTensor
+from pagoda.common.weights.quantization import QuantizedTensor, Value, stack
 
 Array = npt.NDArray[Any]
 
@@ -30,9 +30,9 @@ _OPTIONAL: Final = re.compile(r"^\[(.*?)\]")
 def apply_rules(
     rules: Sequence[Rule],
     params: Mapping[str, Param],
-    tensors: Iterable[tuple[str, Array]],
+    tensors: Iterable[tuple[str, Value]],
     ignored: Sequence[str] = (),
-) -> Iterator[NamedTensor]:
+) -> Iterator[tuple[str, Value]]:
     """Yield (parameter name, values) for named checkpoint tensors, one at a time, in checkpoint order.
 
     `ignored`: shell-style patterns of tensors to drop, unless a rule maps them to a parameter of this model.
@@ -54,13 +54,13 @@ def apply_rules(
                 raise WeightError(f"tensor {name}: parameter {target} is already filled")
             filled.add(target)
             yield target, value
-    for target, stack in stacks.items():
+    for target, partial in stacks.items():
         if target not in filled:
-            raise WeightError(f"parameter {target}: the checkpoint lacks {stack.missing()}")
+            raise WeightError(f"parameter {target}: the checkpoint lacks {partial.missing()}")
     unfilled = [target for target in params if target not in filled]
     if unfilled:
         more = f" and {len(unfilled) - 1} more parameters" if len(unfilled) > 1 else ""
-        first, source = params[unfilled[0]], _sources(rules, unfilled[0])
+        first, source = params[unfilled[0]], _source_names(rules, unfilled[0])
         raise WeightError(f"parameter {first.name} {list(first.shape)}{more}: the checkpoint lacks {source}")
 
 
@@ -96,13 +96,11 @@ class _Match:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        rule = self.rule
-        names = rule.targets if isinstance(rule, Split) else (rule.target,)
-        return tuple(self._fill(name) for name in names)
+        return tuple(self._fill(name) for name in _targets(self.rule))
 
     def values(
-        self, name: str, tensor: Array, params: Mapping[str, Param], stacks: dict[str, _PartialStack]
-    ) -> Iterator[tuple[str, Array]]:
+        self, name: str, tensor: Value, params: Mapping[str, Param], stacks: dict[str, _PartialStack]
+    ) -> Iterator[tuple[str, Value]]:
         """Yield the parameters that this tensor completes."""
         targets = self.targets
         match self.rule:
@@ -114,9 +112,9 @@ class _Match:
                 param = params[targets[0]]
                 part = _checked(name, tensor, False, param.name, param.shape[1:])
                 if param.name not in stacks:
-                    stacks[param.name] = _PartialStack(param, part.dtype, self._fill(source, keep="e"))
+                    stacks[param.name] = _PartialStack(param, self._fill(source, keep="e"))
                 if stacks[param.name].put(self.numbers["e"], name, part):
-                    yield param.name, stacks[param.name].values
+                    yield param.name, stacks[param.name].values()
 
     def _fill(self, pattern: str, keep: str = "") -> str:
         return _PLACEHOLDER.sub(
@@ -127,29 +125,57 @@ class _Match:
 class _PartialStack:
     """A stacked parameter that is still missing parts."""
 
-    def __init__(self, param: Param, dtype: np.dtype[Any], source: str) -> None:
-        self.values = np.empty(param.shape, dtype)
-        self._source = source
+    def __init__(self, param: Param, source: str) -> None:
+        self._shape, self._source = param.shape, source
         self._missing = set(range(param.shape[0]))
+        self._kind: tuple[str, tuple[int, ...]] | None = None  # of the parts, see `_kind`
+        self._values: Array | None = None  # of dense parts
+        self._quantised: dict[int, QuantizedTensor] = {}
 
-    def put(self, number: int, name: str, tensor: Array) -> bool:
+    def put(self, number: int, name: str, part: Value) -> bool:
         """Store one part. Return True if it was the last."""
         if number not in self._missing:
-            reason = "occurs twice" if number < len(self.values) else f"but there are {len(self.values)}"
+            reason = "occurs twice" if number < self._shape[0] else f"but there are {self._shape[0]}"
             raise WeightError(f"tensor {name}: part {number} {reason}")
-        if tensor.dtype != self.values.dtype:
-            got, expected = dtype_name(tensor.dtype), dtype_name(self.values.dtype)
-            raise WeightError(f"tensor {name}: dtype {got}, but parts before it have {expected}")
-        self.values[number] = tensor
+        kind = _kind(part)
+        if self._kind not in (None, kind):
+            assert self._kind is not None
+            raise WeightError(
+                f"tensor {name}: dtype {_kind_text(kind)}, but parts before it have {_kind_text(self._kind)}"
+            )
+        self._kind = kind
+        if isinstance(part, QuantizedTensor):
+            self._quantised[number] = part
+        else:
+            if self._values is None:
+                self._values = np.empty(self._shape, part.dtype)
+            self._values[number] = part
         self._missing.remove(number)
         return not self._missing
+
+    def values(self) -> Value:
+        """Return the complete stack, once."""
+        if self._values is not None:
+            return self._values
+        return stack([self._quantised.pop(number) for number in range(self._shape[0])])
 
     def missing(self) -> str:
         """Name of the first missing tensor."""
         return self._source.replace("{e}", str(min(self._missing)))
 
 
-def _checked(name: str, tensor: Array, transpose: bool, target: str, shape: tuple[int, ...]) -> Array:
+def _kind(part: Value) -> tuple[str, tuple[int, ...]]:
+    """Return what all parts of a stack have in common: dtype, and the groups of quantised ones."""
+    if isinstance(part, QuantizedTensor):
+        return dtype_name(part.data.dtype), part.group_shape
+    return dtype_name(part.dtype), ()
+
+
+def _kind_text(kind: tuple[str, tuple[int, ...]]) -> str:
+    return kind[0] + (f" in groups of {list(kind[1])}" if kind[1] else "")
+
+
+def _checked(name: str, tensor: Value, transpose: bool, target: str, shape: tuple[int, ...]) -> Value:
     oriented = tensor.T if transpose else tensor
     if oriented.shape != shape:
         expected = shape[::-1] if transpose else shape
@@ -157,21 +183,51 @@ def _checked(name: str, tensor: Array, transpose: bool, target: str, shape: tupl
     return oriented
 
 
-def _split(name: str, tensor: Array, transpose: bool, parts: Sequence[Param]) -> Iterator[tuple[str, Array]]:
+def _split(name: str, tensor: Value, transpose: bool, parts: Sequence[Param]) -> Iterator[tuple[str, Value]]:
     sizes = [part.shape[0] for part in parts]
     whole = (sum(sizes), *parts[0].shape[1:])
     rows = _checked(name, tensor, transpose, " + ".join(part.name for part in parts), whole)
     for part, end in zip(parts, np.cumsum(sizes).tolist()):
-        yield part.name, rows[end - part.shape[0] : end]
+        yield part.name, rows[(slice(end - part.shape[0], end),)]
 
 
-def _sources(rules: Sequence[Rule], target: str) -> str:
+def sources(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[tuple[Rule, str]]]:
+    """Return for each parameter the rules that fill it, each with the name of the tensor that it reads.
+
+    Of a stack the first tensor; optional parts of names are present.
+    """
+    patterns = [(_pattern(target), rule) for rule in rules for target in _targets(rule)]
+    result: dict[str, list[tuple[Rule, str]]] = {}
+    for name in params:
+        result[name] = []
+        for pattern, rule in patterns:
+            if (match := pattern.fullmatch(name)) is not None:
+                result[name].append((rule, _filled(rule.source, {"e": "0"} | match.groupdict())))
+    return result
+
+
+def _filled(source: str, numbers: Mapping[str, str]) -> str:
+    """Return a rule's source with its optional part and these numbers."""
+    return _PLACEHOLDER.sub(lambda hit: numbers[hit[1]], _OPTIONAL.sub(r"\1", source))
+
+
+def _pattern(target: str) -> re.Pattern[str]:
+    """Return a regular expression for the parameters of a rule's target, with a group per placeholder."""
+    pieces = _PLACEHOLDER.split(target)  # text and names of placeholders in turns
+    return re.compile("".join(rf"(?P<{piece}>\d+)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces)))
+
+
+def _targets(rule: Rule) -> tuple[str, ...]:
+    return rule.targets if isinstance(rule, Split) else (rule.target,)
+
+
+def _source_names(rules: Sequence[Rule], target: str) -> str:
     """The tensor names that could have filled a parameter."""
     numbers = _NUMBER.findall(target)
     pattern = _NUMBER.sub("{l}", target)
     spellings = [
         _OPTIONAL.sub(r"\1", rule.source).replace("{l}", numbers[0] if numbers else "")
         for rule in rules
-        if pattern in (rule.targets if isinstance(rule, Split) else (rule.target,))
+        if pattern in _targets(rule)
     ]
     return " or ".join(spellings) or "any tensor for it"

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         dtype=resolved.dtype,
         sampling=sampler_options(resolved.config),
         parallel=ParallelSizes(tensor, data),
-        quantization=resolved.config.model.runtime_quantization,
+        quantization=resolved.runtime_quantization,
+        schemes=resolved.schemes,
     )
     stated = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
     report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=stated)

@@ -31,14 +31,24 @@ from pagoda.common.config.defaults import (
     resolve_limits,
 )
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.groups.model import PRE_QUANTIZED
 from pagoda.common.engine.kv_cache.spec import KvLayout, StateCache, cache_spec, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import Family
 from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config, without_windows
+from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.hub import is_local
+from pagoda.common.weights.quantization import (
+    QuantizationConfig,
+    Scheme,
+    parameter_schemes,
+    read_quantization,
+    without_quantization,
+)
+from pagoda.common.weights.rules import sources as tensor_sources
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import PoolingInfo
 from pagoda.server.settings.generation_config import GenerationDefaults, read_generation
@@ -66,7 +76,8 @@ class Resolved:
     config: EngineConfig
     sources: Mapping[str, str]  # setting -> source, for settings that are set
     checkpoint: Checkpoint
-    hf_config: Mapping[str, Any]  # with overrides
+    hf_config: Mapping[str, Any]  # with overrides, without the quantisation
+    quantization: QuantizationConfig | None  # of the checkpoint; None: its weights are dense, or random
     spec: ModelSpec
     family: Family
     backend: str
@@ -78,6 +89,19 @@ class Resolved:
     pooling: PoolingInfo | None
     parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
+
+    @property
+    def runtime_quantization(self) -> str | None:
+        """The method that quantises dense weights while loading."""
+        return self.config.model.runtime_quantization if self.quantization is None else None
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """The scheme of each parameter that the checkpoint holds quantised."""
+        if self.quantization is None:
+            return {}
+        parameters = params(self.spec)
+        return parameter_schemes(self.quantization, parameters, tensor_sources(self.family.rules, parameters))
 
     @property
     def rows(self) -> tuple[ResolvedRow, ...]:
@@ -104,8 +128,8 @@ def resolve(
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
-    _check_quantization(config, checkpoint, backend)
-    hf_config = _hf_config(config, checkpoint)
+    hf_config, quantization = _hf_config(config, checkpoint)
+    _check_quantization(config, checkpoint, backend, quantization)
     runner, spec, family = _architecture(config, checkpoint, hf_config)
     if runner is not None:
         parallel_sizes = pooling_parallel_sizes(backend, config.parallel)
@@ -126,6 +150,7 @@ def resolve(
         sources=sources or {},
         checkpoint=checkpoint,
         hf_config=hf_config,
+        quantization=quantization,
         spec=spec,
         family=family,
         backend=backend,
@@ -142,7 +167,7 @@ def resolve(
             ResolvedRow("backend", backend, "platform default", "the first that can run on this machine"),
             executor_row(config, backend),
             *runner_rows(runner),
-            *model_rows(config, checkpoint, generation),
+            *model_rows(config, checkpoint, generation, quantization),
         ),
     )
 
@@ -191,8 +216,11 @@ def _architecture(
         raise ModelError(f"{config.model.model}: {error}") from None
 
 
-def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json (the model's or that of --hf-config-path) with --hf-overrides applied."""
+def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], QuantizationConfig | None]:
+    """Return config.json (the model's or that of --hf-config-path) with --hf-overrides applied, and its quantisation.
+
+    Random weights are not quantised. Raise ModelError for a quantisation that is not supported.
+    """
     model, hf_config = config.model, checkpoint.config()
     if model.hf_config_path is not None:
         try:
@@ -201,7 +229,15 @@ def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
             ).config()
         except ModelError as error:
             raise ConfigError("--hf-config-path", str(error)) from None
-    return overridden(hf_config, model.hf_overrides)
+    hf_config = overridden(hf_config, model.hf_overrides)
+    try:
+        quantization = read_quantization(hf_config)
+    except ModelError as error:
+        raise ModelError(f"{model.model}: {error}") from None
+    if quantization is not None and config.load.load_format == "dummy":
+        logger.info("--load-format dummy: the random weights are not quantised, unlike the model's")
+        quantization = None
+    return without_quantization(hf_config), quantization
 
 
 def _model_limits(spec: ModelSpec) -> ModelLimits:
@@ -222,11 +258,24 @@ def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, Mo
     return full, replace(model, max_len=full.max_positions, max_len_source="the size of the disabled sliding window")
 
 
-def _check_quantization(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
-    if config.model.quantization == "gguf" and checkpoint.gguf_metadata is None:
+def _check_quantization(
+    config: EngineConfig, checkpoint: Checkpoint, backend: str, quantization: QuantizationConfig | None
+) -> None:
+    """Raise ConfigError if --quantization does not fit the checkpoint or the backend."""
+    method = config.model.quantization
+    if method == "gguf" and checkpoint.gguf_metadata is None:
         raise ConfigError(
             "--quantization", "the model is not a GGUF file; name one, such as org/name:Q4_K_M, or drop it"
         )
+    if quantization is not None:
+        if method not in (None, *quantization.names):
+            raise ConfigError(
+                "--quantization",
+                f"{method}: the checkpoint is already quantised; drop it, or use {' or '.join(quantization.names)}",
+            )
+        return
+    if method in PRE_QUANTIZED:
+        raise ConfigError("--quantization", f"{method}: the checkpoint is not quantised by it; drop it, or use fp8")
     method = config.model.runtime_quantization
     if method is not None and backend not in ("jax_tpu", "torch_cuda"):
         raise ConfigError(
@@ -299,7 +348,12 @@ def executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
     return ResolvedRow(name, executor or "mp", "default", "one process per GPU")
 
 
-def model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: GenerationDefaults) -> Iterator[ResolvedRow]:
+def model_rows(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    generation: GenerationDefaults,
+    quantization: QuantizationConfig | None,
+) -> Iterator[ResolvedRow]:
     """Yield the rows of settings derived from the checkpoint and its generation config."""
     model = config.model
     yield ResolvedRow("served_model_name", model.names, "model", "the value of --model")
@@ -314,5 +368,7 @@ def model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Generat
     if checkpoint.gguf_metadata is not None:
         yield ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
         yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+    if quantization is not None:
+        yield ResolvedRow("quantization", quantization.method, "model", "the checkpoint is quantised")
     if isinstance(checkpoint, ShardedCheckpoint):
         yield ResolvedRow("load_format", "sharded_state", "model", "the model was written by `pagoda convert`")

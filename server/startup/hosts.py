@@ -87,13 +87,14 @@ def fingerprint_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
     from pagoda.common.config.settings import ENGINE_SETTINGS
 
     parallel, weights = resolved.config.parallel, resolved.checkpoint.num_bytes
+    model = {**resolved.hf_config, "quantization": repr(resolved.quantization)}
     values = {row.name: row.value for row in resolved.rows}
     count, kind = runtime.devices()
     return HostFingerprint(
         rank=parallel.node_rank,
         nodes=parallel.nnodes,
         versions={"pagoda": __version__, "Python": ".".join(map(str, sys.version_info[:2])), **runtime.versions()},
-        model={"config": _digest(resolved.hf_config), **({"bytes of weights": str(weights)} if weights else {})},
+        model={"config": _digest(model), **({"bytes of weights": str(weights)} if weights else {})},
         settings={ENGINE_SETTINGS[name].flag: str(values[name]) for name in SHARED_SETTINGS},
         environment=runtime.environment(),
         devices={_COUNT: str(count), "devices of kind": kind},

@@ -19,6 +19,7 @@ from pagoda.common.models.shapes import Param, params
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dtypes import to_bfloat16
 from pagoda.common.weights.files import NamedTensor
+from pagoda.common.weights.quantization import Value, join_scales
 from pagoda.common.weights.rules import apply_rules
 from pagoda.common.weights.sentence_modules import module_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -77,7 +78,9 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return iter(())  # the backend reads its arrays itself
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype)
-    tensors = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
+    stored = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
+    quantization = resolved.quantization
+    tensors: Iterator[tuple[str, Value]] = stored if quantization is None else join_scales(stored, quantization)
     modules = resolved.runner.modules if resolved.runner is not None else None
     family = resolved.family
     tensors = tensors if modules is None else chain(tensors, module_tensors(modules))

@@ -24,6 +24,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
 from pagoda.common.weights import dtypes
+from pagoda.common.weights.quantization import dequantized
 
 _NARROW = {
     dtypes.BFLOAT16: ml_dtypes.bfloat16,
@@ -36,7 +37,7 @@ def load(model: Model, weights: Iterable[Weight]) -> Leaves:
     """Return every array of the model. Raise WeightError for an unknown, repeated, misshapen or missing parameter."""
     loader = _WeightLoader(model)
     missing = params(model.spec)
-    for name, array in weights:
+    for name, array in dequantized(weights, "jax_tpu"):
         param = missing.pop(name, None)
         if param is None:
             raise WeightError(f"parameter {name} is unknown or repeated")

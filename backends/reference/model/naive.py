@@ -20,6 +20,7 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.rope import cos_sin
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Attention, Ffn, Layer, Mlp, ModelSpec, Moe, Norm
+from pagoda.common.weights.quantization import dequantized
 
 
 class NaiveModel:
@@ -39,7 +40,7 @@ class NaiveModel:
         self.spec = spec
         self.dtype = dtype
         self.max_len = max_len or spec.max_positions
-        self._weights = {name: ops.to_torch(array).to(dtype) for name, array in weights}
+        self._weights = {name: ops.to_torch(array).to(dtype) for name, array in dequantized(weights, "naive")}
         missing = params(spec).keys() - self._weights.keys()
         if missing:
             raise WeightError(f"no weights for {', '.join(sorted(missing))}")

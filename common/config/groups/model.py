@@ -15,6 +15,9 @@ RUNTIME_QUANTIZATIONS: Final = ("fp8", "fp8_per_channel", "int8", "tpu_int8", "i
 """--quantization methods that quantise an unquantised checkpoint while loading, with one scale per output channel
 (int4: one per 128 inputs of a channel)."""
 
+PRE_QUANTIZED: Final = ("compressed-tensors",)
+"""--quantization methods of checkpoints that were quantised before, besides gguf; fp8 is one too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -67,8 +70,8 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Quantization method: gguf (the only pre-quantised format, detected by itself), or, to quantise the weights "
-        f"while loading (torch_cuda and jax_tpu), {', '.join(RUNTIME_QUANTIZATIONS)}.",
+        "Quantization method: that of a quantised checkpoint (detected by itself: gguf, compressed-tensors or fp8), "
+        f"or, to quantise dense weights while loading (torch_cuda and jax_tpu), {', '.join(RUNTIME_QUANTIZATIONS)}.",
         aliases=("-q",),
     )
     max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
@@ -151,11 +154,12 @@ class ModelConfig:
             raise ConfigError(
                 "--runner", "draft models need speculative decoding, which is not in this version; drop it"
             )
-        if self.quantization not in (None, "gguf", *RUNTIME_QUANTIZATIONS):
+        if self.quantization not in (None, "gguf", *PRE_QUANTIZED, *RUNTIME_QUANTIZATIONS):
             raise ConfigError(
                 "--quantization",
-                f"{self.quantization!r} is not supported: pre-quantised checkpoints are supported as GGUF only; use "
-                "fp8, int8 or int4, or serve a GGUF file or unquantised weights of the model",
+                f"{self.quantization!r} is not supported: quantised checkpoints are supported as GGUF, "
+                "compressed-tensors and fp8; use fp8, int8 or int4, or serve a GGUF file or unquantised weights of the "
+                "model",
             )
         if self.max_logprobs < -1:
             raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the vocabulary size")
@@ -164,7 +168,7 @@ class ModelConfig:
 
     @property
     def runtime_quantization(self) -> str | None:
-        """The method that quantises the weights while loading; None: the checkpoint's weights are used as they are."""
+        """The method that quantises dense weights while loading; None: the checkpoint's are used as they are."""
         return self.quantization if self.quantization in RUNTIME_QUANTIZATIONS else None
 
     @property

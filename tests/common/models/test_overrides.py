@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from fakes import tiny_spec
 
-from pagoda.common.errors import ModelError
-from pagoda.common.models.registry import overridden, refuse_quantised, without_windows
+from pagoda.common.models.registry import overridden, without_windows
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5.0}
@@ -53,20 +52,6 @@ def test_overrides(config: dict[str, Any], overrides: dict[str, Any], result: di
     before = repr(config), repr(overrides)
     assert overridden(config, overrides) == result
     assert (repr(config), repr(overrides)) == before
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: the weights are quantised by gptq, "),
-        ({"compression_config": {"quant_method": "x", "format": "y"}}, r"compression_config: .* by x \(y\), which"),
-        ({"quantization_config": []}, "a method it does not name"),
-    ],
-)
-def test_quantised_weights_are_refused(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
-        refuse_quantised(config)
-    refuse_quantised(dict.fromkeys(config))
 
 
 def test_without_windows_limits_the_context_to_the_narrowest() -> None:

@@ -1,0 +1,161 @@
+"""Quantised checkpoints in every implementation: the logits of the same values in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import tiny
+from models.test_parity import IMPLEMENTATIONS, Implementation
+from support.quantized_folder import compressed_tensors, fp8, write_quantized
+from support.tiny_folder import write_model
+
+from pagoda.common.backend import Weight
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.quantization import QuantizedTensor, join_scales, read_quantization, without_quantization
+from pagoda.common.weights.rules import apply_rules
+from pagoda.server.llm import LLM
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is quantised. `kept`: pattern of matrices that stay dense."""
+
+    config: dict[str, Any]
+    group: str
+    model: tiny.Tiny = tiny.Tiny("llama", "LlamaForCausalLM")
+    kept: str = "lm_head"
+
+
+MIXTRAL = tiny.Tiny("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2})
+PHI3 = tiny.Tiny("phi3", "Phi3ForCausalLM", {"pad_token_id": 0})
+IGNORED = ["lm_head", r"re:.*layers\.0\.self_attn\.[qo]_proj", "model.layers.1.mlp.down_proj"]
+CASES = {
+    "channel": Case(compressed_tensors(), "channel"),
+    "tensor": Case(compressed_tensors(strategy="tensor"), "tensor"),
+    "int8": Case(compressed_tensors("int"), "channel"),
+    "head": Case(compressed_tensors(ignore=[]), "channel", kept="nothing"),
+    "ignored": Case(
+        compressed_tensors(ignore=IGNORED), "channel", kept=r"lm_head|0\.self_attn\.[qo]_proj|1\.mlp\.down"
+    ),
+    "fused": Case(compressed_tensors(), "channel", PHI3),
+    "fused-block": Case(fp8(True), "block", PHI3),
+    "fp8": Case(fp8(), "tensor"),
+    "fp8-block": Case(fp8(True), "block"),
+    "experts": Case(compressed_tensors(ignore=["lm_head", "re:.*gate$"]), "channel", MIXTRAL),
+    "experts-block": Case(fp8(True), "block", MIXTRAL),
+}
+
+
+@dataclass
+class Saved:
+    """A quantised folder and the dense one of the same values."""
+
+    folder: Path
+    twin: Path
+
+    def spec(self) -> ModelSpec:
+        return spec_from_config(without_quantization(open_checkpoint(self.folder).config()))[0]
+
+    def weights(self) -> Iterator[Weight]:
+        checkpoint = open_checkpoint(self.folder)
+        config = read_quantization(checkpoint.config())
+        assert config is not None
+        spec, family = spec_from_config(without_quantization(checkpoint.config()))
+        return apply_rules(family.rules, params(spec), join_scales(checkpoint.tensors(), config), family.ignored)
+
+    def expected(self, ids: list[int]) -> torch.Tensor:
+        """The logits of transformers with the twin's weights."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.twin, dtype=torch.float32).eval()
+        with torch.inference_mode():
+            logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="module", params=CASES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("quantised")
+    case.model.save(folder / "dense")
+    return Saved(*write_quantized(folder / "dense", folder / "quantised", case.config, case.group, case.kept))
+
+
+@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS["naive"], IMPLEMENTATIONS["paged"]], ids=["naive", "paged"])
+def test_reference_gives_the_logits_of_the_dequantised_model(saved: Saved, implementation: Implementation) -> None:
+    ids = tiny.tokens()
+    assert sum(isinstance(value, QuantizedTensor) for _, value in saved.weights()) > 6
+    logits = implementation(saved.spec(), saved.weights(), 64)(ids)
+    torch.testing.assert_close(logits, saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "disable_log_stats": True}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
+
+
+def answer(folder: Path, **settings: Any) -> list[dict[int, float]]:
+    """Tokens and logprobs of a greedy answer."""
+    llm = LLM(str(folder), **{"backend": "reference", "dtype": "float32", **SIZES, **settings})
+    try:
+        output = llm.generate("A question", GREEDY, use_tqdm=False)[0].outputs[0]
+    finally:
+        llm.shutdown()
+    assert output.logprobs is not None
+    return [{token: entry.logprob for token, entry in row.items()} for row in output.logprobs]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("served")
+    dense = write_model(folder / "dense")
+    return Saved(*write_quantized(dense, folder / "quantised", compressed_tensors(), "channel"))
+
+
+def same(answer: list[dict[int, float]], expected: list[dict[int, float]], tolerance: float = TOLERANCE) -> bool:
+    return len(answer) == len(expected) and all(
+        row.keys() == want.keys() and all(abs(row[token] - want[token]) < tolerance for token in row)
+        for row, want in zip(answer, expected)
+    )
+
+
+@pytest.mark.setting("--quantization")
+def test_reference_serves_a_quantised_checkpoint(folders: Saved, caplog: pytest.LogCaptureFixture) -> None:
+    expected = answer(folders.twin)
+    with caplog.at_level("INFO"):
+        assert same(answer(folders.folder), expected)
+    assert any("reference: dequantised layers.0." in message for message in caplog.messages)
+    assert same(answer(folders.folder, quantization="compressed-tensors"), expected)
+    assert same(answer(folders.folder, quantization="fp8"), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "words"),
+    [
+        ("folder", "int8", "int8: the checkpoint is already quantised; drop it, or use compressed-tensors or fp8"),
+        ("folder", "gguf", "the model is not a GGUF file"),
+        (
+            "twin",
+            "compressed-tensors",
+            "compressed-tensors: the checkpoint is not quantised by it; drop it",
+        ),
+    ],
+)
+def test_another_quantization_is_refused(folders: Saved, kind: str, method: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--quantization: {words}"):
+        answer(getattr(folders, kind), quantization=method)
+
+
+def test_random_weights_are_not_quantised(folders: Saved, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        answer(folders.folder, load_format="dummy")
+    assert any("--load-format dummy: the random weights are not quantised" in message for message in caplog.messages)
