@@ -85,7 +85,7 @@ def _model(options: BackendOptions) -> Model:
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kv_dtype = cache_dtype(options.cache, model_dtype, chip if ON_TPU else None)
     kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=ON_TPU, chip=chip)
-    quantized = matrix_dtype(options.quantization, options.spec, chip)
+    quantized = matrix_dtype(options.quantization, options.spec, chip, options.schemes)
     return build_model(options.spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
 
 

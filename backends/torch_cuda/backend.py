@@ -90,6 +90,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         sampling=options.sampling,
         graph_sizes=GraphSizes.of(options.compilation, options.limits.max_num_seqs),
         pack=packing(options.quantization),
+        schemes=options.schemes,
         prefill=load_attention(options.attention, needs),
         device=device,
         comm=SINGLE_RANK if options.rank is None else comm_of(options.rank),

@@ -31,6 +31,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization import Scheme
 
 CALIBRATION_TOKENS: Final = 512
 """Tokens that calibrate the scales of an 8-bit KV cache."""
@@ -52,6 +53,7 @@ class RankConfig:
     sampling: SamplerOptions
     graph_sizes: GraphSizes
     pack: Pack | None  # quantizes the matrices of layers; None: not quantized
+    schemes: Mapping[str, Scheme]  # of parameters that the checkpoint holds quantised
     prefill: PrefillAttention
     device: Device
     comm: Comm
@@ -91,14 +93,14 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
     Raise WeightError, or ConfigError if they do not fit the device.
     """
     spec, limits, device = config.spec, config.limits, config.device
-    shapes = Loader(spec, config.shard, config.dtype, _meta, config.pack).params
+    shapes = Loader(spec, config.shard, config.dtype, _meta, config.pack, schemes=config.schemes).params
     on_host = choose_layers(shapes, config.cache.cpu_offload_gb)
     num_bytes = shapes.num_bytes - on_host.saved
     if device.is_gpu:
         check_weights(device, config.cache, num_bytes)
     offload = Offload(on_host, device, empty) if on_host.layers else None
     host_memory = None if offload is None else offload.allocators()
-    loader = Loader(spec, config.shard, config.dtype, empty, config.pack, host_memory)
+    loader = Loader(spec, config.shard, config.dtype, empty, config.pack, host_memory, config.schemes)
     loader.fill(weights)
     pages = -(-limits.max_model_len // limits.block_size)
     return LoadedModel(

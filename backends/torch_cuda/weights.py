@@ -1,6 +1,7 @@
 """Weight loading: canonical weights are copied into a rank's fused and sharded tensors, and quantized if configured.
 
-A packed matrix is assembled unpacked on the device and packed when its last part arrives.
+A matrix that is packed at load is assembled unpacked on the device and packed when its last part arrives. A matrix
+that the checkpoint holds in a packing scheme is copied as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pagoda.common.backend import Weight
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.shapes import Param, params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization import dequantized
+from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Value, log_dequantized
+from pagoda.common.weights.quantization import Scheme as StoredScheme
 
 SCHEMES: Final[Mapping[str, Scheme]] = {
     "fp8": "fp8",
@@ -55,6 +57,17 @@ def packing(method: str | None) -> Pack | None:
     return partial(pack, scheme=SCHEMES[method])
 
 
+def packing_of(scheme: StoredScheme | None) -> Scheme | None:
+    """Return the packing scheme of the same numbers; None: of dense parameters, and of blocks of inputs."""
+    match scheme:
+        case Float8("tensor" | "channel"):
+            return "fp8"
+        case Int8("tensor" | "channel"):
+            return "int8"
+        case _:
+            return None
+
+
 class Loader:
     """Allocates a rank's parameters and fills them."""
 
@@ -66,10 +79,15 @@ class Loader:
         empty: Empty,
         pack: Pack | None = None,
         allocators: Mapping[str, Empty] | None = None,
+        schemes: Mapping[str, StoredScheme] | None = None,
     ) -> None:
-        """`empty`: allocates parameters, except those with an own entry in `allocators`; `pack`: quantizes matrices."""
+        """`empty`: allocates parameters, except those with an own entry in `allocators`; `pack`: quantizes matrices.
+
+        `schemes`: of parameters that the checkpoint holds quantised.
+        """
         self._spec, self._dtype, self._pack = spec, dtype, pack
         self._layout = make_layout(spec, shard)
+        self._stored = _stored_packings(self._layout, schemes or {})
         self._unfinished: dict[str, Tensor] = {}
         allocators = allocators or {}
         self.params = RankParams(
@@ -78,6 +96,9 @@ class Loader:
 
     def _allocate(self, name: str, empty: Empty) -> Matrix:
         shape = self._layout.shapes[name]
+        if (stored := self._stored.get(name)) is not None:
+            data = empty(shape, torch.int8 if stored == "int8" else torch.float8_e4m3fn)
+            return PackedMatrix(stored, data, empty(shape[:-1], torch.float32), shape[-1])
         if self._pack is None or name not in self._layout.matrices:
             return empty(shape, self._dtype)
         like = self._pack(torch.empty(shape, dtype=self._dtype, device="meta"))
@@ -88,24 +109,47 @@ class Loader:
     def fill(self, weights: Iterable[Weight]) -> None:
         """Load every parameter, reading only the rank's part of each. Can be called again.
 
-        Raise WeightError naming a parameter that is unknown, repeated, misshapen or missing.
+        Raise WeightError naming a parameter that is unknown, repeated, misshapen, missing or not quantised as stated.
         """
         pending, placements = params(self._spec), self._layout.placements
+        dequantised: list[str] = []
         parts = Counter(each.tensor for each in placements.values() if each is not None)
-        for name, array in dequantized(weights, "torch_cuda"):
+        for name, value in weights:
             param = pending.pop(name, None)
             if param is None:
                 raise WeightError(f"parameter {name} is unknown or came twice")
-            if array.shape != param.shape:
-                raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
+            if value.shape != param.shape:
+                raise WeightError(f"parameter {name} has shape {value.shape}, the model needs {param.shape}")
             if (placement := placements[name]) is None:
                 continue
-            self._put(placement, to_torch(array[placement.cut]))
+            if placement.tensor in self._stored:
+                self._put_stored(name, placement, value)
+                continue
+            part: Value = value[placement.cut]
+            if isinstance(part, QuantizedTensor):
+                dequantised.append(name)
+                part = part.dequantize()
+            self._put(placement, to_torch(part))
             parts[placement.tensor] -= 1
             if not parts[placement.tensor]:
                 self._finish(placement.tensor)
         if pending:
             raise WeightError(f"the checkpoint lacks {len(pending)} parameters, first {next(iter(pending))}")
+        log_dequantized(dequantised, "torch_cuda")
+
+    def _put_stored(self, name: str, placement: TensorSlice, value: Value) -> None:
+        """Copy a rank's part of a quantised parameter: numbers and scales."""
+        matrix = self.params.matrix(placement.tensor)
+        assert isinstance(matrix, PackedMatrix), "allocated as such"
+        if not isinstance(value, QuantizedTensor) or packing_of(value.scheme) != matrix.scheme:
+            raise WeightError(
+                f"parameter {name} is not in {matrix.scheme}, as its config.json states; download it again"
+            )
+        part = value[placement.cut]
+        scales = part.channel_scales()
+        assert scales is not None, "a packing scheme has scales per channel"
+        matrix.data[placement.into].copy_(to_torch(part.data))
+        matrix.scale[placement.into[:-1]].copy_(to_torch(scales))
 
     def _put(self, placement: TensorSlice, part: Tensor) -> None:
         target = self._target(placement.tensor)
@@ -168,6 +212,19 @@ def make_layout(spec: ModelSpec, shard: RankShard) -> RankLayout:
         if name.endswith(_MATRICES):
             layout.matrices.add(name)
     return layout
+
+
+def _stored_packings(layout: RankLayout, schemes: Mapping[str, StoredScheme]) -> dict[str, Scheme]:
+    """Return the packing schemes of the matrices all parts of which are stored in that scheme."""
+    packings: dict[str, set[Scheme | None]] = {}
+    for name, placement in layout.placements.items():
+        if placement is not None and placement.tensor in layout.matrices:
+            packings.setdefault(placement.tensor, set()).add(packing_of(schemes.get(name)))
+    return {
+        tensor: packing
+        for tensor, (packing, *others) in ((tensor, tuple(parts)) for tensor, parts in packings.items())
+        if packing is not None and not others
+    }
 
 
 def _fused_name(name: str) -> str:

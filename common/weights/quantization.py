@@ -48,6 +48,9 @@ Scheme = Float8 | Int8
 
 _DTYPES: Final[Mapping[type[Scheme], np.dtype[Any]]] = {Float8: FLOAT8_E4M3FN, Int8: np.dtype(np.int8)}
 
+_DEVIATIONS: Final[Mapping[type[Scheme], float]] = {Float8: 0.6, Int8: 74.0}
+"""Of the numbers of `random_quantized`, before they are scaled."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
@@ -114,6 +117,23 @@ def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     first = parts[0]
     data, scales = (np.stack(arrays) for arrays in zip(*((part.data, part.scales) for part in parts)))
     return QuantizedTensor(first.scheme, data, scales, (1, *first.group_shape))
+
+
+def random_quantized(scheme: Scheme, shape: tuple[int, ...], seed: int, deviation: float) -> QuantizedTensor:
+    """Return random values around 0 with this standard deviation. `shape` [..., O, I]."""
+    numbers = np.random.default_rng(seed).integers(256, size=shape, dtype=np.uint8)
+    match scheme:
+        case Float8():
+            numbers &= 0xBF  # up to 1.875, never NaN
+            data = numbers.view(FLOAT8_E4M3FN)
+        case Int8():
+            data = numbers.view(np.int8)
+    outputs, inputs = shape[-2:]
+    groups: Mapping[object, tuple[int, int]] = {"tensor": (outputs, inputs), "channel": (1, inputs)}
+    group = (*[1] * (len(shape) - 2), *groups.get(scheme.group, scheme.group))
+    scale = deviation / _DEVIATIONS[type(scheme)]
+    scales = np.full([-(-size // part) for size, part in zip(shape, group)], scale, np.float32)
+    return QuantizedTensor(scheme, data, scales, group)
 
 
 def dequantized(weights: Iterable[tuple[str, Value]], backend: str) -> Iterator[NamedTensor]:

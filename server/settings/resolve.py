@@ -77,7 +77,7 @@ class Resolved:
     sources: Mapping[str, str]  # setting -> source, for settings that are set
     checkpoint: Checkpoint
     hf_config: Mapping[str, Any]  # with overrides, without the quantisation
-    quantization: QuantizationConfig | None  # of the checkpoint; None: its weights are dense, or random
+    quantization: QuantizationConfig | None  # of the checkpoint; None: its weights are dense
     spec: ModelSpec
     family: Family
     backend: str
@@ -219,7 +219,7 @@ def _architecture(
 def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], QuantizationConfig | None]:
     """Return config.json (the model's or that of --hf-config-path) with --hf-overrides applied, and its quantisation.
 
-    Random weights are not quantised. Raise ModelError for a quantisation that is not supported.
+    Raise ModelError for a quantisation that is not supported.
     """
     model, hf_config = config.model, checkpoint.config()
     if model.hf_config_path is not None:
@@ -234,9 +234,6 @@ def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, 
         quantization = read_quantization(hf_config)
     except ModelError as error:
         raise ModelError(f"{model.model}: {error}") from None
-    if quantization is not None and config.load.load_format == "dummy":
-        logger.info("--load-format dummy: the random weights are not quantised, unlike the model's")
-        quantization = None
     return without_quantization(hf_config), quantization
 
 

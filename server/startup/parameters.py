@@ -19,7 +19,7 @@ from pagoda.common.models.shapes import Param, params
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dtypes import to_bfloat16
 from pagoda.common.weights.files import NamedTensor
-from pagoda.common.weights.quantization import Value, join_scales
+from pagoda.common.weights.quantization import Scheme, Value, join_scales, random_quantized
 from pagoda.common.weights.rules import apply_rules
 from pagoda.common.weights.sentence_modules import module_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -30,9 +30,12 @@ _POOL = 1 << 22  # distinct random numbers per dtype; larger parameters repeat t
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-def dummy_weights(params: Mapping[str, Param], seed: int = 0, dtype: str = "bfloat16") -> Iterator[Weight]:
+def dummy_weights(
+    params: Mapping[str, Param], seed: int = 0, dtype: str = "bfloat16", schemes: Mapping[str, Scheme] | None = None
+) -> Iterator[Weight]:
     """Yield every parameter once: norms near 1, biases and matrices near 0, reproducible for a seed.
 
+    `schemes`: of parameters that are quantised.
     Raises ValueError for a dtype other than float32, float16 and bfloat16.
     """
     if dtype not in _DTYPES:
@@ -43,6 +46,9 @@ def dummy_weights(params: Mapping[str, Param], seed: int = 0, dtype: str = "bflo
     # As integers: numpy copies the tagged types several times slower.
     small, near_one = (_cast(numbers, dtype).view(f"u{kind.itemsize}") for numbers in (pool, pool + np.float32(1)))
     for name, param in params.items():
+        if schemes is not None and name in schemes:
+            yield name, random_quantized(schemes[name], param.shape, seed + crc32(name.encode()), _SCALE)
+            continue
         source = near_one if _is_norm(name) else small
         start = crc32(name.encode()) % len(source)
         yield name, np.resize(np.roll(source, -start), param.shape).view(kind)
@@ -77,7 +83,7 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     if isinstance(checkpoint, ShardedCheckpoint):
         return iter(())  # the backend reads its arrays itself
     if config.load.load_format == "dummy":
-        return dummy_weights(shapes, config.model.seed, resolved.dtype)
+        return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
     stored = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
     quantization = resolved.quantization
     tensors: Iterator[tuple[str, Value]] = stored if quantization is None else join_scales(stored, quantization)

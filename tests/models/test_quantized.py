@@ -22,8 +22,15 @@ from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.weights.checkpoint import open_checkpoint
-from pagoda.common.weights.quantization import QuantizedTensor, join_scales, read_quantization, without_quantization
-from pagoda.common.weights.rules import apply_rules
+from pagoda.common.weights.quantization import (
+    QuantizedTensor,
+    Scheme,
+    join_scales,
+    parameter_schemes,
+    read_quantization,
+    without_quantization,
+)
+from pagoda.common.weights.rules import apply_rules, sources
 from pagoda.server.llm import LLM
 
 TOLERANCE = 1e-5
@@ -76,6 +83,13 @@ class Saved:
         spec, family = spec_from_config(without_quantization(checkpoint.config()))
         return apply_rules(family.rules, params(spec), join_scales(checkpoint.tensors(), config), family.ignored)
 
+    def schemes(self) -> dict[str, Scheme]:
+        config = open_checkpoint(self.folder).config()
+        read = read_quantization(config)
+        assert read is not None
+        spec, family = spec_from_config(without_quantization(config))
+        return parameter_schemes(read, params(spec), sources(family.rules, params(spec)))
+
     def expected(self, ids: list[int]) -> torch.Tensor:
         """The logits of transformers with the twin's weights."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.twin, dtype=torch.float32).eval()
@@ -97,6 +111,64 @@ def test_reference_gives_the_logits_of_the_dequantised_model(saved: Saved, imple
     assert sum(isinstance(value, QuantizedTensor) for _, value in saved.weights()) > 6
     logits = implementation(saved.spec(), saved.weights(), 64)(ids)
     torch.testing.assert_close(logits, saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+QKV_OUT_INNER_DOWN = 2 * 4  # matrices of two layers
+KEPT = {"ignored": QKV_OUT_INNER_DOWN - 3, "fp8-block": 0, "fused-block": 0, "experts-block": 0}
+"""Matrices that torch_cuda keeps packed, if not all."""
+
+
+@pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torch_cuda_keeps_what_its_kernels_multiply(
+    saved: Saved, ranks: int, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    from support.thread_ranks import on_ranks
+    from support.torch_cuda_model import Comm, TorchCudaModel
+
+    from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+
+    ids, weights, case = tiny.tokens(), list(saved.weights()), request.node.callspec.params["saved"]
+    kept: list[int] = []
+
+    def logits(comm: Comm) -> torch.Tensor:
+        model = TorchCudaModel(saved.spec(), weights, 64, comm, schemes=saved.schemes())
+        kept.append(sum(isinstance(matrix, PackedMatrix) for matrix in model.loader.params.by_name.values()))
+        return model.logits(ids)
+
+    with caplog.at_level("INFO"):
+        for actual in on_ranks(ranks, logits):
+            torch.testing.assert_close(actual, saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
+    assert kept == [KEPT.get(case, QKV_OUT_INNER_DOWN)] * ranks
+    dequantised = any("torch_cuda: dequantised " in message for message in caplog.messages)
+    assert dequantised == (case in KEPT or case == "head")
+
+
+DEQUANTISED = ("ignored", "fp8-block", "fused-block", "experts", "experts-block")
+"""Cases that jax_tpu computes with dense matrices: not all of the layers' have scales per channel, or experts have."""
+
+
+@pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
+@pytest.mark.parametrize(("chip", "tensor"), [("v6e", 1), ("v6e", 2), ("v7x", 2)])
+def test_jax_tpu_keeps_what_xla_multiplies(
+    saved: Saved, chip: str, tensor: int, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    from support.jax_model import JaxModel
+
+    from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
+    from pagoda.kernels_pallas.chips import CHIPS
+
+    ids, case = tiny.tokens(), request.node.callspec.params["saved"]
+    quantized = matrix_dtype(None, saved.spec(), CHIPS[chip], saved.schemes())
+    if case in DEQUANTISED or (case, chip) == ("int8", "v7x"):
+        assert quantized is None
+    else:
+        assert quantized == ("int8" if case == "int8" else CHIPS[chip].float8)
+    with caplog.at_level("INFO"):
+        model = JaxModel(saved.spec(), saved.weights(), 64, tensor, quantized=quantized)
+    torch.testing.assert_close(model.logits(ids), saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
+    dequantised = any("jax_tpu: dequantised " in message for message in caplog.messages)
+    assert dequantised == (quantized is None or case == "head")
 
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "disable_log_stats": True}
@@ -153,9 +225,3 @@ def test_reference_serves_a_quantised_checkpoint(folders: Saved, caplog: pytest.
 def test_another_quantization_is_refused(folders: Saved, kind: str, method: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--quantization: {words}"):
         answer(getattr(folders, kind), quantization=method)
-
-
-def test_random_weights_are_not_quantised(folders: Saved, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        answer(folders.folder, load_format="dummy")
-    assert any("--load-format dummy: the random weights are not quantised" in message for message in caplog.messages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -22,6 +22,7 @@ from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization import Scheme
 
 BLOCK = 4
 TILE = 3
@@ -65,13 +66,14 @@ class TorchCudaModel:
         pack: Pack | None = None,
         device: Device = CPU,
         offload: float = 0.0,
+        schemes: Mapping[str, Scheme] | None = None,
     ) -> None:
         self.shard, self.dtype = RankShard(comm.rank, comm.size), cache_dtype or dtype
-        shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
+        shapes = Loader(spec, self.shard, dtype, _nowhere, pack, schemes=schemes).params
         self.on_host = choose_layers(shapes, offload)
         self.offload = Offload(self.on_host, device, poisoned) if offload else None
         allocators = self.offload.allocators() if self.offload else {}
-        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, allocators)
+        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, allocators, schemes)
         self.loader.fill(weights)
         self.decoder = CudaDecoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)
         self.layout = kv_layout(spec, BLOCK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization import Scheme
 from pagoda.kernels_pallas.chips import CHIPS
 
 __all__ = ["compile_ahead", "find_target"]
@@ -56,7 +57,8 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     begin = time.perf_counter()
     limits, layout, cache, parallel = options.limits, options.layout, options.cache, options.parallel
     tensor, data = parallel.tensor, parallel.data
-    model = model_for(target, options.spec, limits, layout, options.dtype, tensor, data, cache, options.quantization)
+    quantization, schemes = options.quantization, options.schemes
+    model = model_for(target, options.spec, limits, layout, options.dtype, tensor, data, cache, quantization, schemes)
     program_set: ProgramSet[Any]
     if options.spec.pooler is not None:
         limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
@@ -82,6 +84,7 @@ def model_for(
     data: int = 1,
     cache: CacheConfig = _DEFAULT_CACHE,
     quantization: str | None = None,
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> Model:
     """Return the model on the first `tensor` x `data` devices of the target, using Pallas kernels on TPUs.
 
@@ -92,7 +95,7 @@ def model_for(
     if on_tpu:
         check_tables(limits)
     kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
-    quantized = matrix_dtype(quantization, spec, kernel.chip)
+    quantized = matrix_dtype(quantization, spec, kernel.chip, schemes)
     return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
 
 

@@ -1,13 +1,15 @@
 """Load a stream of canonical weights into the decoder's arrays, each piece directly to its devices.
 
 The arrays are allocated on the devices; each parameter is sharded, sent, and written into its slice with the array
-donated. Peak memory is the model plus one parameter.
+donated. Peak memory is the model plus one parameter. Numbers of a quantised checkpoint are sent as they are where the
+decoder has matrices of them, else dequantised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.quantization import dequantized
+from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Value, log_dequantized
 
 _NARROW = {
     dtypes.BFLOAT16: ml_dtypes.bfloat16,
@@ -32,20 +34,26 @@ _NARROW = {
     dtypes.FLOAT8_E5M2: ml_dtypes.float8_e5m2,
 }
 
+_MINUS_ZERO: Final = 0x80
+
 
 def load(model: Model, weights: Iterable[Weight]) -> Leaves:
     """Return every array of the model. Raise WeightError for an unknown, repeated, misshapen or missing parameter."""
     loader = _WeightLoader(model)
     missing = params(model.spec)
-    for name, array in dequantized(weights, "jax_tpu"):
+    for name, value in weights:
         param = missing.pop(name, None)
         if param is None:
             raise WeightError(f"parameter {name} is unknown or repeated")
-        if array.shape != param.shape:
-            raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
-        loader.put(name, as_jax(array))
+        if value.shape != param.shape:
+            raise WeightError(f"parameter {name} has shape {value.shape}, the model needs {param.shape}")
+        loader.put(name, value)
     if missing:
         raise WeightError(f"the checkpoint lacks {len(missing)} parameters, first {next(iter(missing))}")
+    if loader.copied and loader.rounded:
+        dense, quantised = loader.rounded[0], loader.copied[0]
+        raise WeightError(f"parameter {dense} is dense and {quantised} is not, but config.json states the same of both")
+    log_dequantized(loader.dequantised, "jax_tpu")
     return loader.leaves()
 
 
@@ -65,6 +73,9 @@ def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 class _WeightLoader:
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.copied: list[str] = []  # names of quantised parameters that were sent as they are
+        self.rounded: list[str] = []  # names of dense parameters that were quantised
+        self.dequantised: list[str] = []
         self._index = {path: index for index, path in enumerate(model.paths)}
         self._placements: dict[str, Placement] = placements(model.spec, model.tensor)
         self._arrays = [
@@ -75,13 +86,49 @@ class _WeightLoader:
         for path, values in constants(model).items():
             self._send(path, (), values)
 
-    def put(self, name: str, array: npt.NDArray[np.generic]) -> None:
+    def put(self, name: str, value: Value) -> None:
         """Send one parameter to the devices."""
         placement = self._placements[name]
-        self._send(placement.target, placement.start, placement.arrange(array))
+        target, start = placement.target, placement.start
+        scales = (*target[:-1], f"{target[-1]}{SCALE}")
+        if isinstance(value, QuantizedTensor):
+            dtype = self._arrays[self._index[target]].dtype.name
+            stored = _stored_matrix(value, dtype) if scales in self._index else None
+            if stored is not None:
+                numbers, row_scales = stored
+                # No arrangement pads column 0, so it holds the scales of all rows.
+                spread = placement.arrange(np.broadcast_to(row_scales[:, None], numbers.shape))
+                self._send(target, start, placement.arrange(numbers))
+                self._send(scales, start, spread[..., 0])
+                self.copied.append(name)
+                return
+            self.dequantised.append(name)
+            value = value.dequantize()
+        array = placement.arrange(as_jax(value))
+        if scales in self._index:
+            self._send_quantized(target, scales, start, array)
+            self.rounded.append(name)
+        else:
+            self._send(target, start, array)
 
     def _send(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
         index = self._index[target]
+        sent, offset = self._on_devices(index, start, part)
+        self._arrays[index] = self._write(self._arrays[index], sent, offset)
+
+    def _send_quantized(
+        self, target: Path, scales: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]
+    ) -> None:
+        """Send a dense part of a matrix, which is quantised on the devices."""
+        index, scales_index = self._index[target], self._index[scales]
+        sent, offset = self._on_devices(index, start, part)
+        matrix = self._arrays[index], self._arrays[scales_index]
+        self._arrays[index], self._arrays[scales_index] = self._write_quantized(matrix, sent, offset)
+
+    def _on_devices(
+        self, index: int, start: tuple[int, ...], part: npt.NDArray[np.generic]
+    ) -> tuple[jax.Array, npt.NDArray[np.int32]]:
+        """Shard a part over the devices as its array is; return it with its offsets there."""
         axes, array = self._model.axes[index], self._arrays[index]
         if part.ndim > array.ndim:
             axes = f"{axes[:2]}.{axes[2:]}"
@@ -90,16 +137,32 @@ class _WeightLoader:
         offset[: len(start)] = start
         sharding = named_sharding(self._model.mesh, axes)
         sent = jax.make_array_from_callback(part.shape, sharding, part.__getitem__)  # this host's devices only
-        scales = self._index.get((*target[:-1], f"{target[-1]}{SCALE}"))
-        if scales is None:
-            self._arrays[index] = self._write(array, sent, offset)
-        else:
-            matrix = array, self._arrays[scales]
-            self._arrays[index], self._arrays[scales] = self._write_quantized(matrix, sent, offset)
+        return sent, offset
 
     def leaves(self) -> Leaves:
         """Wait for the devices and return the arrays."""
         return jax.block_until_ready(tuple(self._arrays))
+
+
+def _stored_matrix(
+    value: QuantizedTensor, dtype: str
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.float32]] | None:
+    """Return a matrix [O, I] in `dtype` and the scales [O], with exactly its values; None if there are none."""
+    scales = value.channel_scales()
+    if scales is None:
+        return None
+    match value.scheme, dtype:
+        case Float8(), "float8_e4m3fn":
+            return as_jax(value.data), scales
+        case Float8(), "float8_e4m3b11fnuz":  # the same bits mean a sixteenth, those of -0 NaN
+            bits = dtypes.as_uint(value.data)
+            return np.where(bits == _MINUS_ZERO, 0, bits).astype(np.uint8).view(
+                ml_dtypes.float8_e4m3b11fnuz
+            ), 16 * scales
+        case Int8(), "int8":
+            return value.data, scales
+        case _:
+            return None
 
 
 def _write(array: jax.Array, part: jax.Array, offset: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ power of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,9 @@ import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, segments
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Attention, Ffn, Layer, ModelSpec, Moe
+from pagoda.common.weights.quantization import Float8, Int8, Scheme
 from pagoda.kernels_pallas.chips import ChipInfo
 
 Array = npt.NDArray[np.generic]
@@ -132,13 +134,18 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
     yield "down_bias", Placement(("down_bias",))
 
 
-def matrix_dtype(method: str | None, spec: ModelSpec, chip: ChipInfo) -> str | None:
+def matrix_dtype(
+    method: str | None, spec: ModelSpec, chip: ChipInfo, schemes: Mapping[str, Scheme] | None = None
+) -> str | None:
     """Return the dtype of the layers' matrices for a --quantization value; None: that of the activations.
+
+    `schemes`: of parameters that the checkpoint holds quantised. Without a method its numbers are kept if all matrices
+    of the layers have them, with scales per channel, and the chip multiplies them.
 
     Raise ConfigError if the chip or the model does not support the method.
     """
     if method is None:
-        return None
+        return _stored_dtype(spec, chip, schemes or {})
     if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
         raise ConfigError(
             "--quantization", f"{method}: jax_tpu cannot quantise experts; drop it, or use --kv-cache-dtype fp8"
@@ -150,6 +157,19 @@ def matrix_dtype(method: str | None, spec: ModelSpec, chip: ChipInfo) -> str | N
     if not chip.int8:
         raise ConfigError("--quantization", f"{method}: {chip.name} has no int8; use fp8, which has the same size")
     return "int8"
+
+
+def _stored_dtype(spec: ModelSpec, chip: ChipInfo, schemes: Mapping[str, Scheme]) -> str | None:
+    """Return the dtype in which a checkpoint's numbers are kept; None: they are dequantised."""
+    if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
+        return None
+    matrices = [name for name, param in params(spec).items() if name.startswith("layers.") and len(param.shape) == 2]
+    stored = {schemes.get(name) for name in matrices}
+    if all(isinstance(scheme, Float8) and isinstance(scheme.group, str) for scheme in stored):
+        return chip.float8
+    if chip.int8 and all(isinstance(scheme, Int8) and isinstance(scheme.group, str) for scheme in stored):
+        return "int8"
+    return None
 
 
 def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
