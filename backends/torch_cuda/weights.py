@@ -198,7 +198,7 @@ class RankLayout:
 
 
 def make_layout(spec: ModelSpec, shard: RankShard) -> RankLayout:
-    """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `sharding.check` must have passed."""
+    """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `ranks.check` must have passed."""
     layout = RankLayout()
     for param in params(spec).values():
         name = _fused_name(param.name)

@@ -11,7 +11,7 @@ import numpy as np
 import support.jax_devices  # noqa: F401
 import torch
 
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack_step
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel import make_mesh
@@ -59,7 +59,7 @@ class JaxModel:
         for end in [half, *range(half + 1, len(token_ids) + 1)]:
             decode = end - begin == 1
             shape = StepShape(1 if decode else 64, 1, self.pages, groups, decode)
-            packed = pack(
+            packed = pack_step(
                 shape,
                 np.array(token_ids[begin:end], np.int32),
                 np.array([0, end - begin], np.int32),

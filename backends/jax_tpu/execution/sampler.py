@@ -37,7 +37,7 @@ class DeviceLogprobs:
 
     mode: LogprobsMode
     tokens: jax.Array | Int32
-    top_logprobs: tuple[jax.Array, jax.Array, jax.Array]  # of `device.logprobs`
+    top_logprobs: tuple[jax.Array, jax.Array, jax.Array]  # of `sampling.logprobs`
     logits: jax.Array | None  # float32 [R, V], for requests of more than MAX_LOGPROBS
 
     def fetch(self, rows: slice, n: int) -> TokenLogprobs:

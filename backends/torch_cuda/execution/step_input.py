@@ -220,7 +220,7 @@ def make_batch(
 
 
 class DecodeBuffers:
-    """DecodeBuffers for decode steps of at most S sequences in G groups with W blocks each."""
+    """Static input buffers for decode steps of at most S sequences in G groups with W blocks each."""
 
     def __init__(self, seqs: int, groups: int, width: int, vocab: int, device: torch.device) -> None:
         self.groups, self.width = groups, round_up(width, TABLE_ALIGN)

@@ -33,7 +33,7 @@ def hidden(model: TorchCudaModel, dtype: torch.dtype, scaled: bool = False) -> t
     return hidden_in(model, caches)
 
 
-def hidden_in(model: TorchCudaModel, caches: dict[int, cache.LayerCache]) -> torch.Tensor:
+def hidden_in(model: TorchCudaModel, caches: dict[int, cache.CudaLayerCache]) -> torch.Tensor:
     chunk = Chunk(TOKENS, 0, len(TOKENS), np.array([[3, 1, 6], [2, 5, 4]]))
     return model.decoder.hidden(model.batch([chunk]), caches)[: len(TOKENS)]
 
