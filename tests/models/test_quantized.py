@@ -13,16 +13,19 @@ import transformers
 from models import tiny
 from models.test_parity import IMPLEMENTATIONS, Implementation
 from support.quantized_folder import compressed_tensors, fp8, write_quantized
+from support.reference_driver import random_weights, tiny_spec
 from support.tiny_folder import write_model
 
 from pagoda.common.backend import Weight
-from pagoda.common.errors import ConfigError
+from pagoda.common.config.env import TORCH_CUDA_DEVICE
+from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.quantization import (
+    Float8,
     QuantizedTensor,
     Scheme,
     join_scales,
@@ -31,6 +34,8 @@ from pagoda.common.weights.quantization import (
     without_quantization,
 )
 from pagoda.common.weights.rules import apply_rules, sources
+from pagoda.common.weights.sharded import read_manifest
+from pagoda.server.cli import main
 from pagoda.server.llm import LLM
 
 TOLERANCE = 1e-5
@@ -225,3 +230,35 @@ def test_reference_serves_a_quantised_checkpoint(folders: Saved, caplog: pytest.
 def test_another_quantization_is_refused(folders: Saved, kind: str, method: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--quantization: {words}"):
         answer(getattr(folders, kind), quantization=method)
+
+
+@pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
+def test_torch_cuda_serves_a_quantised_checkpoint(folders: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
+    served = answer(folders.folder, backend="torch_cuda", enforce_eager=True, quantization="fp8")
+    assert same(served, answer(folders.twin), 1e-4)
+    answer(folders.folder, backend="torch_cuda", enforce_eager=True, load_format="dummy")
+
+
+@pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
+def test_jax_tpu_serves_a_quantised_checkpoint(folders: Saved) -> None:
+    assert same(answer(folders.folder, backend="jax_tpu"), answer(folders.twin), 1e-4)
+
+
+@pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
+def test_a_dense_matrix_that_the_config_calls_quantised() -> None:
+    from support.torch_cuda_model import TorchCudaModel
+
+    spec = tiny_spec()
+    with pytest.raises(WeightError, match=r"layers.0.mixer.o is not fp8, as its config.json states; download"):
+        TorchCudaModel(spec, random_weights(spec), 16, schemes={"layers.0.mixer.o": Float8("channel")})
+
+
+@pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
+def test_convert_dequantises(folders: Saved, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    for name, folder in (("quantised", folders.folder), ("dense", folders.twin)):
+        assert main.main(["convert", str(folder), str(tmp_path / name)]) == 0
+    quantised, dense = (read_manifest(tmp_path / name).leaves for name in ("quantised", "dense"))
+    assert quantised == dense
+    assert "quantization_config" not in (tmp_path / "quantised" / "config.json").read_text()

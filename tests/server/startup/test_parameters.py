@@ -7,9 +7,10 @@ import io
 import numpy as np
 import pytest
 
-from pagoda.common.models.shapes import params
+from pagoda.common.models.shapes import Param, params
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
 from pagoda.common.weights.dtypes import dtype_name, to_float32
+from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Scheme
 from pagoda.server.startup.parameters import dummy_weights, with_progress
 
 NORM = Norm(1e-5, kind="layer", bias=True)
@@ -38,6 +39,20 @@ def test_dummy_parameters_differ() -> None:
     weights = dict(dummy_weights(PARAMS))
     assert not np.array_equal(weights["layers.0.mixer.q"], weights["layers.1.mixer.q"])
     assert not np.array_equal(weights["layers.0.ffn.gate"], weights["layers.0.ffn.up"])
+
+
+@pytest.mark.parametrize("scheme", [Float8("tensor"), Float8((16, 24)), Int8("channel")])
+def test_dummy_weights_have_the_schemes_of_the_checkpoint(scheme: Scheme) -> None:
+    experts = {"experts": Param("experts", (3, 40, 32), "EFD")}
+    quantised = {name: scheme for name in (*PARAMS, *experts) if name == "experts" or "ffn." in name}
+    dense, weights = dict(dummy_weights(PARAMS)), dict(dummy_weights(PARAMS | experts, schemes=quantised))
+    assert {name for name, value in weights.items() if isinstance(value, QuantizedTensor)} == set(quantised)
+    for name in quantised:
+        weight = weights[name]
+        assert isinstance(weight, QuantizedTensor)
+        assert weight.scheme == scheme
+        assert 0.018 < weight.dequantize().std() < 0.022
+    assert all(np.array_equal(weights[name], array) for name, array in dense.items() if name not in quantised)
 
 
 def test_dummy_weights_refuse_an_unknown_dtype() -> None:
