@@ -20,6 +20,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
+from pagoda.backends.jax_tpu.weights.loading import _stored_matrix
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
@@ -28,6 +29,8 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
+from pagoda.common.weights import dtypes
+from pagoda.common.weights.quantization import Float8, QuantizedTensor
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.server.cli import main
 from pagoda.server.llm import LLM
@@ -69,6 +72,17 @@ def test_outputs_equal_those_with_rounded_matrices(method: str, tensor: int) -> 
     want = NaiveModel(SPEC, small.items()).logits(PROMPT).log_softmax(-1)[-1].numpy()
     np.testing.assert_allclose(logprobs(quantization=method, tensor=tensor), want, atol=3e-5)
     assert np.abs(logprobs() - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_stored_float8_numbers_keep_their_values(chip: str) -> None:
+    """Every float8_e4m3fn but NaN; -0 becomes 0."""
+    bits = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]).reshape(2, 127)
+    scales = np.array([[0.5], [3]], np.float32)
+    stored = QuantizedTensor(Float8("channel"), bits.view(dtypes.FLOAT8_E4M3FN), scales, (1, 127))
+    matrix = _stored_matrix(stored, CHIPS[chip].float8)
+    assert matrix is not None
+    np.testing.assert_array_equal(matrix[0].astype(np.float32) * matrix[1][:, None], stored.dequantize())
 
 
 def test_both_float8_dtypes_represent_the_same_values() -> None:
