@@ -79,7 +79,7 @@ class QuantizedTensor:
         return QuantizedTensor(self.scheme, self.data.T, self.scales.T, self.group_shape[::-1])
 
     def __getitem__(self, cut: tuple[slice, ...]) -> QuantizedTensor:
-        """Return a part, one slice per leading axis. Groups that it cuts through are divided into smaller ones."""
+        """Return a part, one slice per leading axis. Groups are divided if it starts inside of one."""
         scales, groups = self.scales, list(self.group_shape)
         for axis, part in enumerate(cut):
             start, stop, _ = part.indices(self.shape[axis])
@@ -87,7 +87,7 @@ class QuantizedTensor:
             if size >= extent:  # one group spans the axis
                 groups[axis] = stop - start
                 continue
-            groups[axis] = gcd(size, start) if stop == extent else gcd(size, start, stop)
+            groups[axis] = gcd(size, start)
             scales = np.repeat(scales, size // groups[axis], axis)
             rows = slice(start // groups[axis], -(-stop // groups[axis]))
             scales = scales[(*[slice(None)] * axis, rows)]
