@@ -19,7 +19,7 @@ from pagoda.backends.reference.model.ops import softcap
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 
 QUERIES: Final = 256
 """Queries whose attention scores are materialised at a time."""

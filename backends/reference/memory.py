@@ -18,8 +18,9 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import CacheSpec, FullCache, KvLayout, WindowCache
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
-from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotation
+from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotations
 from pagoda.backends.reference.model.decoder import DecoderLayer, TokenEmbedding, make_norm
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
@@ -19,7 +19,8 @@ from pagoda.backends.reference.weights import AttentionParams, ModelParams, Pack
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.spec import Attention, ModelSpec
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import ModelSpec
 
 
 def create(options: PoolingOptions) -> ReferencePooling:
@@ -82,7 +83,7 @@ class Encoder:
         self.params = params
         self.embed = TokenEmbedding(spec, params, numerics)
         self.layers = tuple(
-            DecoderLayer(layer, p, PackedAttention(layer.mixer, p.mixer))
+            DecoderLayer(layer, p, [PackedAttention(m, q) for m, q in zip(layer.mixers, p.mixers)])
             for layer, p in zip(spec.layers, params.layers)
         )
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
@@ -93,7 +94,7 @@ class Encoder:
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         for layer in self.layers:
-            x = layer(x, batch, rotations[layer.rope])
+            x = layer(x, batch, rotations)
         x = self.final_norm(x)
         return x if self.params.embed_out is None else self.params.embed_out(x)
 
@@ -104,6 +105,6 @@ class PackedAttention:
     def __init__(self, spec: Attention, params: AttentionParams) -> None:
         self.spec, self.project = spec, Projection(spec, params)
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotation: Rotation | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        return self.project.out(attend(*self.project(x, rotation), batch, self.spec))
+        return self.project.out(attend(*self.project(x, rotations[self.spec.rope]), batch, self.spec))

@@ -22,7 +22,7 @@ from pagoda.backends.reference.model.ops import to_torch
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
 # Linear layers, prepacked by oneDNN at load. Which kernel serves which number of tokens was measured; see
 # benchmarks/LOG.md. The plain form is `torch.nn.functional.linear`, the oracle of the tests.
@@ -136,8 +136,8 @@ class NormParams:
 class LayerParams:
     """One layer. `norms`: by their field in Norms."""
 
-    mixer: AttentionParams
-    ffn: MlpParams | MoeParams
+    mixers: tuple[AttentionParams, ...]
+    ffn: MlpParams | MoeParams | None
     norms: dict[str, NormParams]
 
 
@@ -278,10 +278,8 @@ class LayerParts:
         """Return one layer. Runs in a thread of the pool."""
         norms = {field: self.norm(f"{prefix}.norms.{field}") for field in NORM_FIELDS}
         return LayerParams(
-            mixer=self._attention(f"{prefix}.mixer"),
-            ffn=self._moe(f"{prefix}.ffn", layer.ffn)
-            if isinstance(layer.ffn, Moe)
-            else self._mlp(f"{prefix}.ffn", layer.ffn),
+            mixers=tuple(self._attention(f"{prefix}.mixers.{index}") for index in range(len(layer.mixers))),
+            ffn=self._ffn(f"{prefix}.ffn", layer.ffn),
             norms={field: norm for field, norm in norms.items() if norm is not None},
         )
 
@@ -292,6 +290,15 @@ class LayerParts:
             q_norm=self.wide(f"{prefix}.q_norm"),
             k_norm=self.wide(f"{prefix}.k_norm"),
         )
+
+    def _ffn(self, prefix: str, ffn: Ffn | None) -> MlpParams | MoeParams | None:
+        match ffn:
+            case None:
+                return None
+            case Mlp():
+                return self._mlp(prefix, ffn)
+            case Moe():
+                return self._moe(prefix, ffn)
 
     def _mlp(self, prefix: str, mlp: Mlp) -> MlpParams:
         inner = (f"{prefix}.gate", f"{prefix}.up") if mlp.gated else (f"{prefix}.up",)

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, TypeVar
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.spec import (
-    Activation,
+from pagoda.common.models.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -23,6 +22,7 @@ from pagoda.common.models.spec import (
     RopeScaling,
     YarnScaling,
 )
+from pagoda.common.models.spec import Activation
 
 T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rename, Rule, Split, Stack
-from pagoda.common.models.shapes import Param
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.files import NamedTensor
 
@@ -168,10 +168,14 @@ def _split(name: str, tensor: Array, transpose: bool, parts: Sequence[Param]) ->
 def _sources(rules: Sequence[Rule], target: str) -> str:
     """The tensor names that could have filled a parameter."""
     numbers = _NUMBER.findall(target)
-    pattern = _NUMBER.sub("{l}", target)
     spellings = [
         _OPTIONAL.sub(r"\1", rule.source).replace("{l}", numbers[0] if numbers else "")
         for rule in rules
-        if pattern in (rule.targets if isinstance(rule, Split) else (rule.target,))
+        if any(_fills(each, target) for each in (rule.targets if isinstance(rule, Split) else (rule.target,)))
     ]
     return " or ".join(spellings) or "any tensor for it"
+
+
+def _fills(pattern: str, target: str) -> bool:
+    """Return whether a rule's target pattern stands for a parameter."""
+    return re.fullmatch(re.escape(pattern).replace(r"\{l\}", r"\d+"), target) is not None

@@ -6,6 +6,7 @@ blocks that another one fills in the same step).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ from pagoda.backends.reference.execution import CacheSpan, StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.ops import norm, softcap
 from pagoda.backends.reference.weights import AttentionParams
-from pagoda.common.models.rope import cos_sin
-from pagoda.common.models.spec import Attention, ModelSpec, Rope
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.rope import Rope, cos_sin
+from pagoda.common.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +43,24 @@ class Rotation:
         return torch.cat((rotated, tail), -1)
 
 
+Rotations = dict[Rope | None, Rotation | None]
+"""The rotation of each Rope of the model in one step; None maps to None."""
+
+
 class RotaryTables:
     """Tables of cos and sin [max_len, 1, dim] in the compute dtype, computed in float64, per distinct Rope."""
 
     def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
         positions = np.arange(max_len)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
-        for rope in {layer.mixer.rope for layer in spec.layers} - {None}:
-            assert rope is not None
+        for rope in spec.ropes:
             cos, sin = cos_sin(rope, max_len, positions)
             both = np.concatenate([cos, cos], -1)[:, None], np.concatenate([-sin, sin], -1)[:, None]
             self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)
 
-    def at(self, positions: Tensor) -> dict[Rope | None, Rotation | None]:
-        """Return the rotation of each Rope at positions int64 [T]; None maps to None."""
-        rotations: dict[Rope | None, Rotation | None] = {None: None}
+    def at(self, positions: Tensor) -> Rotations:
+        """Return the rotations at positions int64 [T]."""
+        rotations: Rotations = {None: None}
         for rope, (cos, sin) in self._tables.items():
             rotations[rope] = Rotation(cos[positions], sin[positions], rope.dim)
         return rotations
@@ -90,13 +95,15 @@ class Projection:
 class PagedAttention:
     """One layer's attention. N query heads, K KV heads, H head dim; head n reads KV head n // (N/K)."""
 
-    def __init__(self, spec: Attention, params: AttentionParams) -> None:
-        self.spec, self.project = spec, Projection(spec, params)
+    def __init__(self, spec: Attention, params: AttentionParams, number: int) -> None:
+        """`number`: of its cache."""
+        self.spec, self.project, self.number = spec, Projection(spec, params), number
         self.group = spec.heads // spec.kv_heads
 
-    def __call__(self, x: Tensor, batch: StepBatch, cache: LayerCache, rotation: Rotation | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        queries, keys, values = self.project(x, rotation)
+        queries, keys, values = self.project(x, rotations[self.spec.rope])
+        cache = caches[self.number]
         view = batch.views[cache.view]
         cache.keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
         cache.values.index_copy_(1, view.write_slots, values.transpose(0, 1))

@@ -17,9 +17,11 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
+from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import cos_sin
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Ffn, Layer, Mlp, ModelSpec, Moe, Norm
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
 
 class NaiveModel:
@@ -71,18 +73,27 @@ class NaiveModel:
         return x
 
     def _layer(self, name: str, layer: Layer, x: Tensor) -> Tensor:
-        norms = layer.norms
-        mixed = self._attention(
-            f"{name}.mixer", layer.mixer, self._norm(f"{name}.norms.before_mixer", norms.before_mixer, x)
-        )
-        x = self._add(f"{name}.norms.after_mixer", norms.after_mixer, x, mixed, layer.norm_after_add)
-        fed = self._ffn(f"{name}.ffn", layer.ffn, self._norm(f"{name}.norms.before_ffn", norms.before_ffn, x))
-        return self._add(f"{name}.norms.after_ffn", norms.after_ffn, x, fed, layer.norm_after_add)
+        h = self._norm(f"{name}.norms.before_mixer", layer.norms.before_mixer, x)
+        mixed = [self._mixer(f"{name}.mixers.{index}", mixer, h) for index, mixer in enumerate(layer.mixers)]
+        y = self._add(f"{name}.norms.after_mixer", layer.norms.after_mixer, layer, x, torch.stack(mixed).sum(0))
+        if layer.ffn is None:
+            return y
+        if not layer.parallel:
+            h = self._norm(f"{name}.norms.before_ffn", layer.norms.before_ffn, y)
+        elif layer.norms.before_ffn is not None:
+            h = self._norm(f"{name}.norms.before_ffn", layer.norms.before_ffn, x)
+        fed = self._ffn(f"{name}.ffn", layer.ffn, h)
+        return self._add(f"{name}.norms.after_ffn", layer.norms.after_ffn, layer, y, fed)
 
-    def _add(self, name: str, norm: Norm | None, x: Tensor, update: Tensor, norm_after_add: bool) -> Tensor:
-        if norm_after_add:
-            return self._norm(name, norm, x + update)
-        return x + self._norm(name, norm, update)
+    def _add(self, name: str, norm: Norm | None, layer: Layer, x: Tensor, update: Tensor) -> Tensor:
+        if layer.norm_after_add:
+            return self._norm(name, norm, x + layer.residual_scale * update)
+        return x + layer.residual_scale * self._norm(name, norm, update)
+
+    def _mixer(self, name: str, mixer: Mixer, x: Tensor) -> Tensor:
+        match mixer:
+            case Attention():
+                return self._attention(name, mixer, x)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
         tokens = len(x)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.common.models.spec import Norm, PoolerActivation, Router
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import PoolerActivation, Router
 from pagoda.common.weights import dtypes
 
 _NARROW = {
