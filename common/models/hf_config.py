@@ -249,6 +249,13 @@ def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding
     return {kind: _rope(config, sections[kind], head_dim, thetas[kind], 1.0) for kind in thetas}
 
 
+def yarn_scale(config: HfConfig) -> float:
+    """Return the factor on the scale of q.k that YaRN's `mscale_all_dim` states; 1 without it."""
+    section = rope_section(config)
+    all_dim = 0.0 if section is None else section.opt("mscale_all_dim", float, 0.0)
+    return _yarn_mscale(section.need("factor", float), all_dim) ** 2 if section is not None and all_dim else 1.0
+
+
 def rope_section(config: HfConfig) -> HfConfig | None:
     """Return the reader of `rope_parameters` or `rope_scaling`, if any."""
     return config.section("rope_parameters") or config.section("rope_scaling")

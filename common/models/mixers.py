@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
+from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
 
@@ -70,4 +70,54 @@ class Attention:
         return None
 
 
-Mixer = Attention
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
+
+    latent, rotary key = kv_a x; latent = kv_a_norm(latent); per head k = [kv_b latent, rope(rotary key)] and
+    v = kv_b latent. q = [without RoPE, rope(rotary)], from x or from a normalised low-rank projection of x.
+    """
+
+    heads: int
+    query_rank: int | None  # channels of the low-rank projection of queries; None: queries are projected from x
+    latent_dim: int
+    nope_dim: int  # channels of a query and key head before those with RoPE
+    value_dim: int  # channels of a value head
+    scale: float  # multiplies q.k
+    rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
+    norm: Norm  # of the latent and of the low-rank queries
+    bias: bool = False  # of q_a, kv_a and o
+    causal: ClassVar[bool] = True
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches kept per sequence: the latent and the rotary key."""
+        return (LatentCache(self.latent_dim, self.rope.dim),)
+
+    def parameters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of a mixer on a residual stream of `width` channels."""
+        queries = self.heads * (self.nope_dim + self.rope.dim)
+        if self.query_rank is None:
+            yield from linear_params("q", queries, width, "ND")
+        else:
+            yield from linear_params("q_a", self.query_rank, width, ".D", self.bias)
+            yield from norm_params("q_a_norm", self.norm, self.query_rank, ".")
+            yield from linear_params("q_b", queries, self.query_rank, "N.")
+        yield from linear_params("kv_a", self.latent_dim + self.rope.dim, width, ".D", self.bias)
+        yield from norm_params("kv_a_norm", self.norm, self.latent_dim, ".")
+        yield from linear_params("kv_b", self.heads * (self.nope_dim + self.value_dim), self.latent_dim, "N.")
+        yield from linear_params("o", width, self.heads * self.value_dim, "DN", self.bias)
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the ropes whose tables the mixer reads."""
+        return (self.rope,)
+
+    def without_window(self) -> LatentAttention:
+        """Return the mixer that sees all tokens: itself."""
+        return self
+
+    def expanded(self) -> Attention:
+        """Return the attention of the projected heads, whose q, k and v are given; value heads may be narrower."""
+        return Attention(self.heads, self.heads, self.nope_dim + self.rope.dim, self.scale, rope=None)
+
+
+Mixer = Attention | LatentAttention

@@ -67,11 +67,12 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | Lon
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """RoPE on the first `dim` channels of each head (partial if dim < head_dim), in half-split pairs."""
+    """RoPE on the first `dim` channels of each head (partial if dim < head_dim)."""
 
     theta: float
     dim: int
     scaling: RopeScaling | None = None
+    interleaved: bool = False  # channels 2i and 2i + 1 form a pair, instead of i and i + dim/2
 
 
 def inverse_frequencies(rope: Rope, max_len: int) -> tuple[Float64, float]:

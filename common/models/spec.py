@@ -185,6 +185,11 @@ def check_attention_only(spec: ModelSpec, backend: str) -> None:
 
 def _beyond_attention(layer: Layer) -> str | None:
     """Return what `check_attention_only` refuses in a layer, None if nothing."""
+    for mixer in layer.mixers:
+        if not isinstance(mixer, Attention):
+            return f"a mixer of kind {type(mixer).__name__}"
+        if mixer.rope is not None and mixer.rope.interleaved:
+            return "RoPE on interleaved channels"
     if len(layer.mixers) > 1:
         return f"{len(layer.mixers)} mixers side by side"
     if layer.ffn is None:

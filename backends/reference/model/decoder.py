@@ -13,9 +13,20 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.attention import PagedAttention, RotaryTables
+from pagoda.backends.reference.model.latent_attention import PagedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import activation, mix_experts, norm, route, softcap
-from pagoda.backends.reference.weights import LayerParams, MlpParams, ModelParams, MoeParams, NormParams
+from pagoda.backends.reference.weights import (
+    AttentionParams,
+    LatentAttentionParams,
+    LayerParams,
+    MixerParams,
+    MlpParams,
+    ModelParams,
+    MoeParams,
+    NormParams,
+)
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
@@ -69,7 +80,7 @@ class Decoder:
         self.embed = TokenEmbedding(spec, params, numerics)
         numbers = itertools.count()  # of the caches
         self.layers = tuple(
-            DecoderLayer(layer, p, [PagedAttention(m, q, next(numbers)) for m, q in zip(layer.mixers, p.mixers)])
+            DecoderLayer(layer, p, [make_mixer(m, q, next(numbers)) for m, q in zip(layer.mixers, p.mixers)])
             for layer, p in zip(spec.layers, params.layers)
         )
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
@@ -94,6 +105,23 @@ class Decoder:
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
+
+
+MixerStep = Callable[..., Tensor]
+"""(x [T, D], its other inputs) -> [T, D]"""
+
+
+def make_mixer(spec: Mixer, params: MixerParams, number: int) -> MixerStep:
+    """Return the mixer over the paged cache `number`."""
+    match spec:
+        case Attention():
+            assert isinstance(params, AttentionParams)
+            return PagedAttention(spec, params, number)
+        case LatentAttention():
+            assert isinstance(params, LatentAttentionParams)
+            return PagedLatentAttention(spec, params, number)
+        case _:
+            assert_never(spec)
 
 
 class TokenEmbedding:
@@ -128,10 +156,6 @@ class TokenEmbedding:
         if params.token_types is not None:
             x = x + (params.token_types[0] if token_types is None else params.token_types[token_types])
         return self.norm(x)
-
-
-MixerStep = Callable[..., Tensor]
-"""(x [T, D], its other inputs) -> [T, D]"""
 
 
 class DecoderLayer:

@@ -73,6 +73,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+def deinterleave(x: Tensor, dim: int) -> Tensor:
+    """Return x [..., H] with channels 2i and 2i + 1 of the first `dim` moved to i and i + dim/2."""
+    pairs = x[..., :dim].unflatten(-1, (dim // 2, 2)).transpose(-1, -2).flatten(-2)
+    return pairs if dim == x.shape[-1] else torch.cat((pairs, x[..., dim:]), -1)
+
+
 def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:
     """Return weights float32 [T, k] and expert indices int64 [T, k] from router logits [T, E]."""
     weights, experts = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
