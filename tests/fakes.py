@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.engine.kv_cache.spec import FullCache, KvGroup, KvLayout, StateCache, WindowCache
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms
+from pagoda.common.models.caches import FullCache, StateCache, WindowCache
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 
 NextToken = Callable[[list[int]], int]
 """The history so far (prompt and generated) -> the next token."""
@@ -58,7 +61,7 @@ def tiny_spec(*, vocab: int = 257, layers: int = 2, window: int | None = None) -
         mixer = Attention(
             heads=2, kv_heads=1, head_dim=8, scale=8**-0.5, rope=None, window=window if index % 2 else None
         )
-        return Layer(mixer, Mlp(32, "silu", gated=True), Norms(before_mixer=norm, before_ffn=norm))
+        return Layer((mixer,), Mlp(32, "silu", gated=True), Norms(before_mixer=norm, before_ffn=norm))
 
     return ModelSpec(
         vocab=vocab,

@@ -42,7 +42,7 @@ def create(options: PoolingOptions) -> JaxPooling:
     """Return a backend on one copy of the model, without weights. Raise ConfigError."""
     spec, limits, programs = options.spec, options.limits, options.programs
     bundle = None if programs.bundle is None else open_bundle(programs.bundle)
-    if ON_TPU and any(layer.mixer.causal for layer in spec.layers):
+    if ON_TPU and any(mixer.causal for mixer in spec.mixers):
         check_tables(limits)
     mesh, model_dtype = make_mesh(options.parallel.tensor), dtype_of(options.dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]

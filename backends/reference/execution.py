@@ -19,7 +19,7 @@ from pagoda.backends.reference.model.ops import softcap
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 
 QUERIES: Final = 256
 """Queries whose attention scores are materialised at a time."""
@@ -220,8 +220,8 @@ def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPro
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, batch: PackedPrompts, spec: Attention) -> Tensor:
-    """Softmax attention within each prompt: queries [T, N, H], keys and values [T, K, H] -> [T, N*H]."""
-    out = torch.empty_like(queries)
+    """Softmax attention within each prompt: queries [T, N, H], keys [T, K, H], values [T, K, V] -> [T, N*V]."""
+    out = queries.new_empty(*queries.shape[:2], values.shape[-1])
     repeats = spec.heads // spec.kv_heads
     for group in batch.groups:
         q, k, v = group.take(queries), group.take(keys), group.take(values)

@@ -1,6 +1,6 @@
 """The CPU memory plan, and the paged KV cache.
 
-K and V are [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which attention reads
+An array is [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which attention reads
 without a gather (a gather costs several times the attention itself).
 """
 
@@ -18,8 +18,9 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import CacheSpec, FullCache, KvLayout, WindowCache
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30
@@ -65,25 +66,27 @@ def available_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's K and V, each [K, P*B, H], and the view (see KvLayout) that the layer reads."""
+    """One layer's arrays, each [K, P*B, H], and the view (see KvLayout) that the layer reads.
 
-    keys: Tensor
-    values: Tensor
+    K and V; or with K = 1 the latents, each followed by its rotary key.
+    """
+
+    arrays: tuple[Tensor, ...]
     view: int
 
 
 def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
     """Return layer index -> cache. Layer j of every group shares array j if the shapes agree."""
     slots = num_blocks * layout.block_size
-    arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    arrays: dict[tuple[int, ArrayShapes], tuple[Tensor, ...]] = {}
     caches: dict[int, LayerCache] = {}
     for number, group in enumerate(layout.groups):
-        heads, dim = head_shape(group.spec)
+        shapes = array_shapes(group.spec)
         for index, (layer, window) in enumerate(zip(group.layers, group.seen)):
-            key = (index, heads, dim)
+            key = (index, shapes)
             if key not in arrays:
-                arrays[key] = _zeros((heads, slots, dim), dtype), _zeros((heads, slots, dim), dtype)
-            caches[layer] = LayerCache(*arrays[key], layout.views.index((number, window)))
+                arrays[key] = tuple(_zeros((heads, slots, dim), dtype) for heads, dim in shapes)
+            caches[layer] = LayerCache(arrays[key], layout.views.index((number, window)))
     return caches
 
 
@@ -93,10 +96,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(lazy).view(dtype)
 
 
-def head_shape(spec: CacheSpec) -> tuple[int, int]:
-    """Return (KV heads, head dim) of a cache of keys and values."""
+ArrayShapes = tuple[tuple[int, int], ...]
+
+
+def array_shapes(spec: CacheSpec) -> ArrayShapes:
+    """Return (heads, channels) of each array of a cache."""
     match spec:
         case FullCache() | WindowCache():
-            return spec.kv_heads, spec.head_dim
+            return ((spec.kv_heads, spec.head_dim),) * 2
+        case LatentCache():
+            return ((1, spec.rank + spec.rope_dim),)
         case _:
             raise ModelError(f"the reference backend has no cache for {type(spec).__name__}")

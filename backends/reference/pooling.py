@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -11,15 +12,17 @@ from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
-from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotation
-from pagoda.backends.reference.model.decoder import DecoderLayer, TokenEmbedding, make_norm
+from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotations
+from pagoda.backends.reference.model.decoder import DecoderLayer, MixerStep, TokenEmbedding, make_norm
+from pagoda.backends.reference.model.latent_attention import PackedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
-from pagoda.backends.reference.weights import AttentionParams, ModelParams, Packer
+from pagoda.backends.reference.weights import AttentionParams, LatentAttentionParams, MixerParams, ModelParams, Packer
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.spec import Attention, ModelSpec
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.spec import ModelSpec
 
 
 def create(options: PoolingOptions) -> ReferencePooling:
@@ -82,7 +85,7 @@ class Encoder:
         self.params = params
         self.embed = TokenEmbedding(spec, params, numerics)
         self.layers = tuple(
-            DecoderLayer(layer, p, PackedAttention(layer.mixer, p.mixer))
+            DecoderLayer(layer, p, [make_mixer(m, q) for m, q in zip(layer.mixers, p.mixers)])
             for layer, p in zip(spec.layers, params.layers)
         )
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
@@ -93,9 +96,22 @@ class Encoder:
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         for layer in self.layers:
-            x = layer(x, batch, rotations[layer.rope])
+            x = layer(x, batch, rotations)
         x = self.final_norm(x)
         return x if self.params.embed_out is None else self.params.embed_out(x)
+
+
+def make_mixer(spec: Mixer, params: MixerParams) -> MixerStep:
+    """Return the mixer within each prompt."""
+    match spec:
+        case Attention():
+            assert isinstance(params, AttentionParams)
+            return PackedAttention(spec, params)
+        case LatentAttention():
+            assert isinstance(params, LatentAttentionParams)
+            return PackedLatentAttention(spec, params)
+        case _:
+            assert_never(spec)
 
 
 class PackedAttention:
@@ -104,6 +120,6 @@ class PackedAttention:
     def __init__(self, spec: Attention, params: AttentionParams) -> None:
         self.spec, self.project = spec, Projection(spec, params)
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotation: Rotation | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        return self.project.out(attend(*self.project(x, rotation), batch, self.spec))
+        return self.project.out(attend(*self.project(x, rotations[self.spec.rope]), batch, self.spec))

@@ -21,8 +21,9 @@ from pagoda.backends.reference.model.numerics import Numerics, thread_count
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 from pagoda.common.weights.quantization import dequantized
 
 # Linear layers, prepacked by oneDNN at load. Which kernel serves which number of tokens was measured; see
@@ -110,6 +111,24 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttentionParams:
+    """R latent channels. `kv_b` and its parts `key_up`, `value_up` serve prefill and decode."""
+
+    q_a: Linear | None  # [D] -> low-rank queries, None if `q` reads x
+    q_a_norm: Tensor | None
+    q: Linear  # -> [N*H]
+    kv_a: Linear  # [D] -> latent, rotary key
+    kv_a_norm: Tensor
+    kv_b: Linear  # [R] -> [N * (keys without RoPE, values)]
+    key_up: Tensor  # [N, keys without RoPE, R]
+    value_up: Tensor  # [N, V, R]
+    out: Linear  # [N*V] -> [D]
+
+
+MixerParams = AttentionParams | LatentAttentionParams
+
+
+@dataclass(frozen=True, slots=True)
 class MlpParams:
     """`inner`: [D] -> [2F] (gate then up) when gated, else [F]; `down`: [F] -> [D]."""
 
@@ -137,8 +156,8 @@ class NormParams:
 class LayerParams:
     """One layer. `norms`: by their field in Norms."""
 
-    mixer: AttentionParams
-    ffn: MlpParams | MoeParams
+    mixers: tuple[MixerParams, ...]
+    ffn: MlpParams | MoeParams | None
     norms: dict[str, NormParams]
 
 
@@ -279,11 +298,33 @@ class LayerParts:
         """Return one layer. Runs in a thread of the pool."""
         norms = {field: self.norm(f"{prefix}.norms.{field}") for field in NORM_FIELDS}
         return LayerParams(
-            mixer=self._attention(f"{prefix}.mixer"),
-            ffn=self._moe(f"{prefix}.ffn", layer.ffn)
-            if isinstance(layer.ffn, Moe)
-            else self._mlp(f"{prefix}.ffn", layer.ffn),
+            mixers=tuple(self._mixer(f"{prefix}.mixers.{index}", mixer) for index, mixer in enumerate(layer.mixers)),
+            ffn=self._ffn(f"{prefix}.ffn", layer.ffn),
             norms={field: norm for field, norm in norms.items() if norm is not None},
+        )
+
+    def _mixer(self, prefix: str, mixer: Mixer) -> MixerParams:
+        match mixer:
+            case Attention():
+                return self._attention(prefix)
+            case LatentAttention():
+                return self._latent_attention(prefix, mixer)
+
+    def _latent_attention(self, prefix: str, mixer: LatentAttention) -> LatentAttentionParams:
+        low_rank = mixer.query_rank is not None
+        up = self._tensors[f"{prefix}.kv_b"].to(self._numerics.compute).unflatten(0, (mixer.heads, -1))
+        kv_a_norm = self.wide(f"{prefix}.kv_a_norm")
+        assert kv_a_norm is not None
+        return LatentAttentionParams(
+            q_a=self.linear(f"{prefix}.q_a") if low_rank else None,
+            q_a_norm=self.wide(f"{prefix}.q_a_norm"),
+            q=self.linear(f"{prefix}.q_b" if low_rank else f"{prefix}.q"),
+            kv_a=self.linear(f"{prefix}.kv_a"),
+            kv_a_norm=kv_a_norm,
+            kv_b=self.linear(f"{prefix}.kv_b"),
+            key_up=up[:, : mixer.nope_dim].contiguous(),
+            value_up=up[:, mixer.nope_dim :].contiguous(),
+            out=self.linear(f"{prefix}.o"),
         )
 
     def _attention(self, prefix: str) -> AttentionParams:
@@ -293,6 +334,15 @@ class LayerParts:
             q_norm=self.wide(f"{prefix}.q_norm"),
             k_norm=self.wide(f"{prefix}.k_norm"),
         )
+
+    def _ffn(self, prefix: str, ffn: Ffn | None) -> MlpParams | MoeParams | None:
+        match ffn:
+            case None:
+                return None
+            case Mlp():
+                return self._mlp(prefix, ffn)
+            case Moe():
+                return self._moe(prefix, ffn)
 
     def _mlp(self, prefix: str, mlp: Mlp) -> MlpParams:
         inner = (f"{prefix}.gate", f"{prefix}.up") if mlp.gated else (f"{prefix}.up",)

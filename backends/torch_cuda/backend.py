@@ -36,6 +36,7 @@ from pagoda.common.engine.pending import PendingStep
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.spec import check_attention_only
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,13 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     spec, layout = options.spec, options.layout
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
+    check_attention_only(spec, "torch_cuda")
     ranks.check(spec, options.parallel.tensor)
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
     if device is None:
         device = find_device() if options.rank is None else use_device(options.rank.device)
-    mixers = tuple({layer.mixer for layer in spec.layers})
+    mixers = tuple({layer.attention for layer in spec.layers})
     needs = AttentionRequirements(mixers, dtype, kv_dtype, layout.block_size, device)
     return RankConfig(
         spec=spec,

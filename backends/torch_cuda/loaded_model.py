@@ -65,14 +65,14 @@ class RankConfig:
     @property
     def splits(self) -> dict[int, int]:
         """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
-        kv_heads = min(self.shard.share(layer.mixer.kv_heads) for layer in self.spec.layers)
+        kv_heads = min(self.shard.share(layer.attention.kv_heads) for layer in self.spec.layers)
         longest, chip = self.limits.max_model_len, self.device.chip
         return {size: choose_splits(size, kv_heads, longest, chip) for size in self.graph_sizes.sizes}
 
     @property
     def query_tile(self) -> int:
         """Query tokens per tile of prefill attention: the smallest tile over all layers."""
-        mixers = {layer.mixer for layer in self.spec.layers}
+        mixers = {layer.attention for layer in self.spec.layers}
         return min(query_tile(m.heads // m.kv_heads, m.head_dim, self.dtype, self.device.chip) for m in mixers)
 
 

@@ -23,13 +23,14 @@ from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.spec import ModelSpec, check_attention_only
 
 
 def create(options: PoolingOptions) -> TorchCudaPooling:
     """Return a backend without weights. Raises ConfigError."""
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
+    check_attention_only(options.spec, "torch_cuda")
     return TorchCudaPooling(options.spec, options.limits, DTYPES[options.dtype], find_device())
 
 

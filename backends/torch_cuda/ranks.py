@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 
 def check(spec: ModelSpec, size: int) -> None:
-    """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks."""
+    """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks.
+
+    `check_attention_only` must have passed.
+    """
     if (indivisible := _indivisible(spec, size)) is None:
         return
-    heads = min(layer.mixer.heads for layer in spec.layers)
+    heads = min(layer.attention.heads for layer in spec.layers)
     fitting = [str(fewer) for fewer in range(1, heads + 1) if _indivisible(spec, fewer) is None]
     raise ConfigError(
         "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
@@ -57,12 +60,10 @@ def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
 
 def _indivisible(spec: ModelSpec, size: int) -> str | None:
     for layer in dict.fromkeys(spec.layers):
-        mixer = layer.mixer
-        if mixer.heads % size:
-            return f"{mixer.heads} query heads"
-        if mixer.kv_heads % size and size % mixer.kv_heads:
-            return f"{mixer.kv_heads} KV heads"
-        width = layer.ffn.width if isinstance(layer.ffn, Mlp) else layer.ffn.expert.width
+        if (heads := layer.attention.indivisible(size)) is not None:
+            return heads
+        ffn = layer.feed_forward
+        width = ffn.width if isinstance(ffn, Mlp) else ffn.expert.width
         if width % size:
             return f"the ffn width of {width}"
     return None

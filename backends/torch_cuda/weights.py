@@ -21,7 +21,8 @@ from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, Pack, Ran
 from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.backend import Weight
 from pagoda.common.errors import ConfigError, WeightError
-from pagoda.common.models.shapes import Param, params
+from pagoda.common.models.primitives import Param
+from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Value, log_dequantized
 from pagoda.common.weights.quantization import Scheme as StoredScheme
@@ -246,5 +247,5 @@ def _place(layout: RankLayout, name: str, param: Param, cut: tuple[slice, ...]) 
 def _cut(spec: ModelSpec, param: Param, shard: RankShard) -> tuple[slice, ...]:
     kv_heads = 1
     if param.name.startswith("layers."):
-        kv_heads = spec.layers[int(param.name.split(".")[1])].mixer.kv_heads
+        kv_heads = spec.layers[int(param.name.split(".")[1])].attention.kv_heads
     return tuple(shard.cut(axis, extent, kv_heads) for axis, extent in zip(param.axes, param.shape))

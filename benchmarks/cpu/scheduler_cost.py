@@ -16,11 +16,12 @@ import numpy as np
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
-from pagoda.common.engine.kv_cache.spec import FullCache, KvGroup, KvLayout
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.models.caches import FullCache
 
 BLOCKS, BLOCK_SIZE, PROMPT, MAX_TOKENS, WARM_STEPS = 20_000, 16, 128, 2000, 20
 

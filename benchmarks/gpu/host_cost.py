@@ -26,8 +26,11 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 
 ROWS = (1, 32, 256)
 KINDS = {"greedy": SamplingRules(), "filtered": SamplingRules(temperature=0.8, top_k=40, top_p=0.95)}
@@ -37,7 +40,7 @@ BLOCK = 16
 def small_backend(context: int) -> TorchCudaBackend:
     """Return a backend with one layer and few tokens: the host cost does not depend on the model."""
     norm = Norm(1e-5)
-    layer = Layer(Attention(4, 2, 64, 0.125, Rope(1e4, 64)), Mlp(64, "silu", True), Norms(norm, None, norm, None))
+    layer = Layer((Attention(4, 2, 64, 0.125, Rope(1e4, 64)),), Mlp(64, "silu", True), Norms(norm, None, norm, None))
     spec = ModelSpec(vocab=512, width=64, layers=(layer,), final_norm=norm, tied=True, max_positions=2 * context)
     limits = Limits(max_model_len=2 * context, max_num_batched_tokens=512, max_num_seqs=max(ROWS), block_size=BLOCK)
     device = find_device() if torch.cuda.is_available() else CPU

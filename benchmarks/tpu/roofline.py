@@ -156,7 +156,7 @@ def batch_of(shape: StepShape, context: int) -> Batch:
 
 def kernel_call(model: Model, chip: ChipInfo, batch: Batch) -> Figures:
     """Return the figures of one layer's attention kernel call on one device."""
-    mixer = model.spec.layers[0].mixer
+    mixer = model.spec.layers[0].attention
     heads = HeadLayout.of(mixer, model.tensor)
     slots = heads.slots // model.tensor
     return kernel_cycles(chip.name, slots * heads.group, slots, batch, head_dim=mixer.head_dim)

@@ -13,7 +13,9 @@ from typing import Final, Literal, TypeAlias
 
 from pagoda.common.models import hf_config
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Classifier, Ffn, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
+from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Classifier, Ffn, Layer, Mlp, ModelSpec, Norms, Pooler
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +98,15 @@ EMBED_RULES: Final[tuple[Rule, ...]] = (
 )
 
 ATTENTION_RULES: Final[tuple[Rule, ...]] = (
-    *linear("[model.]layers.{l}.self_attn.q_proj", "layers.{l}.mixer.q"),
-    *linear("[model.]layers.{l}.self_attn.k_proj", "layers.{l}.mixer.k"),
-    *linear("[model.]layers.{l}.self_attn.v_proj", "layers.{l}.mixer.v"),
-    *linear("[model.]layers.{l}.self_attn.o_proj", "layers.{l}.mixer.o"),
+    *linear("[model.]layers.{l}.self_attn.q_proj", "layers.{l}.mixers.0.q"),
+    *linear("[model.]layers.{l}.self_attn.k_proj", "layers.{l}.mixers.0.k"),
+    *linear("[model.]layers.{l}.self_attn.v_proj", "layers.{l}.mixers.0.v"),
+    *linear("[model.]layers.{l}.self_attn.o_proj", "layers.{l}.mixers.0.o"),
 )
 
 QK_NORM_RULES: Final[tuple[Rule, ...]] = (
-    Rename("[model.]layers.{l}.self_attn.q_norm.weight", "layers.{l}.mixer.q_norm"),
-    Rename("[model.]layers.{l}.self_attn.k_norm.weight", "layers.{l}.mixer.k_norm"),
+    Rename("[model.]layers.{l}.self_attn.q_norm.weight", "layers.{l}.mixers.0.q_norm"),
+    Rename("[model.]layers.{l}.self_attn.k_norm.weight", "layers.{l}.mixers.0.k_norm"),
 )
 
 MLP_RULES: Final[tuple[Rule, ...]] = (
@@ -148,24 +150,24 @@ def rotary_attention(config: HfConfig, width: int, *, theta: float = 10_000.0) -
 
 
 def pre_norm_decoder(
-    config: HfConfig, mixers: Iterable[Attention], ffns: Iterable[Ffn], norm: Norm, *, tied: bool = False
+    config: HfConfig, mixers: Iterable[Mixer], ffns: Iterable[Ffn], norm: Norm, *, tied: bool = False
 ) -> ModelSpec:
     """Return a pre-norm decoder: x += mixer(norm(x)); x += ffn(norm(x)); a final norm. `tied`: the family's default."""
     norms = Norms(before_mixer=norm, before_ffn=norm)
-    return decoder(config, (Layer(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns)), norm, tied=tied)
+    return decoder(config, (Layer((mixer,), ffn, norms) for mixer, ffn in zip(mixers, ffns)), norm, tied=tied)
 
 
 def decoder(config: HfConfig, layers: Iterable[Layer], final_norm: Norm, *, tied: bool = False) -> ModelSpec:
     """Return a decoder whose positions come from RoPE alone. `tied`: the family's default."""
     stack = tuple(layers)
-    rope = stack[0].mixer.rope
+    ropes = stack[0].mixers[0].ropes()
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=config.size("hidden_size"),
         layers=stack,
         final_norm=final_norm,
         tied=config.opt("tie_word_embeddings", bool, tied),
-        max_positions=hf_config.context_length(config, rope) if rope else config.size("max_position_embeddings"),
+        max_positions=hf_config.context_length(config, ropes[0]) if ropes else config.size("max_position_embeddings"),
     )
 
 

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, TypeVar
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.spec import (
-    Activation,
+from pagoda.common.models.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -23,6 +22,7 @@ from pagoda.common.models.spec import (
     RopeScaling,
     YarnScaling,
 )
+from pagoda.common.models.spec import Activation
 
 T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
 
@@ -247,6 +247,13 @@ def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding
         parameters.finish()
     sections["full_attention"] = sections["full_attention"] or legacy
     return {kind: _rope(config, sections[kind], head_dim, thetas[kind], 1.0) for kind in thetas}
+
+
+def yarn_scale(config: HfConfig) -> float:
+    """Return the factor on the scale of q.k that YaRN's `mscale_all_dim` states; 1 without it."""
+    section = rope_section(config)
+    all_dim = 0.0 if section is None else section.opt("mscale_all_dim", float, 0.0)
+    return _yarn_mscale(section.need("factor", float), all_dim) ** 2 if section is not None and all_dim else 1.0
 
 
 def rope_section(config: HfConfig) -> HfConfig | None:

@@ -14,11 +14,14 @@ from typing import Any, Final
 from pagoda.common.config.groups.pooler import PoolerConfig, PoolingKind
 from pagoda.common.config.settings import merge_json
 from pagoda.common.errors import ModelError
+from pagoda.common.models.caches import WindowCache
 from pagoda.common.models.family import Family, PoolUse, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Dense, ModelSpec, Pooler
 
 ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
+    "DeepseekV2ForCausalLM": ("deepseek", "DEEPSEEK_V2"),
+    "DeepseekV3ForCausalLM": ("deepseek", "DEEPSEEK_V3"),
     "GPT2LMHeadModel": ("gpt2", "GPT2"),
     "Gemma2ForCausalLM": ("gemma", "GEMMA2"),
     "Gemma3ForCausalLM": ("gemma", "GEMMA3"),
@@ -105,7 +108,7 @@ def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     reader = HfConfig(config)
     spec = family.build(reader)
     reader.finish()
-    if not all(layer.mixer.causal for layer in spec.layers):
+    if not all(mixer.causal for mixer in spec.mixers):
         raise ModelError(f"architecture {architecture} attends to later tokens, so it cannot generate text")
     return spec, family
 
@@ -195,8 +198,10 @@ def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 def without_windows(spec: ModelSpec) -> ModelSpec:
     """Return the spec without sliding windows, its context limited to the narrowest one (exact up to that length)."""
-    windows = [layer.mixer.window for layer in spec.layers if layer.mixer.window is not None]
+    windows = [cache.window for cache in spec.caches if isinstance(cache, WindowCache)]
     if not windows:
         return spec
-    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=None)) for layer in spec.layers)
+    layers = tuple(
+        replace(layer, mixers=tuple(mixer.without_window() for mixer in layer.mixers)) for layer in spec.layers
+    )
     return replace(spec, layers=layers, max_positions=min(spec.max_positions, *windows))

@@ -1,4 +1,4 @@
-"""RoPE frequencies for every scaling, in numpy float64.
+"""RoPE and its scalings, and their frequencies in numpy float64.
 
 Sources: RoFormer (arXiv 2104.09864); position interpolation (2306.15595); dynamic NTK (reddit, u/emozilla);
 Llama 3.1's ramp (meta-llama/llama-models); YaRN (2309.00071); LongRoPE (2402.13753).
@@ -7,13 +7,72 @@ Llama 3.1's ramp (meta-llama/llama-models); YaRN (2309.00071); LongRoPE (2402.13
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.models.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
-
 Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Dynamic NTK scaling, fixed at the base of the maximum context so that cached keys stay valid."""
+
+    factor: float
+    original: int  # trained context in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones unchanged, a smooth ramp between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): interpolation by frequency band plus an attention factor on cos and sin."""
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): one divisor per frequency."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]  # applies if the served context exceeds `original` tokens
+    original: int
+    attention_factor: float  # multiplies cos and sin
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """RoPE on the first `dim` channels of each head (partial if dim < head_dim)."""
+
+    theta: float
+    dim: int
+    scaling: RopeScaling | None = None
+    interleaved: bool = False  # channels 2i and 2i + 1 form a pair, instead of i and i + dim/2
 
 
 def inverse_frequencies(rope: Rope, max_len: int) -> tuple[Float64, float]:

@@ -13,99 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.errors import ModelError
+from pagoda.common.models.caches import CacheSpec
+from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PoolerActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "tanh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMSNorm or LayerNorm over the last axis, computed in float32."""
-
-    eps: float
-    kind: Literal["rms", "layer"] = "rms"
-    unit_offset: bool = False  # multiply by (1 + weight)
-    bias: bool = False  # LayerNorm only
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicScaling:
-    """Dynamic NTK scaling, fixed at the base of the maximum context so that cached keys stay valid."""
-
-    factor: float
-    original: int  # trained context in tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones unchanged, a smooth ramp between (Llama 3.1)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071): interpolation by frequency band plus an attention factor on cos and sin."""
-
-    factor: float
-    original: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): one divisor per frequency."""
-
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]  # applies if the served context exceeds `original` tokens
-    original: int
-    attention_factor: float  # multiplies cos and sin
-
-
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """RoPE on the first `dim` channels of each head (partial if dim < head_dim), in half-split pairs."""
-
-    theta: float
-    dim: int
-    scaling: RopeScaling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Softmax attention with grouped KV heads."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float  # multiplies q.k
-    rope: Rope | None
-    window: int | None = None  # a query attends to itself and window-1 tokens before it (and after, unless causal)
-    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    qk_norm: Norm | None = None  # on q and k before RoPE
-    qk_norm_over: Literal["per_head", "full"] = "per_head"  # axis of qk_norm: each head, or the whole projection
-    qkv_bias: bool = False
-    out_bias: bool = False
-    causal: bool = True
-
-
-Mixer = Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +65,35 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x)))."""
+    """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x))).
 
-    mixer: Mixer
-    ffn: Ffn
+    Several mixers run side by side on the same input and their outputs are added.
+    """
+
+    mixers: tuple[Mixer, ...]
+    ffn: Ffn | None  # None: the layer ends after the mixers
     norms: Norms
     norm_after_add: bool = False  # apply the after-norms to the sum instead of to the update
+    parallel: bool = False  # mixers and ffn read the same x; without a before_ffn norm the ffn reads before_mixer(x)
+    residual_scale: float = 1.0  # multiplies each update before it is added
+
+    def __post_init__(self) -> None:
+        assert self.mixers, "a layer has at least one mixer"
+        assert not self.parallel or self.ffn is not None, "a parallel layer has an ffn"
+        assert not (self.parallel and self.norm_after_add), "a parallel layer has one sum, so no norm after each"
+
+    @property
+    def attention(self) -> Attention:
+        """The only mixer of a layer that passed `check_attention_only`."""
+        (mixer,) = self.mixers
+        assert isinstance(mixer, Attention)
+        return mixer
+
+    @property
+    def feed_forward(self) -> Ffn:
+        """The ffn of a layer that passed `check_attention_only`."""
+        assert self.ffn is not None
+        return self.ffn
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +156,44 @@ class ModelSpec:
     pooler: Pooler | None = None  # replaces the head; None: the model generates
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Every mixer, layer by layer."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Every cache kept per sequence, mixer by mixer. A cache's number is its index here."""
+        return tuple(cache for mixer in self.mixers for cache in mixer.caches())
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct ropes, in order of appearance."""
+        return tuple(dict.fromkeys(rope for mixer in self.mixers for rope in mixer.ropes()))
+
+    @property
     def hidden_width(self) -> int:
         """Width of the hidden state that the head or pooler reads."""
         return self.embedding.width or self.width
+
+
+def check_attention_only(spec: ModelSpec, backend: str) -> None:
+    """Raise ModelError naming the first layer that is not one `Attention`, then an ffn, each added to the stream."""
+    for index, layer in enumerate(spec.layers):
+        if (problem := _beyond_attention(layer)) is not None:
+            raise ModelError(f"layer {index} has {problem}, which {backend} does not support; use --backend reference")
+
+
+def _beyond_attention(layer: Layer) -> str | None:
+    """Return what `check_attention_only` refuses in a layer, None if nothing."""
+    for mixer in layer.mixers:
+        if not isinstance(mixer, Attention):
+            return f"a mixer of kind {type(mixer).__name__}"
+        if mixer.rope is not None and mixer.rope.interleaved:
+            return "RoPE on interleaved channels"
+    if len(layer.mixers) > 1:
+        return f"{len(layer.mixers)} mixers side by side"
+    if layer.ffn is None:
+        return "no feed-forward block"
+    if layer.parallel:
+        return "mixer and feed-forward block in parallel"
+    return None if layer.residual_scale == 1.0 else f"a residual scale of {layer.residual_scale}"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Rule
-from pagoda.common.models.shapes import Param
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name, to_float32
 from pagoda.common.weights.files import NamedTensor
 

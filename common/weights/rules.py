@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rename, Rule, Split, Stack
-from pagoda.common.models.shapes import Param
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization import QuantizedTensor, Value, stack
 
@@ -224,10 +224,9 @@ def _targets(rule: Rule) -> tuple[str, ...]:
 def _source_names(rules: Sequence[Rule], target: str) -> str:
     """The tensor names that could have filled a parameter."""
     numbers = _NUMBER.findall(target)
-    pattern = _NUMBER.sub("{l}", target)
     spellings = [
         _OPTIONAL.sub(r"\1", rule.source).replace("{l}", numbers[0] if numbers else "")
         for rule in rules
-        if pattern in _targets(rule)
+        if any(_pattern(each).fullmatch(target) for each in _targets(rule))
     ]
     return " or ".join(spellings) or "any tensor for it"

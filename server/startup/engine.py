@@ -42,11 +42,12 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
-from pagoda.common.engine.kv_cache.spec import FullCache, KvLayout, LatentCache
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.caches import FullCache, LatentCache
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from pagoda.common.backend import Weight
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.models.shapes import Param, params
+from pagoda.common.models.primitives import Param
+from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dtypes import to_bfloat16
 from pagoda.common.weights.files import NamedTensor

@@ -71,6 +71,27 @@ SMALL_OPT: dict[str, Any] = {
 
 SMALL_GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
+LATENT: dict[str, Any] = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+}
+YARN_LATENT = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
+
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 
 
@@ -205,6 +226,16 @@ TINY = (
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
     ),
     Tiny("mixtral-full", "MixtralForCausalLM", {"num_local_experts": 4, "head_dim": 12, "tie_word_embeddings": True}),
+    Tiny("deepseek2-lite", "DeepseekV2ForCausalLM", {"q_lora_rank": None}, LATENT),
+    Tiny("deepseek2-biased", "DeepseekV2ForCausalLM", {"attention_bias": True, "mlp_bias": True}, LATENT),
+    Tiny(
+        "deepseek2-yarn",
+        "DeepseekV2ForCausalLM",
+        {"rope_parameters": {**YARN_LATENT, "mscale": 0.707, "mscale_all_dim": 0.5}},
+        LATENT,
+    ),
+    Tiny("deepseek3-yarn", "DeepseekV3ForCausalLM", {"rope_parameters": YARN_LATENT}, LATENT),
+    Tiny("deepseek3-halves", "DeepseekV3ForCausalLM", {"rope_interleave": False, "attention_bias": True}, LATENT),
 )
 
 

@@ -13,8 +13,11 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Norms, Router
 
 USUAL_CACHE = CacheConfig()
 
@@ -26,7 +29,7 @@ def tiny_spec(window: int | None = None, softcap: float | None = None, moe: bool
 
     def layer(window: int | None) -> Layer:
         attention = Attention(4, 2, 16, 0.25, Rope(1e4, 12), window, softcap, qk_norm=norm, qkv_bias=True)
-        return Layer(attention, ffn, Norms(norm, None, norm, norm))
+        return Layer((attention,), ffn, Norms(norm, None, norm, norm))
 
     return ModelSpec(
         vocab=96, width=32, layers=(layer(None), layer(window)), final_norm=norm, tied=False, max_positions=256

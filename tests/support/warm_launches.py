@@ -65,13 +65,16 @@ def watch_launches() -> list[str]:
 
 def models() -> dict[str, Any]:
     """Name -> spec."""
-    from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
+    from pagoda.common.models.mixers import Attention
+    from pagoda.common.models.primitives import Norm
+    from pagoda.common.models.rope import Rope
+    from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Norms, Router
 
     norm = Norm(1e-5)
 
     def model(attention: Attention, ffn: Mlp | Moe, window: int | None = None) -> ModelSpec:
         layers = tuple(
-            Layer(replace(attention, window=seen), ffn, Norms(norm, None, norm, None)) for seen in (None, window)
+            Layer((replace(attention, window=seen),), ffn, Norms(norm, None, norm, None)) for seen in (None, window)
         )
         return ModelSpec(vocab=1003, width=128, layers=layers, final_norm=norm, tied=True, max_positions=4096)
 

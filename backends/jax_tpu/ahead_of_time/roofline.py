@@ -126,12 +126,12 @@ def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
 def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
     """Return the cost of a pooling program. Bidirectional attention is plain XLA, whose operands may stay on chip."""
     moved, flops = _layers(model, shape.tokens)
-    if all(layer.mixer.causal for layer in model.spec.layers):
+    if all(mixer.causal for mixer in model.spec.mixers):
         return RooflineCost(moved, flops, *_attention(model, shape, load))
     for layer in model.spec.layers:
-        pairs = load.pairs if layer.mixer.causal else 2 * load.pairs
-        heads = HeadLayout.of(layer.mixer, model.tensor)
-        flops += 4 * pairs * heads.slots * heads.group * layer.mixer.head_dim // model.tensor
+        pairs = load.pairs if layer.attention.causal else 2 * load.pairs
+        heads = HeadLayout.of(layer.attention, model.tensor)
+        flops += 4 * pairs * heads.slots * heads.group * layer.attention.head_dim // model.tensor
     return RooflineCost(moved, flops)
 
 
@@ -152,7 +152,7 @@ def _attention(model: Model, shape: StepShape | PoolShape, load: BatchLoad) -> t
     """Return bytes and FLOP of all layers' attention, sliding windows considered."""
     moved = flops = 0
     for layer in model.spec.layers:
-        mixer = layer.mixer
+        mixer = layer.attention
         heads = HeadLayout.of(mixer, model.tensor)
         kv = model.kernel.kv_layout(heads.slots // model.tensor, mixer.head_dim)
         token_bytes = kv.bytes_per_page // kv.page_size

@@ -16,7 +16,7 @@ from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import PREVIOUS, Int32
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
 

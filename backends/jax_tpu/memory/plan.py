@@ -147,12 +147,12 @@ def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     """
     spec = model.spec
     assert spec.pooler is not None, "the model pools"
-    heads = max(layer.mixer.heads for layer in spec.layers)
+    heads = max(layer.attention.heads for layer in spec.layers)
     last = [dense.width for dense in spec.pooler.dense][-1:] or [spec.hidden_width]
     width = last[0] if spec.pooler.classifier is None else spec.pooler.classifier.labels
     outputs = 4 * (2 * width + spec.hidden_width + limits.max_num_seqs)
     page = max(kv.bytes_per_page for kv in model.kv_layouts)
-    pages = limits.max_num_seqs * page if any(layer.mixer.causal for layer in spec.layers) else 0
+    pages = limits.max_num_seqs * page if any(mixer.causal for mixer in spec.mixers) else 0
     return 3 * heads * POOL_TILE * POOL_TILE * 4 + pages, _token_bytes(model) + outputs + page // limits.block_size
 
 

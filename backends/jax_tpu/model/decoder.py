@@ -29,7 +29,6 @@ from pagoda.backends.jax_tpu.model.layers import (
     make_norm,
     normalise,
     project,
-    ropes,
     rotation,
     scale_norm,
     table_shape,
@@ -37,7 +36,9 @@ from pagoda.backends.jax_tpu.model.layers import (
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, HeadLayout, Segment, padded, segments
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.engine.step import EMBEDDED
-from pagoda.common.models.spec import Attention, Layer, ModelSpec, Rope
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.rope import Rope
+from pagoda.common.models.spec import Layer, ModelSpec
 
 
 class JaxAttention(nnx.Module):
@@ -138,7 +139,7 @@ class JaxDecoder(nnx.Module):
         self.head = None if spec.tied else build.parameter("VD", vocab, embed_width)
         self.head_bias = build.parameter("V", vocab) if spec.head_bias else None
         self.pooler = None if spec.pooler is None else JaxPooler(spec.pooler, spec.hidden_width, build.float32())
-        self.rotary = nnx.List([build.float32().parameter("...", *table_shape(rope, max_len)) for rope in ropes(spec)])
+        self.rotary = nnx.List([build.float32().parameter("...", *table_shape(rope, max_len)) for rope in spec.ropes])
 
     def hidden(
         self, token_ids: jax.Array, step: AnyStep, caches: Caches, embeds: jax.Array | None = None
@@ -150,7 +151,7 @@ class JaxDecoder(nnx.Module):
         positions = step.positions
         x = self._embed(token_ids, positions, step.token_types, embeds)
         rotations: Rotations = {None: None}
-        for rope, table in zip(ropes(self.spec), self.rotary):
+        for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
         for segment in self.segments:
             x, caches = segment(x, caches, rotations, step)
@@ -172,7 +173,7 @@ class JaxDecoder(nnx.Module):
     def pooled(self, step: PoolInput) -> jax.Array:
         """Return the pooling head's outputs, float32 [R, n]."""
         assert self.pooler is not None, "the model pools"
-        cached = any(layer.mixer.causal for layer in self.spec.layers)
+        cached = any(mixer.causal for mixer in self.spec.mixers)
         scratch = tuple(step.scratch(*shape) if cached else jnp.zeros(()) for shape in self.cache_shapes)
         hidden, _ = self.hidden(step.token_ids, step, scratch)
         if self.embed_out is not None:
@@ -233,8 +234,8 @@ class JaxDecoderLayer(nnx.Module):
 
     def __init__(self, spec: Layer, width: int, build: JaxBuildContext) -> None:
         self.spec = spec
-        self.mixer = JaxAttention(spec.mixer, width, build)
-        self.ffn = make_ffn(spec.ffn, width, build)
+        self.mixer = JaxAttention(spec.attention, width, build)
+        self.ffn = make_ffn(spec.feed_forward, width, build)
         self.before_mixer = make_norm(spec.norms.before_mixer, width, build)
         self.after_mixer = make_norm(spec.norms.after_mixer, width, build)
         self.before_ffn = make_norm(spec.norms.before_ffn, width, build)
@@ -244,7 +245,7 @@ class JaxDecoderLayer(nnx.Module):
         self, x: jax.Array, cache: jax.Array, indices: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, jax.Array]:
         """X [T, D] -> [T, D], and the cache. `indices` int32 [3]: block table, cache layer, repeat."""
-        rotation = rotations[self.spec.mixer.rope]
+        rotation = rotations[self.spec.attention.rope]
         mixed, cache = self.mixer(apply_norm(self.before_mixer, x), cache, indices, rotation, step)
         x = self._add(x, mixed, self.after_mixer)
         return self._add(x, self._ffn(apply_norm(self.before_ffn, x), indices[2], step), self.after_ffn), cache

@@ -20,8 +20,9 @@ from pagoda.backends.jax_tpu.execution.step_input import PoolInput, StepInput
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models import spec as models
-from pagoda.common.models.rope import inverse_frequencies
-from pagoda.common.models.spec import Activation, Ffn, Mlp, ModelSpec, Moe, Rope, Router
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope, inverse_frequencies
+from pagoda.common.models.spec import Activation, Ffn, Mlp, Moe, Router
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
 AnyStep: TypeAlias = StepInput | PoolInput
@@ -100,7 +101,7 @@ def local_part(values: jax.Array, size: int) -> jax.Array:
 class JaxNorm(nnx.Module):
     """RMSNorm or LayerNorm over the last axis D, computed in float32."""
 
-    def __init__(self, spec: models.Norm, width: int, build: JaxBuildContext) -> None:
+    def __init__(self, spec: Norm, width: int, build: JaxBuildContext) -> None:
         self.spec = spec
         self.weight = build.parameter("D", width)
         self.bias = build.parameter("D", width) if spec.bias else None
@@ -111,7 +112,7 @@ class JaxNorm(nnx.Module):
         return normalise(x, self.spec, self.weight[...], bias)
 
 
-def make_norm(spec: models.Norm | None, width: int, build: JaxBuildContext) -> JaxNorm | None:
+def make_norm(spec: Norm | None, width: int, build: JaxBuildContext) -> JaxNorm | None:
     """Create the norm's module; None without a spec."""
     return None if spec is None else JaxNorm(spec, width, build)
 
@@ -121,7 +122,7 @@ def apply_norm(norm: JaxNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-def normalise(x: jax.Array, spec: models.Norm, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def normalise(x: jax.Array, spec: Norm, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Normalise x [..., D] over its last axis; weight and bias [D]. Keeps x's dtype."""
     wide = x.astype(jnp.float32)
     if spec.kind == "layer":
@@ -130,7 +131,7 @@ def normalise(x: jax.Array, spec: models.Norm, weight: jax.Array, bias: jax.Arra
 
 
 def scale_norm(
-    x: jax.Array, mean_square: jax.Array, spec: models.Norm, weight: jax.Array, bias: jax.Array | None = None
+    x: jax.Array, mean_square: jax.Array, spec: Norm, weight: jax.Array, bias: jax.Array | None = None
 ) -> jax.Array:
     """Divide float32 x by its root mean square, multiply by the weight and add the bias."""
     x = x * jax.lax.rsqrt(mean_square + spec.eps)
@@ -318,11 +319,6 @@ def _swap_matrix(x: jax.Array, dim: int) -> jax.Array:
     matrix[channel + half, channel] = -1
     matrix[channel, channel + half] = 1
     return jnp.asarray(matrix, x.dtype)
-
-
-def ropes(spec: ModelSpec) -> tuple[Rope, ...]:
-    """Return the distinct ropes of a model, in order of appearance."""
-    return tuple(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
 
 
 def table_shape(rope: Rope, max_len: int) -> tuple[int, int, int]:

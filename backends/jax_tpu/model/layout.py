@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.kv_cache.spec import FullCache, KvLayout, WindowCache
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.spec import Attention, Layer, ModelSpec
+from pagoda.common.models.caches import FullCache, WindowCache
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import Layer, ModelSpec
 
 Int32 = npt.NDArray[np.int32]
 
@@ -145,7 +147,7 @@ def build_cache_index(spec: ModelSpec, layout: KvLayout, tensor: int) -> CacheIn
         if not isinstance(group.spec, FullCache | WindowCache):
             raise ModelError(f"the jax_tpu backend does not support caches of kind {type(group.spec).__name__}")
         for index, layer in enumerate(group.layers):
-            mixer = spec.layers[layer].mixer
+            mixer = spec.layers[layer].attention
             shape = (HeadLayout.of(mixer, tensor).slots, mixer.head_dim)
             depths[shape] = max(depths.get(shape, 0), index + 1)
             entries[:, layer] = number, index, list(depths).index(shape)

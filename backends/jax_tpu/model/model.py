@@ -23,7 +23,7 @@ from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partit
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShape
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.spec import ModelSpec, check_attention_only
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout
 
 Leaves = tuple[jax.Array, ...]
@@ -155,7 +155,11 @@ def build_model(
     kernel: KernelChoice,
     quantized: str | None = None,
 ) -> Model:
-    """Build a model without weights or arrays. Raise ConfigError if the heads cannot be sharded over the mesh."""
+    """Build a model without weights or arrays.
+
+    Raise ModelError for an unsupported kind of layer, ConfigError if the heads cannot be sharded over the mesh.
+    """
+    check_attention_only(spec, "jax_tpu")
     tensor = mesh.shape[MODEL]
     cache_index = build_cache_index(spec, layout, tensor)
     build = JaxBuildContext(jnp.dtype(dtype), tensor, scaled_cache=kernel.scaled, quantized=quantized)

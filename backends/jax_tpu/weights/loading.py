@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE
-from pagoda.backends.jax_tpu.model.layers import ropes, table
+from pagoda.backends.jax_tpu.model.layers import table
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import named_sharding
 from pagoda.backends.jax_tpu.weights.placement import SCALE, Path, Placement, placements, quantize, split_slot_axis
@@ -62,7 +62,7 @@ def constants(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
     scales = {
         path: np.ones(leaf.shape, np.float32) for path, leaf in zip(model.paths, model.leaves) if path[-1] == KV_SCALE
     }
-    return {("rotary", number): table(rope, model.max_len) for number, rope in enumerate(ropes(model.spec))} | scales
+    return {("rotary", number): table(rope, model.max_len) for number, rope in enumerate(model.spec.ropes)} | scales
 
 
 def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:

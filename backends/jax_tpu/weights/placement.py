@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, segments
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import Attention
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Ffn, Layer, ModelSpec, Moe
+from pagoda.common.models.spec import Ffn, Layer, ModelSpec, Moe
 from pagoda.common.weights.quantization import Float8, Int8, Scheme
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -88,9 +89,9 @@ def _layer(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
     for norm in ("before_mixer", "after_mixer", "before_ffn", "after_ffn"):
         yield f"norms.{norm}", Placement((norm, "weight"))
         yield f"norms.{norm}_bias", Placement((norm, "bias"))
-    for name, placement in _attention(layer.mixer, tensor):
-        yield f"mixer.{name}", Placement(("mixer", *placement.target), placement.start, placement.arrange)
-    for name, placement in _ffn(layer.ffn):
+    for name, placement in _attention(layer.attention, tensor):
+        yield f"mixers.0.{name}", Placement(("mixer", *placement.target), placement.start, placement.arrange)
+    for name, placement in _ffn(layer.feed_forward):
         yield f"ffn.{name}", Placement(("ffn", *placement.target), placement.start, placement.arrange)
 
 

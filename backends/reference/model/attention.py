@@ -6,6 +6,7 @@ blocks that another one fills in the same step).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,30 +16,39 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import CacheSpan, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.ops import norm, softcap
+from pagoda.backends.reference.model.ops import deinterleave, norm, softcap
 from pagoda.backends.reference.weights import AttentionParams
-from pagoda.common.models.rope import cos_sin
-from pagoda.common.models.spec import Attention, ModelSpec, Rope
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.rope import Rope, cos_sin
+from pagoda.common.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """Rotates heads by the positions of one step's tokens; channel i of the first `dim` pairs with i + dim/2.
 
-    cos and sin [T, 1, dim]; sin includes the sign of its half. Channels from `dim` on are not rotated.
+    cos and sin [T, 1, dim]; sin includes the sign of its half. Channels from `dim` on are not rotated. `interleaved`:
+    channel 2i pairs with 2i + 1, and the result has them at i and i + dim/2.
     """
 
     cos: Tensor
     sin: Tensor
     dim: int
+    interleaved: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """X [T, n, H] -> [T, n, H]."""
+        if self.interleaved:
+            x = deinterleave(x, self.dim)
         if self.dim == x.shape[-1]:
             return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
         head, tail = x[..., : self.dim], x[..., self.dim :]
         rotated = torch.addcmul(head * self.cos, head.roll(self.dim // 2, -1), self.sin)
         return torch.cat((rotated, tail), -1)
+
+
+Rotations = dict[Rope | None, Rotation | None]
+"""The rotation of each Rope of the model in one step; None maps to None."""
 
 
 class RotaryTables:
@@ -47,17 +57,16 @@ class RotaryTables:
     def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
         positions = np.arange(max_len)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
-        for rope in {layer.mixer.rope for layer in spec.layers} - {None}:
-            assert rope is not None
+        for rope in spec.ropes:
             cos, sin = cos_sin(rope, max_len, positions)
             both = np.concatenate([cos, cos], -1)[:, None], np.concatenate([-sin, sin], -1)[:, None]
             self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)
 
-    def at(self, positions: Tensor) -> dict[Rope | None, Rotation | None]:
-        """Return the rotation of each Rope at positions int64 [T]; None maps to None."""
-        rotations: dict[Rope | None, Rotation | None] = {None: None}
+    def at(self, positions: Tensor) -> Rotations:
+        """Return the rotations at positions int64 [T]."""
+        rotations: Rotations = {None: None}
         for rope, (cos, sin) in self._tables.items():
-            rotations[rope] = Rotation(cos[positions], sin[positions], rope.dim)
+            rotations[rope] = Rotation(cos[positions], sin[positions], rope.dim, rope.interleaved)
         return rotations
 
 
@@ -90,16 +99,19 @@ class Projection:
 class PagedAttention:
     """One layer's attention. N query heads, K KV heads, H head dim; head n reads KV head n // (N/K)."""
 
-    def __init__(self, spec: Attention, params: AttentionParams) -> None:
-        self.spec, self.project = spec, Projection(spec, params)
+    def __init__(self, spec: Attention, params: AttentionParams, number: int) -> None:
+        """`number`: of its cache."""
+        self.spec, self.project, self.number = spec, Projection(spec, params), number
         self.group = spec.heads // spec.kv_heads
 
-    def __call__(self, x: Tensor, batch: StepBatch, cache: LayerCache, rotation: Rotation | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        queries, keys, values = self.project(x, rotation)
+        queries, keys, values = self.project(x, rotations[self.spec.rope])
+        cache = caches[self.number]
+        cached_keys, cached_values = cache.arrays
         view = batch.views[cache.view]
-        cache.keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
-        cache.values.index_copy_(1, view.write_slots, values.transpose(0, 1))
+        cached_keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
+        cached_values.index_copy_(1, view.write_slots, values.transpose(0, 1))
         return self.project.out(self._attend_all(queries, batch, view.spans, cache))
 
     def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:
@@ -117,12 +129,12 @@ class PagedAttention:
         """One query token [N, H] -> [N*H]; the heads of a group are the rows of one product."""
         spec = self.spec
         q = query.view(1, spec.kv_heads, self.group, spec.head_dim)
-        return self._attend(q, span.read(cache.keys)[None], span.read(cache.values)[None], span).reshape(-1)
+        keys, values = (span.read(array)[None] for array in cache.arrays)
+        return self._attend(q, keys, values, span).reshape(-1)
 
     def _prefill(self, queries: Tensor, span: CacheSpan, cache: LayerCache) -> Tensor:
         """Several query tokens [T, N, H] -> [T, N*H]: each sees the span up to itself, within the window."""
-        keys = span.read(cache.keys).repeat_interleave(self.group, 0)[None]
-        values = span.read(cache.values).repeat_interleave(self.group, 0)[None]
+        keys, values = (span.read(array).repeat_interleave(self.group, 0)[None] for array in cache.arrays)
         return self._attend(queries.transpose(0, 1)[None], keys, values, span)[0].transpose(0, 1).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, span: CacheSpan) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import torch
@@ -12,10 +13,22 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.attention import PagedAttention, RotaryTables
+from pagoda.backends.reference.model.latent_attention import PagedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import activation, mix_experts, norm, route, softcap
-from pagoda.backends.reference.weights import LayerParams, MlpParams, ModelParams, MoeParams, NormParams
-from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe, Norm
+from pagoda.backends.reference.weights import (
+    AttentionParams,
+    LatentAttentionParams,
+    LayerParams,
+    MixerParams,
+    MlpParams,
+    ModelParams,
+    MoeParams,
+    NormParams,
+)
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
 FfnStep = Callable[[Tensor], Tensor]
 
@@ -65,8 +78,10 @@ class Decoder:
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.spec, self.params, self.numerics = spec, params, numerics
         self.embed = TokenEmbedding(spec, params, numerics)
+        numbers = itertools.count()  # of the caches
         self.layers = tuple(
-            DecoderLayer(layer, p, PagedAttention(layer.mixer, p.mixer)) for layer, p in zip(spec.layers, params.layers)
+            DecoderLayer(layer, p, [make_mixer(m, q, next(numbers)) for m, q in zip(layer.mixers, p.mixers)])
+            for layer, p in zip(spec.layers, params.layers)
         )
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
@@ -77,8 +92,8 @@ class Decoder:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
         x = self.embed(token_ids, batch.positions, embedded=embedded)
         rotations = self.rotary.at(batch.positions)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, batch, caches[index], rotations[layer.rope])
+        for layer in self.layers:
+            x = layer(x, batch, caches, rotations)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -90,6 +105,23 @@ class Decoder:
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
+
+
+MixerStep = Callable[..., Tensor]
+"""(x [T, D], its other inputs) -> [T, D]"""
+
+
+def make_mixer(spec: Mixer, params: MixerParams, number: int) -> MixerStep:
+    """Return the mixer over the paged cache `number`."""
+    match spec:
+        case Attention():
+            assert isinstance(params, AttentionParams)
+            return PagedAttention(spec, params, number)
+        case LatentAttention():
+            assert isinstance(params, LatentAttentionParams)
+            return PagedLatentAttention(spec, params, number)
+        case _:
+            assert_never(spec)
 
 
 class TokenEmbedding:
@@ -127,16 +159,13 @@ class TokenEmbedding:
 
 
 class DecoderLayer:
-    """One layer on the residual stream: mixer and ffn, each between its norms.
+    """One layer on the residual stream: mixers and ffn, each between their norms."""
 
-    `mixer`: x [T, D] and its other inputs -> [T, D].
-    """
-
-    def __init__(self, spec: Layer, params: LayerParams, mixer: Callable[..., Tensor]) -> None:
-        self.mixer = mixer
-        self.ffn = make_ffn(spec.ffn, params.ffn)
-        self.rope = spec.mixer.rope
-        self.norm_after_add = spec.norm_after_add
+    def __init__(self, spec: Layer, params: LayerParams, mixers: Sequence[MixerStep]) -> None:
+        self.mixers = tuple(mixers)
+        self.ffn = None if spec.ffn is None or params.ffn is None else make_ffn(spec.ffn, params.ffn)
+        self.norm_after_add, self.scale = spec.norm_after_add, spec.residual_scale
+        self.parallel, self.shares_norm = spec.parallel, spec.norms.before_ffn is None
         norms = params.norms
         self.before_mixer = make_norm(spec.norms.before_mixer, norms.get("before_mixer"))
         self.after_mixer = make_norm(spec.norms.after_mixer, norms.get("after_mixer"))
@@ -145,12 +174,23 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, *mixer_inputs: object) -> Tensor:
         """X [T, D] -> [T, D]."""
-        mixed = self.mixer(self.before_mixer(x), *mixer_inputs)
-        x = self._add(x, mixed, self.after_mixer)
-        return self._add(x, self.ffn(self.before_ffn(x)), self.after_ffn)
+        mixer_input = self.before_mixer(x)
+        mixed = self.mixers[0](mixer_input, *mixer_inputs)
+        for mixer in self.mixers[1:]:
+            mixed = mixed + mixer(mixer_input, *mixer_inputs)
+        y = self._add(x, mixed, self.after_mixer)
+        if self.ffn is None:
+            return y
+        if self.parallel:
+            return self._add(y, self.ffn(mixer_input if self.shares_norm else self.before_ffn(x)), self.after_ffn)
+        return self._add(y, self.ffn(self.before_ffn(y)), self.after_ffn)
 
     def _add(self, x: Tensor, update: Tensor, after: NormStep) -> Tensor:
-        return after(x + update) if self.norm_after_add else x + after(update)
+        if not self.norm_after_add:
+            update = after(update)
+        if self.scale != 1.0:
+            update = update * self.scale
+        return after(x + update) if self.norm_after_add else x + update
 
 
 def make_norm(spec: Norm | None, params: NormParams | None) -> NormStep:

@@ -17,9 +17,11 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.rope import cos_sin
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Ffn, Layer, Mlp, ModelSpec, Moe, Norm
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 from pagoda.common.weights.quantization import dequantized
 
 
@@ -72,18 +74,29 @@ class NaiveModel:
         return x
 
     def _layer(self, name: str, layer: Layer, x: Tensor) -> Tensor:
-        norms = layer.norms
-        mixed = self._attention(
-            f"{name}.mixer", layer.mixer, self._norm(f"{name}.norms.before_mixer", norms.before_mixer, x)
-        )
-        x = self._add(f"{name}.norms.after_mixer", norms.after_mixer, x, mixed, layer.norm_after_add)
-        fed = self._ffn(f"{name}.ffn", layer.ffn, self._norm(f"{name}.norms.before_ffn", norms.before_ffn, x))
-        return self._add(f"{name}.norms.after_ffn", norms.after_ffn, x, fed, layer.norm_after_add)
+        h = self._norm(f"{name}.norms.before_mixer", layer.norms.before_mixer, x)
+        mixed = [self._mixer(f"{name}.mixers.{index}", mixer, h) for index, mixer in enumerate(layer.mixers)]
+        y = self._add(f"{name}.norms.after_mixer", layer.norms.after_mixer, layer, x, torch.stack(mixed).sum(0))
+        if layer.ffn is None:
+            return y
+        if not layer.parallel:
+            h = self._norm(f"{name}.norms.before_ffn", layer.norms.before_ffn, y)
+        elif layer.norms.before_ffn is not None:
+            h = self._norm(f"{name}.norms.before_ffn", layer.norms.before_ffn, x)
+        fed = self._ffn(f"{name}.ffn", layer.ffn, h)
+        return self._add(f"{name}.norms.after_ffn", layer.norms.after_ffn, layer, y, fed)
 
-    def _add(self, name: str, norm: Norm | None, x: Tensor, update: Tensor, norm_after_add: bool) -> Tensor:
-        if norm_after_add:
-            return self._norm(name, norm, x + update)
-        return x + self._norm(name, norm, update)
+    def _add(self, name: str, norm: Norm | None, layer: Layer, x: Tensor, update: Tensor) -> Tensor:
+        if layer.norm_after_add:
+            return self._norm(name, norm, x + layer.residual_scale * update)
+        return x + layer.residual_scale * self._norm(name, norm, update)
+
+    def _mixer(self, name: str, mixer: Mixer, x: Tensor) -> Tensor:
+        match mixer:
+            case Attention():
+                return self._attention(name, mixer, x)
+            case LatentAttention():
+                return self._latent_attention(name, mixer, x)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
         tokens = len(x)
@@ -94,17 +107,38 @@ class NaiveModel:
         if mixer.qk_norm_over == "per_head":
             q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
         if mixer.rope is not None:
-            tables = cos_sin(mixer.rope, self.max_len, np.arange(tokens))
-            cos, sin = (torch.from_numpy(table).to(self.dtype) for table in tables)
-            q, k = (ops.apply_rope(part, cos, sin, mixer.rope.dim) for part in (q, k))
+            q, k = self._rotate(mixer.rope, q), self._rotate(mixer.rope, k)
         group = mixer.heads // mixer.kv_heads
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [T, N, H]
-        scores = torch.einsum("tnh,snh->nts", q, k) * mixer.scale
-        if mixer.softcap is not None:
-            scores = ops.softcap(scores, mixer.softcap)
-        scores = scores.masked_fill(~visible(tokens, mixer.window), -torch.inf)
+        return self._linear(f"{name}.o", self._attend(mixer, q, k, v))
+
+    def _latent_attention(self, name: str, mixer: LatentAttention, x: Tensor) -> Tensor:
+        if mixer.query_rank is None:
+            q = self._linear(f"{name}.q", x)
+        else:
+            q = self._linear(f"{name}.q_b", self._norm(f"{name}.q_a_norm", mixer.norm, self._linear(f"{name}.q_a", x)))
+        q_nope, q_rope = q.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.rope.dim], -1)
+        latent, k_rope = self._linear(f"{name}.kv_a", x).split([mixer.latent_dim, mixer.rope.dim], -1)
+        kv = self._linear(f"{name}.kv_b", self._norm(f"{name}.kv_a_norm", mixer.norm, latent))
+        k_nope, v = kv.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.value_dim], -1)
+        q_rope, k_rope = self._rotate(mixer.rope, q_rope), self._rotate(mixer.rope, k_rope[:, None])
+        q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
+        return self._linear(f"{name}.o", self._attend(mixer.expanded(), q, k, v))
+
+    def _rotate(self, rope: Rope, x: Tensor) -> Tensor:
+        """Rotate x [T, n, H] at positions 0 to T-1."""
+        tables = cos_sin(rope, self.max_len, np.arange(len(x)))
+        cos, sin = (torch.from_numpy(table).to(self.dtype) for table in tables)
+        return ops.apply_rope(ops.deinterleave(x, rope.dim) if rope.interleaved else x, cos, sin, rope.dim)
+
+    def _attend(self, spec: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return softmax attention [T, N*V] of q, k [T, N, H] and v [T, N, V]."""
+        scores = torch.einsum("tnh,snh->nts", q, k) * spec.scale
+        if spec.softcap is not None:
+            scores = ops.softcap(scores, spec.softcap)
+        scores = scores.masked_fill(~visible(len(q), spec.window), -torch.inf)
         weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
-        return self._linear(f"{name}.o", torch.einsum("nts,snh->tnh", weights, v).reshape(tokens, -1))
+        return torch.einsum("nts,snh->tnh", weights, v).flatten(1)
 
     def _ffn(self, name: str, ffn: Ffn, x: Tensor) -> Tensor:
         match ffn:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.common.models.spec import Norm, PoolerActivation, Router
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import PoolerActivation, Router
 from pagoda.common.weights import dtypes
 
 _NARROW = {
@@ -70,6 +71,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second, rest = x[..., :half], x[..., half:dim], x[..., dim:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def deinterleave(x: Tensor, dim: int) -> Tensor:
+    """Return x [..., H] with channels 2i and 2i + 1 of the first `dim` moved to i and i + dim/2."""
+    pairs = x[..., :dim].unflatten(-1, (dim // 2, 2)).transpose(-1, -2).flatten(-2)
+    return pairs if dim == x.shape[-1] else torch.cat((pairs, x[..., dim:]), -1)
 
 
 def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:

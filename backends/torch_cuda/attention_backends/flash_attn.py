@@ -17,7 +17,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 
 NAME: Final = "FLASH_ATTN"
 PACKAGE: Final = "flash_attn_interface"

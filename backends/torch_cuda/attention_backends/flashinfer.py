@@ -21,7 +21,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 
 NAME: Final = "FLASHINFER"
 PACKAGE: Final = "flashinfer"

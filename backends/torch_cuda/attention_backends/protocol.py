@@ -15,7 +15,7 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 
 
 class PrefillAttention(Protocol):

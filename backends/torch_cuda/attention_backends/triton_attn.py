@@ -9,7 +9,7 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.mixers import Attention
 
 
 class TritonAttn:

@@ -10,8 +10,9 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import CacheSpec, FullCache, KvLayout, WindowCache
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
 from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rope_and_cache
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, Linear
-from pagoda.common.models.spec import Attention, Norm
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
 
 Pair = tuple[Tensor, Tensor]
 Normalise = Callable[[Tensor, Tensor], Pair]

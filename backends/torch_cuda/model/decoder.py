@@ -60,7 +60,7 @@ class CudaDecoder:
         layers = tuple(
             CudaDecoderLayer(
                 layer,
-                CudaAttention(layer.mixer, tables[layer.mixer.rope], build, f"layers.{index}.mixer"),
+                CudaAttention(layer.attention, tables[layer.attention.rope], build, f"layers.{index}.mixers.0"),
                 build,
                 f"layers.{index}",
             )
@@ -104,7 +104,7 @@ class CudaDecoderLayer:
     def __init__(self, spec: Layer, mixer: Callable[..., Tensor], build: CudaBuildContext, prefix: str) -> None:
         norms = spec.norms
         self.mixer = mixer
-        self.ffn = make_ffn(spec.ffn, build, f"{prefix}.ffn")
+        self.ffn = make_ffn(spec.feed_forward, build, f"{prefix}.ffn")
         self.norm_after_add = spec.norm_after_add
         self.before_mixer = build.norm(norms.before_mixer, f"{prefix}.norms.before_mixer")
         self.after_mixer = build.norm(norms.after_mixer, f"{prefix}.norms.after_mixer")

@@ -14,7 +14,8 @@ from pagoda.backends.torch_cuda.model.decoder import CudaDecoderLayer, Stream
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, rotary_tables
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK
-from pagoda.common.models.spec import Attention, ModelSpec
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import ModelSpec
 
 PAGE = 16
 """Tokens per page of the temporary K and V; slot 0 is unused."""
@@ -30,7 +31,7 @@ class CudaEncoder:
         self.layers = tuple(
             CudaDecoderLayer(
                 layer,
-                CudaPackedAttention(layer.mixer, tables[layer.mixer.rope], build, f"layers.{index}.mixer"),
+                CudaPackedAttention(layer.attention, tables[layer.attention.rope], build, f"layers.{index}.mixers.0"),
                 build,
                 f"layers.{index}",
             )

@@ -18,8 +18,9 @@ from pagoda.backends.torch_cuda.kernels.norm import norm
 from pagoda.backends.torch_cuda.kernels.weight_only import weight_only_linear
 from pagoda.backends.torch_cuda.model.parameters import Matrix, RankParams
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
-from pagoda.common.models.rope import cos_sin
-from pagoda.common.models.spec import Embedding, ModelSpec, Norm, Rope
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope, cos_sin
+from pagoda.common.models.spec import Embedding, ModelSpec
 
 Linear = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
@@ -127,10 +128,7 @@ class CudaTokenEmbedding:
 def rotary_tables(spec: ModelSpec, max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:
     """Return float32 [max_len, 2, R/2] of cos and sin for each distinct Rope, computed in float64; None for None."""
     tables: dict[Rope | None, Tensor | None] = {None: None}
-    for layer in spec.layers:
-        rope = layer.mixer.rope
-        if rope not in tables:
-            assert rope is not None, "None is in the table"
-            both = np.stack(cos_sin(rope, max_len, np.arange(max_len)), axis=1)
-            tables[rope] = torch.from_numpy(both.astype(np.float32)).to(device)
+    for rope in spec.ropes:
+        both = np.stack(cos_sin(rope, max_len, np.arange(max_len)), axis=1)
+        tables[rope] = torch.from_numpy(both.astype(np.float32)).to(device)
     return tables

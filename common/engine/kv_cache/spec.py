@@ -1,4 +1,4 @@
-"""KV cache specs of mixers, and how layers are assigned to KV groups. Pure arithmetic on tokens, blocks and bytes.
+"""How the caches of layers are assigned to KV groups. Pure arithmetic on tokens, blocks and bytes.
 
 One pool of blocks serves all groups. A group holds at most `layers_per_group` layers; layer j of every group uses
 array j of the backend's cache, so a block id has the same bytes in every group:
@@ -14,58 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import Mixer, ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class FullCache:
-    """K and V of every token."""
-
-    kv_heads: int
-    head_dim: int
-
-    def block_elements(self, block_size: int) -> int:
-        """Return the elements per block and layer."""
-        return 2 * self.kv_heads * self.head_dim * block_size
-
-
-@dataclass(frozen=True, slots=True)
-class WindowCache:
-    """K and V of the last `window` tokens; blocks entirely before the window are released."""
-
-    kv_heads: int
-    head_dim: int
-    window: int
-
-    def block_elements(self, block_size: int) -> int:
-        """Return the elements per block and layer."""
-        return 2 * self.kv_heads * self.head_dim * block_size
-
-
-@dataclass(frozen=True, slots=True)
-class LatentCache:
-    """One compressed vector per token, shared by all heads (MLA): `rank` latent and `rope_dim` rotary channels."""
-
-    rank: int
-    rope_dim: int
-
-    def block_elements(self, block_size: int) -> int:
-        """Return the elements per block and layer."""
-        return (self.rank + self.rope_dim) * block_size
-
-
-@dataclass(frozen=True, slots=True)
-class StateCache:
-    """Recurrent state: `elements` numbers per sequence, in one block. Never shared between sequences."""
-
-    elements: int
-
-    def block_elements(self, block_size: int) -> int:
-        """Return the elements per block and layer."""
-        return self.elements
-
-
-CacheSpec = FullCache | WindowCache | LatentCache | StateCache
+from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
+from pagoda.common.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +23,7 @@ class KvGroup:
     """Layers that share one block table."""
 
     spec: CacheSpec
-    layers: tuple[int, ...]  # layer indices; layers[j] uses cache array j
+    layers: tuple[int, ...]  # cache numbers (see ModelSpec.caches); layers[j] uses cache array j
     windows: tuple[int | None, ...] = ()  # of each layer, where several windows share the table; (): of `spec`
 
     @property
@@ -107,13 +57,6 @@ class KvLayout:
         return widest * self.layers_per_group
 
 
-def cache_spec(mixer: Mixer) -> CacheSpec:
-    """Return the cache spec of a mixer."""
-    if mixer.window is None:
-        return FullCache(mixer.kv_heads, mixer.head_dim)
-    return WindowCache(mixer.kv_heads, mixer.head_dim, mixer.window)
-
-
 def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
     """Return groups of equal size over the layers of a model; the last group of a kind may be short.
 
@@ -122,10 +65,10 @@ def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLay
     V differ in shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
-    for index, layer in enumerate(spec.layers):
-        kinds.setdefault(cache_spec(layer.mixer), []).append(index)
+    for index, cache in enumerate(spec.caches):
+        kinds.setdefault(cache, []).append(index)
     if not hybrid and len(kinds) > 1:
-        return KvLayout((_one_group(spec, list(kinds)),), block_size)
+        return KvLayout((_one_group(spec.caches),), block_size)
     size = min(len(layers) for layers in kinds.values())
     groups = [
         KvGroup(kind, tuple(layers[start : start + size]))
@@ -135,12 +78,14 @@ def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLay
     return KvLayout(tuple(groups), block_size)
 
 
-def _one_group(spec: ModelSpec, kinds: list[CacheSpec]) -> KvGroup:
+def _one_group(caches: tuple[CacheSpec, ...]) -> KvGroup:
     """Every layer, keeping every token."""
-    whole = {FullCache(kind.kv_heads, kind.head_dim) for kind in kinds if isinstance(kind, FullCache | WindowCache)}
-    if len(whole) != 1 or not all(isinstance(kind, FullCache | WindowCache) for kind in kinds):
+    keyed = [cache for cache in caches if isinstance(cache, FullCache | WindowCache)]
+    whole = {FullCache(cache.kv_heads, cache.head_dim) for cache in keyed}
+    if len(whole) != 1 or len(keyed) < len(caches):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",
             "the layers of this model keep K and V of different shapes, which one group cannot store; drop the flag",
         )
-    return KvGroup(whole.pop(), tuple(range(len(spec.layers))), tuple(layer.mixer.window for layer in spec.layers))
+    windows = tuple(cache.window if isinstance(cache, WindowCache) else None for cache in keyed)
+    return KvGroup(whole.pop(), tuple(range(len(caches))), windows)

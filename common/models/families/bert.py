@@ -7,7 +7,9 @@ from typing import Final
 from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, PoolUse, Rename, Rule, classifier, linear
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Dense, Embedding, Layer, Mlp, ModelSpec, Norms, Pooler
 
 _POOLER: Final = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 """`pooler_*` keys of the original release, which its code does not read."""
@@ -22,7 +24,7 @@ def encoder(config: HfConfig, *, position_offset: int = 0) -> ModelSpec:
     config.ignore("directionality", *(f"pooler_{name}" for name in _POOLER))
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
     ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_act", "gelu"), gated=False, bias=True)
-    layer = Layer(_attention(config, width), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
+    layer = Layer((_attention(config, width),), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
     positions = config.size("max_position_embeddings") - position_offset
     return ModelSpec(
         vocab=config.size("vocab_size"),
@@ -63,10 +65,10 @@ def encoder_rules(prefix: str) -> tuple[Rule, ...]:
         Rename(f"[{prefix}.]embeddings.position_embeddings.weight", "positions"),
         Rename(f"[{prefix}.]embeddings.token_type_embeddings.weight", "token_types"),
         *linear(f"[{prefix}.]embeddings.LayerNorm", "embed_norm"),
-        *linear(f"{layer}.attention.self.query", f"{ours}.mixer.q"),
-        *linear(f"{layer}.attention.self.key", f"{ours}.mixer.k"),
-        *linear(f"{layer}.attention.self.value", f"{ours}.mixer.v"),
-        *linear(f"{layer}.attention.output.dense", f"{ours}.mixer.o"),
+        *linear(f"{layer}.attention.self.query", f"{ours}.mixers.0.q"),
+        *linear(f"{layer}.attention.self.key", f"{ours}.mixers.0.k"),
+        *linear(f"{layer}.attention.self.value", f"{ours}.mixers.0.v"),
+        *linear(f"{layer}.attention.output.dense", f"{ours}.mixers.0.o"),
         *linear(f"{layer}.attention.output.LayerNorm", f"{ours}.norms.after_mixer"),
         *linear(f"{layer}.intermediate.dense", f"{ours}.ffn.up"),
         *linear(f"{layer}.output.dense", f"{ours}.ffn.down"),

@@ -17,7 +17,9 @@ from pagoda.common.models.family import (
     rms_norm,
 )
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norms, Rope
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.rope import Rope
+from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
 
 
 def _gemma2(config: HfConfig) -> ModelSpec:
@@ -77,7 +79,7 @@ def _model(config: HfConfig, mixers: Iterable[Attention], *, final_softcap: floa
     norm = rms_norm(config, 1e-6, unit_offset=True)
     ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh"), gated=True)
     norms = Norms(norm, norm, norm, norm)
-    spec = decoder(config, (Layer(mixer, ffn, norms) for mixer in mixers), norm, tied=True)
+    spec = decoder(config, (Layer((mixer,), ffn, norms) for mixer in mixers), norm, tied=True)
     return replace(
         spec,
         embedding=Embedding(scale=spec.width**0.5),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pagoda.common.models.family import Family, Rename, Rule, Split, linear
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
 
 
 def _gpt2(config: HfConfig) -> ModelSpec:
@@ -25,7 +27,7 @@ def _gpt2(config: HfConfig) -> ModelSpec:
         gated=False,
         bias=True,
     )
-    layer = Layer(_attention(config, width), ffn, Norms(before_mixer=norm, before_ffn=norm))
+    layer = Layer((_attention(config, width),), ffn, Norms(before_mixer=norm, before_ffn=norm))
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=width,
@@ -58,7 +60,7 @@ def _transposed(source: str, target: str) -> tuple[Rule, ...]:
 
 
 _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of a classification head
-_QKV = ("layers.{l}.mixer.q", "layers.{l}.mixer.k", "layers.{l}.mixer.v")
+_QKV = ("layers.{l}.mixers.0.q", "layers.{l}.mixers.0.k", "layers.{l}.mixers.0.v")
 
 GPT2 = Family(
     _gpt2,
@@ -70,7 +72,7 @@ GPT2 = Family(
         *linear("[transformer.]h.{l}.ln_2", "layers.{l}.norms.before_ffn"),
         Split("[transformer.]h.{l}.attn.c_attn.weight", _QKV, transpose=True),
         Split("[transformer.]h.{l}.attn.c_attn.bias", tuple(f"{name}_bias" for name in _QKV)),
-        *_transposed("[transformer.]h.{l}.attn.c_proj", "layers.{l}.mixer.o"),
+        *_transposed("[transformer.]h.{l}.attn.c_proj", "layers.{l}.mixers.0.o"),
         *_transposed("[transformer.]h.{l}.mlp.c_fc", "layers.{l}.ffn.up"),
         *_transposed("[transformer.]h.{l}.mlp.c_proj", "layers.{l}.ffn.down"),
         Rename("lm_head.weight", "head"),

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, PoolUse, Rename, classifier, fused_linear, linear
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Dense, Embedding, Layer, Mlp, ModelSpec, Norms, Pooler
 
 
 def _modernbert(config: HfConfig) -> ModelSpec:
@@ -29,7 +31,7 @@ def _modernbert(config: HfConfig) -> ModelSpec:
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=config.size("hidden_size"),
-        layers=tuple(Layer(mixer, ffn, others if index else first) for index, mixer in enumerate(mixers)),
+        layers=tuple(Layer((mixer,), ffn, others if index else first) for index, mixer in enumerate(mixers)),
         final_norm=norm,
         tied=True,
         max_positions=config.size("max_position_embeddings"),
@@ -92,8 +94,8 @@ MODERNBERT = Family(
     (
         Rename("[model.]embeddings.tok_embeddings.weight", "embed"),
         *linear("[model.]embeddings.norm", "embed_norm"),
-        *fused_linear("[model.]layers.{l}.attn.Wqkv", "layers.{l}.mixer.q", "layers.{l}.mixer.k", "layers.{l}.mixer.v"),
-        *linear("[model.]layers.{l}.attn.Wo", "layers.{l}.mixer.o"),
+        *fused_linear("[model.]layers.{l}.attn.Wqkv", *(f"layers.{{l}}.mixers.0.{part}" for part in "qkv")),
+        *linear("[model.]layers.{l}.attn.Wo", "layers.{l}.mixers.0.o"),
         *linear("[model.]layers.{l}.attn_norm", "layers.{l}.norms.before_mixer"),
         *fused_linear("[model.]layers.{l}.mlp.Wi", "layers.{l}.ffn.gate", "layers.{l}.ffn.up"),
         *linear("[model.]layers.{l}.mlp.Wo", "layers.{l}.ffn.down"),

@@ -30,7 +30,7 @@ def _olmo2(config: HfConfig) -> ModelSpec:
         qkv_bias=bias,
         out_bias=bias,
     )
-    layer = Layer(attention, gated_mlp(config), Norms(after_mixer=norm, after_ffn=norm))
+    layer = Layer((attention,), gated_mlp(config), Norms(after_mixer=norm, after_ffn=norm))
     return decoder(config, [layer] * config.size("num_hidden_layers"), norm)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, Rename, linear
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
 
 
 def _opt(config: HfConfig) -> ModelSpec:
@@ -16,7 +18,7 @@ def _opt(config: HfConfig) -> ModelSpec:
     no_final_norm = config.opt("_remove_final_layer_norm", bool, False) or not pre_norm
     norm = Norm(1e-5, kind="layer", bias=True)
     norms = Norms(before_mixer=norm, before_ffn=norm) if pre_norm else Norms(after_mixer=norm, after_ffn=norm)
-    layer = Layer(_attention(config, width), _mlp(config), norms, norm_after_add=not pre_norm)
+    layer = Layer((_attention(config, width),), _mlp(config), norms, norm_after_add=not pre_norm)
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=width,
@@ -69,10 +71,10 @@ OPT = Family(
         Rename("[model.]decoder.project_in.weight", "embed_in"),
         Rename("[model.]decoder.project_out.weight", "embed_out"),
         *linear("[model.]decoder.final_layer_norm", "final_norm"),
-        *linear("[model.]decoder.layers.{l}.self_attn.q_proj", "layers.{l}.mixer.q"),
-        *linear("[model.]decoder.layers.{l}.self_attn.k_proj", "layers.{l}.mixer.k"),
-        *linear("[model.]decoder.layers.{l}.self_attn.v_proj", "layers.{l}.mixer.v"),
-        *linear("[model.]decoder.layers.{l}.self_attn.out_proj", "layers.{l}.mixer.o"),
+        *linear("[model.]decoder.layers.{l}.self_attn.q_proj", "layers.{l}.mixers.0.q"),
+        *linear("[model.]decoder.layers.{l}.self_attn.k_proj", "layers.{l}.mixers.0.k"),
+        *linear("[model.]decoder.layers.{l}.self_attn.v_proj", "layers.{l}.mixers.0.v"),
+        *linear("[model.]decoder.layers.{l}.self_attn.out_proj", "layers.{l}.mixers.0.o"),
         *linear("[model.]decoder.layers.{l}.fc1", "layers.{l}.ffn.up"),
         *linear("[model.]decoder.layers.{l}.fc2", "layers.{l}.ffn.down"),
         *_NORM_RULES,

@@ -35,9 +35,12 @@ PHI3 = Family(
         *EMBED_RULES,
         *PRE_NORM_RULES,
         *fused_linear(
-            "model.layers.{l}.self_attn.qkv_proj", "layers.{l}.mixer.q", "layers.{l}.mixer.k", "layers.{l}.mixer.v"
+            "model.layers.{l}.self_attn.qkv_proj",
+            "layers.{l}.mixers.0.q",
+            "layers.{l}.mixers.0.k",
+            "layers.{l}.mixers.0.v",
         ),
-        *linear("model.layers.{l}.self_attn.o_proj", "layers.{l}.mixer.o"),
+        *linear("model.layers.{l}.self_attn.o_proj", "layers.{l}.mixers.0.o"),
         *fused_linear("model.layers.{l}.mlp.gate_up_proj", "layers.{l}.ffn.gate", "layers.{l}.ffn.up"),
         *linear("model.layers.{l}.mlp.down_proj", "layers.{l}.ffn.down"),
     ),

@@ -19,7 +19,8 @@ from pagoda.common.models.family import (
     rotary_attention,
 )
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Attention, Ffn, Mlp, ModelSpec, Moe, Router
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import Ffn, Mlp, ModelSpec, Moe, Router
 
 
 def _qwen2(config: HfConfig) -> ModelSpec:

@@ -24,7 +24,8 @@ from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 from pagoda.common.errors import ConfigError, WeightError
-from pagoda.common.models.spec import Attention, ModelSpec
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import ModelSpec
 
 SPECS = {
     "full": tiny_spec(),
@@ -149,7 +150,7 @@ def eight_heads() -> ModelSpec:
     def wider(mixer: Attention) -> Attention:
         return replace(mixer, heads=8)
 
-    return replace(spec, layers=tuple(replace(layer, mixer=wider(layer.mixer)) for layer in spec.layers))
+    return replace(spec, layers=tuple(replace(layer, mixers=(wider(layer.attention),)) for layer in spec.layers))
 
 
 def test_any_number_of_devices_gives_the_same_tokens() -> None:

@@ -91,7 +91,7 @@ def test_scales_have_headroom() -> None:
     weights = dict(random_weights(SPEC))
     embedded = weights["embed"]
     normed = embedded / np.sqrt((embedded**2).mean(-1, keepdims=True) + 1e-5) * weights["layers.0.norms.before_mixer"]
-    values = normed @ weights["layers.0.mixer.v"].T + weights["layers.0.mixer.v_bias"]
+    values = normed @ weights["layers.0.mixers.0.v"].T + weights["layers.0.mixers.0.v_bias"]
     most = np.abs(values).max() * HEADROOM / 127
     assert 0.9 * most < scales(d)[0, 1] < 1.001 * most
     np.testing.assert_array_equal(scales(driver(cache_dtype="fp8")), np.ones((2, 2)))
@@ -104,8 +104,8 @@ STEP = Forward(StepShape(64, 64, 8, 1, True))
 
 
 def test_half_the_bytes_stored_and_read() -> None:
-    wide = replace(SPEC.layers[0].mixer, heads=32, kv_heads=8, head_dim=128)
-    spec = replace(SPEC, layers=tuple(replace(layer, mixer=wide) for layer in SPEC.layers))
+    wide = replace(SPEC.layers[0].attention, heads=32, kv_heads=8, head_dim=128)
+    spec = replace(SPEC, layers=tuple(replace(layer, mixers=(wide,)) for layer in SPEC.layers))
     target, load = find_target("cpu"), BatchLoad(64 * 1024, 64 * 1024)
     plain, small = (
         model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=requested))

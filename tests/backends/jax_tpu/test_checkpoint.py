@@ -27,7 +27,8 @@ from pagoda.backends.jax_tpu.weights.convert import convert
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ConfigError, ModelError, WeightError
-from pagoda.common.models.spec import Attention, Mlp, ModelSpec, Moe
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 from pagoda.common.weights.sharded import ARRAYS, ShardedCheckpoint
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
@@ -43,7 +44,7 @@ def spec_of(heads: int, kv_heads: int, *, moe: bool = False, norm_over: str = "p
     def odd(ffn: Mlp | Moe) -> Mlp | Moe:
         return replace(ffn, expert=replace(ffn.expert, width=21)) if isinstance(ffn, Moe) else replace(ffn, width=45)
 
-    layers = tuple(replace(layer, mixer=wider(layer.mixer), ffn=odd(layer.ffn)) for layer in spec.layers)
+    layers = tuple(replace(layer, mixers=(wider(layer.attention),), ffn=odd(layer.ffn)) for layer in spec.layers)
     return replace(spec, layers=layers, vocab=97)
 
 

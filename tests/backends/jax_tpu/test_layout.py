@@ -14,7 +14,8 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 
 
 def attention(heads: int, kv_heads: int, window: int | None = None) -> Attention:
@@ -52,7 +53,7 @@ def test_heads_in_order_are_not_copied() -> None:
 
 
 def layer(window: int | None) -> Layer:
-    return Layer(attention(4, 2, window), Mlp(8, "silu", True), Norms())
+    return Layer((attention(4, 2, window),), Mlp(8, "silu", True), Norms())
 
 
 def model(pattern: str) -> ModelSpec:

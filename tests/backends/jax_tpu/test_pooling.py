@@ -46,7 +46,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def pooling_model(kind: Any = "mean", *, causal: bool = False, window: int | None = None, **more: Any) -> ModelSpec:
     """The tiny decoder, bidirectional or causal, with token types and a pooler."""
     spec = tiny_spec(window=window, **more)
-    layers = tuple(replace(layer, mixer=replace(layer.mixer, causal=causal)) for layer in spec.layers)
+    layers = tuple(replace(layer, mixers=(replace(layer.attention, causal=causal),)) for layer in spec.layers)
     return replace(spec, layers=layers, tied=True, embedding=Embedding(token_types=2), pooler=Pooler(kind))
 
 

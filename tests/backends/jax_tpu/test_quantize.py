@@ -38,7 +38,7 @@ from pagoda.server.llm import LLM
 SPEC = tiny_spec(window=6)
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1)
-MATRICES = ("mixer.q", "mixer.k", "mixer.v", "mixer.o", "ffn.gate", "ffn.up", "ffn.down")
+MATRICES = ("mixers.0.q", "mixers.0.k", "mixers.0.v", "mixers.0.o", "ffn.gate", "ffn.up", "ffn.down")
 
 
 def rounded(weight: np.ndarray, method: str) -> np.ndarray:

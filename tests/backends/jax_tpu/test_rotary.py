@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import support.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu.model.layers import JaxRotation, rotation, table
-from pagoda.common.models.spec import Rope
+from pagoda.common.models.rope import Rope
 
 TOKENS, HEADS, HEAD_DIM = 5, 3, 16
 

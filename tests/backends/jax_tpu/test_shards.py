@@ -24,7 +24,10 @@ from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 
 SPEC = tiny_spec(window=6)
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
@@ -98,7 +101,7 @@ def test_shards_exchange_their_tokens_and_nothing_else() -> None:
 def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None:
     pytest.importorskip("libtpu")
     attention = Attention(8, 4, 128, 0.1, Rope(1e4, 128))
-    layer = Layer(attention, Mlp(1024, "silu", True), Norms(Norm(1e-5), None, Norm(1e-5), None))
+    layer = Layer((attention,), Mlp(1024, "silu", True), Norms(Norm(1e-5), None, Norm(1e-5), None))
     spec = ModelSpec(1024, 1024, (layer, layer), Norm(1e-5), tied=False, max_positions=1024)
     limits = Limits(max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=8, block_size=128)
     layout = kv_layout(spec, 128)

@@ -12,8 +12,10 @@ import torch
 from pagoda.backends.reference.model.naive import NaiveModel, visible
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Router
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Norms, Router
 
 NORM = Norm(1e-5)
 MIXER = Attention(heads=2, kv_heads=1, head_dim=4, scale=0.5, rope=None)
@@ -21,7 +23,7 @@ EXPERT = Mlp(6, "silu", gated=True, bias=True)
 SPEC = ModelSpec(
     vocab=13,
     width=8,
-    layers=(Layer(MIXER, Moe(3, EXPERT, Router(3, renormalise=False)), Norms(NORM, None, NORM)),),
+    layers=(Layer((MIXER,), Moe(3, EXPERT, Router(3, renormalise=False)), Norms(NORM, None, NORM)),),
     final_norm=NORM,
     tied=True,
     max_positions=16,
@@ -90,5 +92,5 @@ def test_greedy_extends_by_the_best_token():
 
 
 def test_missing_weights_are_named():
-    with pytest.raises(WeightError, match=r"no weights for layers\.0\.mixer\.q"):
-        NaiveModel(SPEC, (weight for weight in weights(SPEC) if weight[0] != "layers.0.mixer.q"))
+    with pytest.raises(WeightError, match=r"no weights for layers\.0\.mixers\.0\.q"):
+        NaiveModel(SPEC, (weight for weight in weights(SPEC) if weight[0] != "layers.0.mixers.0.q"))

@@ -10,7 +10,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagoda.backends.reference.model import ops
-from pagoda.common.models.spec import Norm, Router
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Router
 from pagoda.common.weights import dtypes
 
 KINDS = {

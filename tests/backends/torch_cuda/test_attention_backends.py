@@ -29,7 +29,7 @@ SPEC = tiny_spec()
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 11, 4, 50, 61, 72, 1, 90, 6, 13, 15, 44, 27]
 """Their first half ends with a page."""
 H200 = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H200")
-NEEDS = AttentionRequirements(tuple({layer.mixer for layer in SPEC.layers}), torch.bfloat16, torch.bfloat16, 256, H200)
+NEEDS = AttentionRequirements(SPEC.mixers, torch.bfloat16, torch.bfloat16, 256, H200)
 
 
 def paged(
@@ -186,8 +186,8 @@ def test_installed_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DIM_64 = tuple(replace(mixer, head_dim=64) for mixer in NEEDS.mixers)
-SOFT = tuple({layer.mixer for layer in tiny_spec(softcap=2.0).layers})
-WINDOW = tuple({layer.mixer for layer in tiny_spec(window=6).layers})
+SOFT = tuple({layer.attention for layer in tiny_spec(softcap=2.0).layers})
+WINDOW = tuple({layer.attention for layer in tiny_spec(window=6).layers})
 WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
 
 

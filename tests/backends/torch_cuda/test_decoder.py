@@ -17,8 +17,9 @@ from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm, RankShard
 from pagoda.backends.torch_cuda.weights import Loader
-from pagoda.common.engine.kv_cache.spec import StateCache, kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ModelError
+from pagoda.common.models.caches import StateCache
 from pagoda.common.models.spec import ModelSpec
 
 SPECS = {
@@ -138,7 +139,7 @@ def test_a_decode_step_does_not_synchronize(kind: str, comm: Comm, monkeypatch: 
 
 
 def with_full_norm(spec: ModelSpec) -> ModelSpec:
-    layers = [replace(layer, mixer=replace(layer.mixer, qk_norm_over="full")) for layer in spec.layers]
+    layers = [replace(layer, mixers=(replace(layer.attention, qk_norm_over="full"),)) for layer in spec.layers]
     return replace(spec, layers=tuple(layers), tied=True)
 
 

@@ -29,7 +29,7 @@ def one_layer(**change) -> ModelSpec:
     """The windowed layer of the tiny model."""
     spec = tiny_spec(window=2, softcap=2.0, moe=change.pop("moe", False))
     layer: Layer = spec.layers[1]
-    return replace(spec, layers=(replace(layer, mixer=replace(layer.mixer, **change)),))
+    return replace(spec, layers=(replace(layer, mixers=(replace(layer.attention, **change),)),))
 
 
 SPECS = {

@@ -22,7 +22,7 @@ def loud(factor: float) -> dict[str, np.ndarray]:
     weights = dict(random_weights(SPEC))
     for layer in range(2):
         for name, by in (("v", factor), ("v_bias", factor), ("o", 1 / factor)):
-            weights[f"layers.{layer}.mixer.{name}"] *= np.float32(by)
+            weights[f"layers.{layer}.mixers.0.{name}"] *= np.float32(by)
     return weights
 
 

@@ -11,7 +11,10 @@ from support.thread_ranks import on_ranks
 from support.torch_cuda_model import TorchCudaModel
 
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
-from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
+from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Moe, Norms, Router
 
 RMS, LAYER = Norm(1e-5), Norm(1e-5, "layer", bias=True)
 EVERY_BIAS = Mlp(24, "gelu", gated=False, bias=True)
@@ -20,7 +23,7 @@ TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90, 1, 0, 94]
 
 def spec(mixer: Attention, ffn: Mlp | Moe, norms: Norms, *, vocab: int = 97, tied: bool = False, **more) -> ModelSpec:
     """Two layers; a vocabulary that no rank's rows divide."""
-    layer = Layer(mixer, ffn, norms, norm_after_add=more.pop("norm_after_add", False))
+    layer = Layer((mixer,), ffn, norms, norm_after_add=more.pop("norm_after_add", False))
     return ModelSpec(vocab, 32, (layer, layer), more.pop("final_norm", RMS), tied, max_positions=64, **more)
 
 
@@ -64,7 +67,7 @@ def logits(model: ModelSpec, comm: Comm = SINGLE_RANK) -> torch.Tensor:
 @pytest.mark.parametrize("kind", SPECS)
 def test_ranks_answer_as_one(kind: str, size: int) -> None:
     model = SPECS[kind]
-    if model.layers[0].mixer.heads % size:
+    if model.layers[0].attention.heads % size:
         size = 2
     want = logits(model)
     assert want.std() > 0.1, "a flat answer proves nothing"
@@ -73,7 +76,7 @@ def test_ranks_answer_as_one(kind: str, size: int) -> None:
 
 
 def test_shared_norm_with_unit_offset() -> None:
-    mixer = replace(SPECS["norm of the whole projections"].layers[0].mixer, qk_norm=Norm(1e-5, unit_offset=True))
+    mixer = replace(SPECS["norm of the whole projections"].layers[0].attention, qk_norm=Norm(1e-5, unit_offset=True))
     model = spec(mixer, GATED, AFTER)
     for rank_logits in on_ranks(2, lambda comm: logits(model, comm)):
         torch.testing.assert_close(rank_logits, logits(model), atol=1e-5, rtol=1e-5)

@@ -20,8 +20,8 @@ SPEC = tiny_spec()  # 4 query heads, 2 KV heads, ffn 48, vocabulary 96
 
 def with_heads(heads: int, kv_heads: int) -> ModelSpec:
     layer = SPEC.layers[0]
-    mixer = replace(layer.mixer, heads=heads, kv_heads=kv_heads)
-    return replace(SPEC, layers=(replace(layer, mixer=mixer),))
+    mixer = replace(layer.attention, heads=heads, kv_heads=kv_heads)
+    return replace(SPEC, layers=(replace(layer, mixers=(mixer,)),))
 
 
 @pytest.mark.parametrize("moe", [False, True])
@@ -49,9 +49,9 @@ def test_every_element_lies_on_a_rank_and_every_row_is_filled_once(size: int, mo
 
 def test_shapes_of_fused_parameters_on_the_second_rank() -> None:
     shapes = make_layout(SPEC, RankShard(1, 2)).shapes
-    assert shapes["layers.0.mixer.qkv"] == ((2 + 1 + 1) * 16, 32)
-    assert shapes["layers.0.mixer.qkv_bias"] == ((2 + 1 + 1) * 16,)
-    assert shapes["layers.0.mixer.out"] == (32, 2 * 16)
+    assert shapes["layers.0.mixers.0.qkv"] == ((2 + 1 + 1) * 16, 32)
+    assert shapes["layers.0.mixers.0.qkv_bias"] == ((2 + 1 + 1) * 16,)
+    assert shapes["layers.0.mixers.0.out"] == (32, 2 * 16)
     assert shapes["layers.0.ffn.inner"] == (2 * 24, 32)
     assert "layers.0.ffn.down_bias" not in shapes, "the first rank adds it"
     assert shapes["head"] == (64, 32), "48 rows of vocabulary and padding"

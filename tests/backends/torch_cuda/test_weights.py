@@ -33,7 +33,7 @@ def loader(**options) -> Loader:
             {"layers.1.ffn.gate": np.zeros((48, 31))},
             r"parameter layers.1.ffn.gate has shape \(48, 31\), the model needs",
         ),
-        ({"layers.0.mixer.k": None, "head": None}, "the checkpoint lacks 2 parameters, first layers.0.mixer.k"),
+        ({"layers.0.mixers.0.k": None, "head": None}, "the checkpoint lacks 2 parameters, first layers.0.mixers.0.k"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict, message: str) -> None:
@@ -51,8 +51,8 @@ def test_fused_parameters_have_their_parts_in_order() -> None:
     filled = loader()
     filled.fill(reversed(WEIGHTS.items()))
     tensors = filled.params.tensors()
-    q, k, v = (WEIGHTS[f"layers.1.mixer.{part}"] for part in "qkv")
-    np.testing.assert_array_equal(tensors["layers.1.mixer.qkv"].numpy(), np.concatenate([q, k, v]))
+    q, k, v = (WEIGHTS[f"layers.1.mixers.0.{part}"] for part in "qkv")
+    np.testing.assert_array_equal(tensors["layers.1.mixers.0.qkv"].numpy(), np.concatenate([q, k, v]))
     gate, up = WEIGHTS["layers.0.ffn.gate_bias"], WEIGHTS["layers.0.ffn.up_bias"]
     np.testing.assert_array_equal(tensors["layers.0.ffn.inner_bias"].numpy(), np.concatenate([gate, up]))
     assert not tensors["embed"][SPEC.vocab :].any(), "padding"

@@ -9,8 +9,9 @@ import pytest
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_config
+from pagoda.common.models.rope import Llama3Scaling, LongRopeScaling
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Llama3Scaling, LongRopeScaling, Mlp, ModelSpec, Moe
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 from pagoda.common.weights.rules import apply_rules
 
 LLAMA: dict[str, Any] = {
@@ -303,7 +304,8 @@ def test_every_architecture_has_its_family():
 
 
 def test_unknown_architecture_lists_the_supported():
-    with pytest.raises(ModelError, match=r"PebbleForCausalLM is not supported; supported: GPT2LMHeadModel, .*LlamaFor"):
+    words = r"PebbleForCausalLM is not supported; supported: DeepseekV2ForCausalLM, .*LlamaFor"
+    with pytest.raises(ModelError, match=words):
         spec({**LLAMA, "architectures": ["PebbleForCausalLM"]})
 
 
@@ -337,12 +339,12 @@ def test_specs_are_hashable_and_equal_when_configs_are():
 
 def test_mechanisms_of_published_configs():
     llama, gemma2, gemma3 = spec(LLAMA_3_1_8B), spec(GEMMA_2_2B), spec(GEMMA_3_1B)
-    assert isinstance(llama.layers[0].mixer.rope.scaling, Llama3Scaling)  # type: ignore[union-attr]
-    assert [layer.mixer.window for layer in gemma2.layers[:4]] == [4096, None, 4096, None]
-    assert [layer.mixer.window for layer in gemma3.layers[:7]] == [512] * 5 + [None, 512]
-    assert gemma3.layers[5].mixer.rope.theta == 1e6  # type: ignore[union-attr]
-    assert gemma3.layers[6].mixer.rope.theta == 1e4  # type: ignore[union-attr]
-    phi = spec(PHI_4_MINI).layers[0].mixer.rope
+    assert isinstance(llama.layers[0].attention.rope.scaling, Llama3Scaling)  # type: ignore[union-attr]
+    assert [layer.attention.window for layer in gemma2.layers[:4]] == [4096, None, 4096, None]
+    assert [layer.attention.window for layer in gemma3.layers[:7]] == [512] * 5 + [None, 512]
+    assert gemma3.layers[5].attention.rope.theta == 1e6  # type: ignore[union-attr]
+    assert gemma3.layers[6].attention.rope.theta == 1e4  # type: ignore[union-attr]
+    phi = spec(PHI_4_MINI).layers[0].attention.rope
     assert phi is not None
     assert phi.dim == 96
     assert isinstance(phi.scaling, LongRopeScaling)

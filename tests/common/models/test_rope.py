@@ -11,8 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.hf_config import HfConfig, context_length, rope, rope_per_layer_type
-from pagoda.common.models.rope import cos_sin, inverse_frequencies
-from pagoda.common.models.spec import LinearScaling, Rope, YarnScaling
+from pagoda.common.models.rope import LinearScaling, Rope, YarnScaling, cos_sin, inverse_frequencies
 
 HEAD_DIM = 16
 POSITIONS = 128

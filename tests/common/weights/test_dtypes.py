@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pagoda.common.models.family import Rename, Split, Stack
-from pagoda.common.models.shapes import Param
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.gguf.checkpoint import LAYOUTS
 from pagoda.common.weights.rules import apply_rules

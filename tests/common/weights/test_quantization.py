@@ -11,7 +11,7 @@ from support.quantized_folder import compressed_tensors, fp8
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Rename, Split, Stack, linear
-from pagoda.common.models.shapes import Param
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.quantization import (
     Float8,

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rename, Rule, Split, Stack, fused_linear, linear
-from pagoda.common.models.shapes import Param
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights.rules import apply_rules
 
 RULES: tuple[Rule, ...] = (

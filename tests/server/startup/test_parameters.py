@@ -7,14 +7,19 @@ import io
 import numpy as np
 import pytest
 
-from pagoda.common.models.shapes import Param, params
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm, Param
+from pagoda.common.models.rope import Rope
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 from pagoda.common.weights.dtypes import dtype_name, to_float32
 from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Scheme
 from pagoda.server.startup.parameters import dummy_weights, with_progress
 
 NORM = Norm(1e-5, kind="layer", bias=True)
-LAYER = Layer(Attention(4, 2, 8, 0.3, Rope(1e4, 8), qk_norm=Norm(1e-5)), Mlp(64, "silu", True), Norms(NORM, None, NORM))
+LAYER = Layer(
+    (Attention(4, 2, 8, 0.3, Rope(1e4, 8), qk_norm=Norm(1e-5)),), Mlp(64, "silu", True), Norms(NORM, None, NORM)
+)
 PARAMS = params(ModelSpec(vocab=500, width=32, layers=(LAYER,) * 2, final_norm=NORM, tied=False, max_positions=64))
 
 
@@ -37,7 +42,7 @@ def test_dummy_weights_depend_on_the_seed() -> None:
 
 def test_dummy_parameters_differ() -> None:
     weights = dict(dummy_weights(PARAMS))
-    assert not np.array_equal(weights["layers.0.mixer.q"], weights["layers.1.mixer.q"])
+    assert not np.array_equal(weights["layers.0.mixers.0.q"], weights["layers.1.mixers.0.q"])
     assert not np.array_equal(weights["layers.0.ffn.gate"], weights["layers.0.ffn.up"])
 
 

@@ -10,7 +10,7 @@ from pagoda.backends.reference.model import ops
 from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.norm import kernel
-from pagoda.common.models.spec import Norm
+from pagoda.common.models.primitives import Norm
 
 __all__ = ["norm", "norm_quantised"]
 

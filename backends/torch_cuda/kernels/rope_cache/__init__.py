@@ -11,7 +11,7 @@ from pagoda.backends.reference.model.ops import apply_rope, norm
 from pagoda.backends.torch_cuda.kernels.fp8_convert import saturated
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.rope_cache import kernel
-from pagoda.common.models.spec import Norm
+from pagoda.common.models.primitives import Norm
 
 __all__ = ["NormWeights", "rope_and_cache"]
 

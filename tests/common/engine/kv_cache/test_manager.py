@@ -8,10 +8,11 @@ from fakes import full_layout, hybrid_layout, state_layout
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
 from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit, WindowRule
-from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, LatentCache, WindowCache
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.models.caches import LatentCache, WindowCache
 
 
 def manager(layout: KvLayout | None = None, num_blocks: int = 33, **settings) -> KvManager:

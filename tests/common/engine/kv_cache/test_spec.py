@@ -7,23 +7,16 @@ from dataclasses import replace
 import pytest
 from fakes import tiny_spec
 
-from pagoda.common.engine.kv_cache.spec import (
-    FullCache,
-    KvGroup,
-    KvLayout,
-    LatentCache,
-    StateCache,
-    WindowCache,
-    kv_layout,
-)
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, kv_layout
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.caches import FullCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
 
 
 def with_windows(*windows: int | None) -> ModelSpec:
     spec = tiny_spec(layers=len(windows))
-    layers = (replace(layer, mixer=replace(layer.mixer, window=window)) for layer, window in zip(spec.layers, windows))
-    return replace(spec, layers=tuple(layers))
+    mixers = (replace(layer.attention, window=window) for layer, window in zip(spec.layers, windows))
+    return replace(spec, layers=tuple(replace(spec.layers[0], mixers=(mixer,)) for mixer in mixers))
 
 
 def test_a_uniform_model_is_one_group():
@@ -56,7 +49,7 @@ def test_views_are_the_groups_where_groups_are_uniform():
 
 def test_layers_of_different_shapes_do_not_fit_one_group():
     spec = with_windows(4, None)
-    odd = replace(spec.layers[1], mixer=replace(spec.layers[1].mixer, head_dim=16))
+    odd = replace(spec.layers[1], mixers=(replace(spec.layers[1].attention, head_dim=16),))
     with pytest.raises(ConfigError, match=r"--disable-hybrid-kv-cache-manager: .* different shapes.*drop the flag"):
         kv_layout(replace(spec, layers=(spec.layers[0], odd)), 16, hybrid=False)
 

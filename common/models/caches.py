@@ -1,0 +1,56 @@
+"""The kinds of cache that mixers keep per sequence, and the elements of each per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FullCache:
+    """K and V of every token."""
+
+    kv_heads: int
+    head_dim: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Return the elements per block and layer."""
+        return 2 * self.kv_heads * self.head_dim * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class WindowCache:
+    """K and V of the last `window` tokens; blocks entirely before the window are released."""
+
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Return the elements per block and layer."""
+        return 2 * self.kv_heads * self.head_dim * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCache:
+    """One compressed vector per token, shared by all heads (MLA): `rank` latent and `rope_dim` rotary channels."""
+
+    rank: int
+    rope_dim: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Return the elements per block and layer."""
+        return (self.rank + self.rope_dim) * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """Recurrent state: `elements` numbers per sequence, in one block. Never shared between sequences."""
+
+    elements: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Return the elements per block and layer."""
+        return self.elements
+
+
+CacheSpec = FullCache | WindowCache | LatentCache | StateCache

@@ -1,0 +1,123 @@
+"""The kinds of mixer: how a layer combines information from several tokens.
+
+Each kind owns what depends on it: its caches, its parameters with their logical axes, its ropes and how its heads are
+sharded. Everything else works on `Mixer` through these methods; a backend matches on the kind once, when it builds a
+layer. Parameter names are relative to the mixer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
+from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
+from pagoda.common.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Softmax attention with grouped KV heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # multiplies q.k
+    rope: Rope | None
+    window: int | None = None  # a query attends to itself and window-1 tokens before it (and after, unless causal)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    qk_norm: Norm | None = None  # on q and k before RoPE
+    qk_norm_over: Literal["per_head", "full"] = "per_head"  # axis of qk_norm: each head, or the whole projection
+    qkv_bias: bool = False
+    out_bias: bool = False
+    causal: bool = True
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches kept per sequence: K and V."""
+        if self.window is None:
+            return (FullCache(self.kv_heads, self.head_dim),)
+        return (WindowCache(self.kv_heads, self.head_dim, self.window),)
+
+    def parameters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of a mixer on a residual stream of `width` channels."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield from linear_params("q", q, width, "ND", self.qkv_bias)
+        yield from linear_params("k", kv, width, "KD", self.qkv_bias)
+        yield from linear_params("v", kv, width, "KD", self.qkv_bias)
+        yield from linear_params("o", width, q, "DN", self.out_bias)
+        per_head = self.qk_norm_over == "per_head"
+        yield from norm_params("q_norm", self.qk_norm, self.head_dim if per_head else q, "H" if per_head else "N")
+        yield from norm_params("k_norm", self.qk_norm, self.head_dim if per_head else kv, "H" if per_head else "K")
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the ropes whose tables the mixer reads."""
+        return () if self.rope is None else (self.rope,)
+
+    def without_window(self) -> Attention:
+        """Return the mixer that sees all tokens."""
+        return replace(self, window=None)
+
+    def indivisible(self, ranks: int) -> str | None:
+        """Return what does not divide evenly over tensor-parallel ranks; None if everything does.
+
+        With more ranks than KV heads, each KV head is replicated.
+        """
+        if self.heads % ranks:
+            return f"{self.heads} query heads"
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            return f"{self.kv_heads} KV heads"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
+
+    latent, rotary key = kv_a x; latent = kv_a_norm(latent); per head k = [kv_b latent, rope(rotary key)] and
+    v = kv_b latent. q = [without RoPE, rope(rotary)], from x or from a normalised low-rank projection of x.
+    """
+
+    heads: int
+    query_rank: int | None  # channels of the low-rank projection of queries; None: queries are projected from x
+    latent_dim: int
+    nope_dim: int  # channels of a query and key head before those with RoPE
+    value_dim: int  # channels of a value head
+    scale: float  # multiplies q.k
+    rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
+    norm: Norm  # of the latent and of the low-rank queries
+    bias: bool = False  # of q_a, kv_a and o
+    causal: ClassVar[bool] = True
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches kept per sequence: the latent and the rotary key."""
+        return (LatentCache(self.latent_dim, self.rope.dim),)
+
+    def parameters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of a mixer on a residual stream of `width` channels."""
+        queries = self.heads * (self.nope_dim + self.rope.dim)
+        if self.query_rank is None:
+            yield from linear_params("q", queries, width, "ND")
+        else:
+            yield from linear_params("q_a", self.query_rank, width, ".D", self.bias)
+            yield from norm_params("q_a_norm", self.norm, self.query_rank, ".")
+            yield from linear_params("q_b", queries, self.query_rank, "N.")
+        yield from linear_params("kv_a", self.latent_dim + self.rope.dim, width, ".D", self.bias)
+        yield from norm_params("kv_a_norm", self.norm, self.latent_dim, ".")
+        yield from linear_params("kv_b", self.heads * (self.nope_dim + self.value_dim), self.latent_dim, "N.")
+        yield from linear_params("o", width, self.heads * self.value_dim, "DN", self.bias)
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the ropes whose tables the mixer reads."""
+        return (self.rope,)
+
+    def without_window(self) -> LatentAttention:
+        """Return the mixer that sees all tokens: itself."""
+        return self
+
+    def expanded(self) -> Attention:
+        """Return the attention of the projected heads, whose q, k and v are given; value heads may be narrower."""
+        return Attention(self.heads, self.heads, self.nope_dim + self.rope.dim, self.scale, rope=None)
+
+
+Mixer = Attention | LatentAttention
