@@ -36,8 +36,8 @@ def create(options: BackendOptions) -> ReferenceBackend:
     return ReferenceBackend(options)
 
 
-def check(options: BackendOptions) -> int | None:
-    """Return the number of KV blocks, None unless settings state it. Raises ConfigError where `create` would."""
+def check(options: BackendOptions) -> tuple[int, ...] | None:
+    """Return the KV blocks of each pool, None unless settings state them. Raises ConfigError where `create` would."""
     backend = create(options)
     backend.close()
     return backend.plan_memory(weights=0).num_blocks if backend.cache_config.has_explicit_size else None
@@ -76,7 +76,7 @@ class ReferenceBackend:
             weights = self._decoder.params.num_bytes
         return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
 
-    def init_cache(self, num_blocks: int) -> None:
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
 
     def warmup(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.request import (
     FINISHED,
@@ -109,8 +110,8 @@ class Scheduler:
         if not self.kv.fits(num_prompt + 1):
             raise RequestError(
                 "prompt",
-                f"{num_prompt} tokens do not fit the KV cache of {self.kv.pool.num_blocks - 1} blocks "
-                f"of {self.kv.block_size} tokens",
+                f"{num_prompt} tokens do not fit the KV cache of "
+                f"{per_pool(pool.num_blocks - 1 for pool in self.kv.pools)} blocks of {self.kv.block_size} tokens",
             )
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -128,11 +129,11 @@ class Scheduler:
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot of the counters."""
-        total = self.kv.pool.num_blocks - 1
+        used, total = self.kv.usage()
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            kv_blocks_used=total - self.kv.pool.num_free,
+            kv_blocks_used=used,
             kv_blocks_total=total,
             prefix_queries=self._queries,
             prefix_hits=self._hits,
@@ -245,7 +246,8 @@ class Scheduler:
         hit = self.kv.find_prefix(request)
         count = first_chunk(request.num_known - hit.num_tokens, left, self.limits)
         row, end = self._batch.next_free(), hit.num_tokens + count
-        # Leave one block per running request: without it the new request would soon be preempted, or preempt others.
+        # Leave one block per running request where they grow: without it the new request would soon be preempted, or
+        # preempt others.
         if not count or not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
             return 0
         request.tokens = request.known_tokens()
@@ -336,15 +338,17 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless rows, requests and blocks add up."""
-        self.kv.pool.check_integrity()
+        for pool in self.kv.pools:
+            pool.check_integrity()
         if self._batch.num_free + len(self.running) != self.limits.max_num_seqs:
             raise RuntimeError(f"{self._batch.num_free} rows are free with {len(self.running)} requests running")
         if len(self.running) + len(self.waiting) != len(self._requests):
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
-        if not self.running and self.kv.pool.num_free != self.kv.pool.num_blocks - 1:
-            raise RuntimeError(f"nothing runs, yet only {self.kv.pool.num_free} blocks are free")
+        for pool in self.kv.pools:
+            if not self.running and pool.num_free != pool.num_blocks - 1:
+                raise RuntimeError(f"nothing runs, yet only {pool.num_free} blocks are free")
 
 
 def _rank(request: Request) -> tuple[float, ...]:

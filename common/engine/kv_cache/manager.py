@@ -16,7 +16,8 @@ from hashlib import sha256
 import numpy as np
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
-from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, StateCache, WindowCache
+from pagoda.common.engine.kv_cache.rules import GroupRule, group_rules
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.request import GroupBlocks, Request
 from pagoda.common.engine.step import NULL_BLOCK, Int32
 
@@ -29,88 +30,13 @@ class PrefixHit:
     blocks: tuple[list[int], ...]  # one list per group
 
 
-class GroupRule:
-    """Which pages one KV group keeps. This one, for full and latent caches, keeps every page."""
-
-    shareable = True
-
-    def __init__(self, index: int, block_size: int) -> None:
-        self.index = index
-        self.block_size = block_size
-
-    def first_page(self, computed: int) -> int:
-        """Return the first page that a token at position `computed` or later reads."""
-        return 0
-
-    def num_pages(self, pages: int) -> int:
-        """Return the table entries of a sequence that spans `pages` pages."""
-        return pages
-
-    def max_blocks(self, pages: int, step_tokens: int) -> int:
-        """Return the maximum blocks in use on the way to `pages` pages, in steps of at most `step_tokens` tokens."""
-        return self.num_pages(pages)
-
-    def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
-        """Return the longest valid hit, at most `pages` pages: every page from the first on must be cached."""
-        for page in range(pages):
-            if pool.lookup((hashes[page], self.index)) is None:
-                return page
-        return pages
-
-
-class WindowRule(GroupRule):
-    """Keeps the pages of the last `window` tokens."""
-
-    def __init__(self, index: int, block_size: int, window: int) -> None:
-        super().__init__(index, block_size)
-        self.window = window
-
-    def first_page(self, computed: int) -> int:
-        """Return the page of the oldest token that position `computed` sees."""
-        return max(0, computed - self.window + 1) // self.block_size
-
-    def max_blocks(self, pages: int, step_tokens: int) -> int:
-        """Return the pages of one window and one step, for any alignment to pages."""
-        return min(pages, -(-(self.window - 1 + step_tokens) // self.block_size) + 1)
-
-    def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
-        """Return the longest n for which the pages that position n * block_size sees are cached."""
-        end, page = pages, pages - 1
-        while page >= self.first_page(end * self.block_size):
-            if pool.lookup((hashes[page], self.index)) is None:
-                end = page
-            page -= 1
-        return end
-
-
-class StateRule(GroupRule):
-    """Keeps one block of recurrent state, which is never shared."""
-
-    shareable = False
-
-    def num_pages(self, pages: int) -> int:
-        """Return 1 as soon as there is a token."""
-        return min(pages, 1)
-
-
-def group_rule(index: int, group: KvGroup, block_size: int) -> GroupRule:
-    """Return the rule of a cache spec."""
-    match group.spec:
-        case WindowCache(window=window):
-            return WindowRule(index, block_size, window)
-        case StateCache():
-            return StateRule(index, block_size)
-        case _:
-            return GroupRule(index, block_size)
-
-
 class KvManager:
-    """Blocks of all requests over one pool."""
+    """Blocks of all requests, each group's from its pool."""
 
     def __init__(
         self,
         layout: KvLayout,
-        num_blocks: int,
+        num_blocks: tuple[int, ...],  # of each pool, the null block included
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -119,8 +45,12 @@ class KvManager:
         prefers_extents: bool = False,
     ) -> None:
         self.block_size = layout.block_size
-        self.pool = BlockPool(num_blocks, extents=prefers_extents)
-        self.rules = [group_rule(index, group, layout.block_size) for index, group in enumerate(layout.groups)]
+        if len(num_blocks) != len(layout.pools):
+            raise ValueError(f"{len(num_blocks)} numbers of blocks for {len(layout.pools)} pools")
+        self.pools = tuple(BlockPool(number, extents=prefers_extents) for number in num_blocks)
+        self.rules = group_rules(layout)
+        self._rules = tuple((rule, self.pools[rule.pool]) for rule in self.rules)
+        self._grows = tuple(any(rule.grows for rule in self.rules if rule.pool == p) for p in range(len(self.pools)))
         self.max_step_tokens = max_step_tokens
         self.caches_prefixes = prefix_caching and all(rule.shareable for rule in self.rules)
         max_pages = self.pages(max_model_len)
@@ -133,17 +63,30 @@ class KvManager:
 
     def fits(self, num_tokens: int) -> bool:
         """True if a sequence of `num_tokens` fits when it runs alone."""
-        return self._max_blocks(self.pages(num_tokens)) < self.pool.num_blocks
+        return self._fits(self.pages(num_tokens))
 
-    def _max_blocks(self, pages: int) -> int:
-        return sum(rule.max_blocks(pages, self.max_step_tokens) for rule in self.rules)
+    def _fits(self, pages: int) -> bool:
+        needed = [1] * len(self.pools)
+        for rule in self.rules:
+            needed[rule.pool] += rule.max_blocks(pages, self.max_step_tokens)
+        return all(number <= pool.num_blocks for number, pool in zip(needed, self.pools))
 
     def _longest(self, max_pages: int) -> int:
         low, high = 0, max_pages
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._max_blocks(middle) < self.pool.num_blocks else (low, middle - 1)
+            low, high = (middle, high) if self._fits(middle) else (low, middle - 1)
         return low
+
+    def usage(self) -> tuple[int, int]:
+        """Return the blocks in use and all blocks of the fullest pool, without the null block."""
+        counts = [(pool.num_blocks - 1 - pool.num_free, pool.num_blocks - 1) for pool in self.pools]
+        return counts[0] if len(counts) == 1 else max(counts, key=lambda count: count[0] / count[1])
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache; requests keep their blocks."""
+        for pool in self.pools:
+            pool.clear_cache()
 
     # --- the prefix cache ---
 
@@ -155,15 +98,16 @@ class KvManager:
         hashes = extend_hashes(request, self.block_size, pages)
         agreed = False
         while not agreed:
-            shorter = min(rule.cached_pages(self.pool, hashes, pages) for rule in self.rules)
+            shorter = min(rule.cached_pages(pool, hashes, pages) for rule, pool in self._rules)
             agreed, pages = shorter == pages, shorter
-        return PrefixHit(pages * self.block_size, tuple(self._hit_blocks(rule, hashes, pages) for rule in self.rules))
+        blocks = tuple(self._hit_blocks(rule, pool, hashes, pages) for rule, pool in self._rules)
+        return PrefixHit(pages * self.block_size, blocks)
 
-    def _hit_blocks(self, rule: GroupRule, hashes: list[bytes], pages: int) -> list[int]:
+    def _hit_blocks(self, rule: GroupRule, pool: BlockPool, hashes: list[bytes], pages: int) -> list[int]:
         first = rule.first_page(pages * self.block_size)
         table = [NULL_BLOCK] * first
         for page in range(first, pages):
-            block = self.pool.lookup((hashes[page], rule.index))
+            block = pool.lookup((hashes[page], rule.index))
             if block is None:
                 raise RuntimeError(f"page {page} of KV group {rule.index} is in a prefix hit but not cached")
             table.append(block)
@@ -175,10 +119,10 @@ class KvManager:
         if not self.caches_prefixes or pages <= request.num_registered:
             return
         hashes = extend_hashes(request, self.block_size, pages)
-        for rule, group in zip(self.rules, request.groups):
+        for (rule, pool), group in zip(self._rules, request.groups):
             for page in range(request.num_registered, pages):
                 if group.table[page] != NULL_BLOCK:
-                    self.pool.register(group.table[page], (hashes[page], rule.index))
+                    pool.register(group.table[page], (hashes[page], rule.index))
         request.num_registered = pages
 
     # --- blocks of a request ---
@@ -186,19 +130,21 @@ class KvManager:
     def admit(self, request: Request, row: int, hit: PrefixHit, num_tokens: int, *, headroom: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens of a request in `row`, reusing `hit`.
 
-        Returns False, without a change, if fewer than `headroom` blocks would be left.
+        Returns False, without a change, if a pool that running requests need more blocks of would have fewer than
+        `headroom` left, or another pool too few.
         """
         pages = self.pages(num_tokens)
-        reused = sum(self.pool.is_free(block) for blocks in hit.blocks for block in blocks)
-        fresh = sum(rule.num_pages(pages) - len(blocks) for rule, blocks in zip(self.rules, hit.blocks))
-        if reused + fresh + headroom > self.pool.num_free:
+        needed = [headroom if grows else 0 for grows in self._grows]
+        for (rule, pool), blocks in zip(self._rules, hit.blocks):
+            needed[rule.pool] += rule.num_pages(pages) - len(blocks) + sum(map(pool.is_free, blocks))
+        if not self._are_free(needed):
             return False
-        for blocks in hit.blocks:
-            self.pool.share(blocks)
+        for (_, pool), blocks in zip(self._rules, hit.blocks):
+            pool.share(blocks)
         request.groups = [GroupBlocks(blocks) for blocks in hit.blocks]
         request.num_pages = request.num_registered = hit.num_tokens // self.block_size
-        for rule, group, table in zip(self.rules, request.groups, self._tables):
-            self._reserve(rule, group, self.pages(request.limit), pages)
+        for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
+            self._reserve(rule, pool, group, self.pages(request.limit), pages)
             table[row, : len(group.table)] = group.table
         self._extend(request, row, pages)
         return True
@@ -206,16 +152,19 @@ class KvManager:
     def allocate(self, request: Request, row: int, computed: int, num_tokens: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens, `computed` of them cached; release pages out of windows.
 
-        Returns False if the pool has too few.
+        Returns False if a pool has too few.
         """
-        for rule, group, table in zip(self.rules, request.groups, self._tables):
-            self._release_before(group, table, row, rule.first_page(computed))
-        pages = self.pages(num_tokens)
-        fresh = sum(rule.num_pages(pages) - len(group.table) for rule, group in zip(self.rules, request.groups))
-        if fresh > self.pool.num_free:
+        pages, needed = self.pages(num_tokens), [0] * len(self.pools)
+        for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
+            self._release_before(pool, group, table, row, rule.first_page(computed))
+            needed[rule.pool] += rule.num_pages(pages) - len(group.table)
+        if not self._are_free(needed):
             return False
         self._extend(request, row, pages)
         return True
+
+    def _are_free(self, needed: list[int]) -> bool:
+        return all(number <= pool.num_free for number, pool in zip(needed, self.pools))
 
     def capacity(self, request: Request) -> int:
         """Return the tokens that fit the request's blocks."""
@@ -223,17 +172,18 @@ class KvManager:
 
     def free(self, request: Request, row: int) -> None:
         """Release all blocks. Cached pages can be reused until their block is allocated again."""
-        for group, table in zip(request.groups, self._tables):
-            self.pool.unreserve(group.reserved)
-            self.pool.release(group.table)
+        for (_, pool), group, table in zip(self._rules, request.groups, self._tables):
+            pool.unreserve(group.reserved)
+            pool.release(group.table)
             table[row, : len(group.table)] = NULL_BLOCK
         request.groups = []
         request.num_pages = request.num_registered = 0
 
     def check_integrity(self, *, idle: bool) -> None:
         """Raise RuntimeError if the block counts do not add up, or if blocks are in use though no request runs."""
-        self.pool.check_counts()
-        used = self.pool.num_blocks - 1 - self.pool.num_free
+        for pool in self.pools:
+            pool.check_counts()
+        used = sum(pool.num_blocks - 1 - pool.num_free for pool in self.pools)
         if idle and used:
             raise RuntimeError(f"KV cache leak: the engine is idle, but {used} blocks are in use; report this bug")
 
@@ -243,36 +193,36 @@ class KvManager:
         return tuple(table[rows, :pages] for table in self._tables)
 
     def _extend(self, request: Request, row: int, pages: int) -> None:
-        for rule, group, table in zip(self.rules, request.groups, self._tables):
+        for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
             for page in range(len(group.table), rule.num_pages(pages)):
-                block = self.pool.allocate(self._preferred(group, page))
+                block = pool.allocate(self._preferred(pool, group, page))
                 group.table.append(block)
                 table[row, page] = block
         request.num_pages = pages
 
-    def _preferred(self, group: GroupBlocks, page: int) -> int:
+    def _preferred(self, pool: BlockPool, group: GroupBlocks, page: int) -> int:
         """Return the block that keeps the group's blocks consecutive if it is reserved or spare, else NULL_BLOCK."""
-        if not self.pool.extents:
+        if not pool.extents:
             return NULL_BLOCK
         if group.base is not None and (block := group.base + page) in group.reserved:
             return block
         after = group.table[-1] + 1 if page and group.table[-1] != NULL_BLOCK else NULL_BLOCK
-        return after if after and self.pool.is_spare(after) else NULL_BLOCK
+        return after if after and pool.is_spare(after) else NULL_BLOCK
 
-    def _reserve(self, rule: GroupRule, group: GroupBlocks, expected: int, needed: int) -> None:
+    def _reserve(self, rule: GroupRule, pool: BlockPool, group: GroupBlocks, expected: int, needed: int) -> None:
         """Reserve a run for the pages that the request will have: after the reused ones, else anywhere."""
         expected, needed = rule.num_pages(expected), rule.num_pages(needed)
         used = len(group.table)
-        if not self.pool.extents or expected <= used:
+        if not pool.extents or expected <= used:
             return
         if used and group.table[-1] != NULL_BLOCK:
             group.base = group.table[-1] + 1 - used
-            group.reserved = self.pool.reserve_after(group.table[-1] + 1, expected - used)
+            group.reserved = pool.reserve_after(group.table[-1] + 1, expected - used)
         if not group.reserved:
-            group.reserved = self.pool.reserve(expected - used, max(needed - used, 2))
+            group.reserved = pool.reserve(expected - used, max(needed - used, 2))
             group.base = group.reserved.start - used if group.reserved else None
 
-    def _release_before(self, group: GroupBlocks, table: Int32, row: int, first_page: int) -> None:
+    def _release_before(self, pool: BlockPool, group: GroupBlocks, table: Int32, row: int, first_page: int) -> None:
         """Release the pages before `first_page`."""
         page = first_page - 1
         released: list[int] = []
@@ -285,9 +235,9 @@ class KvManager:
         reserved = group.reserved
         if group.base is not None and reserved:
             start = min(max(reserved.start, group.base + first_page), reserved.stop)
-            self.pool.unreserve(range(reserved.start, start))
+            pool.unreserve(range(reserved.start, start))
             group.reserved = range(start, reserved.stop)
-        self.pool.release(released[::-1])
+        pool.release(released[::-1])
 
 
 # Content hashes of KV pages: a chained SHA-256 over everything that determines their values.

@@ -100,7 +100,8 @@ class Traffic(RuleBasedStateMachine):
         self.room = min(MAX_LEN, self.kv(self.engine).max_tokens + 1)
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> EngineCore:
-        return generation_core(FakeBackend(layout, num_blocks=num_blocks, **fake), layout, limits, num_blocks)
+        backend = FakeBackend(layout, num_blocks=num_blocks, **fake)
+        return generation_core(backend, layout, limits, backend.num_blocks)
 
     def kv(self, engine: Any) -> KvManager:
         """The manager of any shard."""
@@ -174,7 +175,8 @@ class ShardedTraffic(Traffic):
     """The same over two copies of the model."""
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> EngineCore:
-        return sharded_core(FakeShards(layout, 2, num_blocks=num_blocks, **fake), layout, limits, num_blocks, 2)
+        backend = FakeShards(layout, 2, num_blocks=num_blocks, **fake)
+        return sharded_core(backend, layout, limits, backend.num_blocks, 2)
 
     def kv(self, engine: Any) -> KvManager:
         return engine._scheduler.shards[0].kv
