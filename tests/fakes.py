@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.engine.kv_cache.spec import FullCache, KvGroup, KvLayout, StateCache, WindowCache
+from pagoda.common.engine.kv_cache.spec import (
+    FullCache,
+    KvGroup,
+    KvLayout,
+    LatentCache,
+    StateCache,
+    WindowCache,
+    layout_of,
+)
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms
@@ -46,8 +54,24 @@ def hybrid_layout(block_size: int = 4, window: int = 6) -> KvLayout:
     return KvLayout((KvGroup(FullCache(1, 8), (0,)), KvGroup(WindowCache(1, 8, window), (1,))), block_size)
 
 
-def state_layout(block_size: int = 4) -> KvLayout:
-    return KvLayout((KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)), block_size)
+def state_layout(block_size: int = 4, snapshot_tokens: int = 8) -> KvLayout:
+    """Recurrent state, and a full cache."""
+    groups = KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)
+    return KvLayout(groups, block_size, snapshot_tokens)
+
+
+def mixed_layout(block_size: int = 4, snapshot_tokens: int = 4) -> KvLayout:
+    """Every kind of cache; two groups share a pool of states, and two a pool of K and V."""
+    kinds = {
+        WindowCache(1, 8, 6): [0, 1],
+        StateCache(64): [2, 3],
+        LatentCache(8, 4): [4],
+        FullCache(1, 8): [5],
+        StateCache(32): [6],
+    }
+    layout = layout_of(kinds, block_size)
+    second = KvGroup(StateCache(64), (7,), pool=1)
+    return KvLayout((*layout.groups, second), block_size, snapshot_tokens)
 
 
 def blocks_of(layout: KvLayout, number: int) -> tuple[int, ...]:
@@ -185,6 +209,7 @@ class FakeBackend:
         if plan.step == self.fail_at:
             raise RuntimeError("the device is gone")
         self._check_shape(plan)
+        self._copy_states(plan)
         for start in plan.starts:
             self._start(start)
         for index in range(plan.num_seqs):
@@ -210,6 +235,15 @@ class FakeBackend:
             assert table.dtype == np.int32
         for array in (plan.rows, plan.query_start, plan.context, plan.token_ids):
             assert array.dtype == np.int32
+
+    def _copy_states(self, plan: StepPlan) -> None:
+        assert len(plan.state_copies) in (0, len(self.layout.pools))
+        for pairs, slots in zip(plan.state_copies, self.slots):
+            assert pairs.dtype == np.int32
+            source, to = pairs.T
+            assert len(set(to.tolist())) == len(to), "a block has two contents"
+            assert pairs.size == 0 or 0 < pairs.min() <= pairs.max() < len(slots)
+            slots[to] = slots[source]
 
     def _start(self, start: RowStart) -> None:
         assert 0 < start.num_prompt <= len(start.token_ids)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded, make_batch
-from pagoda.backends.reference.memory import LayerCache, allocate, plan_memory
+from pagoda.backends.reference.memory import LayerCache, allocate, head_shape, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
@@ -26,8 +26,13 @@ CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZ
 
 
 def create(options: BackendOptions) -> ReferenceBackend:
-    """Return a backend without weights. Raises ConfigError for a KV cache of another dtype than the activations."""
+    """Return a backend without weights.
+
+    Raises ConfigError for a KV cache of another dtype than the activations, ModelError for an unknown kind of cache.
+    """
     options.cache.check_scales()
+    for group in options.layout.groups:
+        head_shape(group.spec)
     if options.cache.cache_dtype != "auto":
         raise ConfigError(
             "--kv-cache-dtype",

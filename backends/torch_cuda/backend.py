@@ -23,10 +23,10 @@ from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_strea
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
 from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, calibrate_kv_scales, load_model
 from pagoda.backends.torch_cuda.memory.arena import Storage
-from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
+from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype, head_shape
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, comm_of
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, RankShard, comm_of
 from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
@@ -75,6 +75,8 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
     ranks.check(spec, options.parallel.tensor)
+    for group in layout.groups:
+        head_shape(group.spec, RankShard())
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
     if device is None:

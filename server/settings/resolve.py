@@ -31,7 +31,7 @@ from pagoda.common.config.defaults import (
     resolve_limits,
 )
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.engine.kv_cache.spec import KvLayout, StateCache, cache_spec, kv_layout
+from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import Family
@@ -208,7 +208,6 @@ def _model_limits(spec: ModelSpec) -> ModelLimits:
     return ModelLimits(
         spec.max_positions,
         extensible=spec.embedding.positions is None,
-        prefix_caching=not any(isinstance(cache_spec(layer.mixer), StateCache) for layer in spec.layers),
         pools=spec.pooler is not None,
     )
 

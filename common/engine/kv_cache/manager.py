@@ -5,7 +5,7 @@ Knows pages and blocks; steps, budgets and queues are the scheduler's.
     page          0     1     2     3     4     5
     full group    7     8     9    10    11    12
     window group  0     0     0    23    24    25        0: before the window, released
-    state group  30                                      one block for any length
+    state group  30                                      one block for any length; its snapshots are cached only
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from hashlib import sha256
 import numpy as np
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
-from pagoda.common.engine.kv_cache.rules import GroupRule, group_rules
-from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, StateCache, WindowCache
 from pagoda.common.engine.request import GroupBlocks, Request
 from pagoda.common.engine.step import NULL_BLOCK, Int32
 
@@ -28,6 +27,142 @@ class PrefixHit:
 
     num_tokens: int
     blocks: tuple[list[int], ...]  # one list per group
+    snapshots: tuple[int, ...]  # per group: the block with the recurrent state after the prefix, else NULL_BLOCK
+
+
+class GroupRule:
+    """Which pages one KV group keeps. This one, for full and latent caches, keeps every page."""
+
+    grows = True  # a longer sequence needs more blocks
+
+    def __init__(self, index: int, pool: int, block_size: int) -> None:
+        self.index = index
+        self.pool = pool
+        self.block_size = block_size
+
+    def first_page(self, computed: int) -> int:
+        """Return the first page that a token at position `computed` or later reads."""
+        return 0
+
+    def num_pages(self, pages: int) -> int:
+        """Return the table entries of a sequence that spans `pages` pages."""
+        return pages
+
+    def max_blocks(self, pages: int, step_tokens: int) -> int:
+        """Return the maximum blocks in use on the way to `pages` pages, in steps of at most `step_tokens` tokens."""
+        return self.num_pages(pages)
+
+    def cached_blocks(self, pages: int) -> int:
+        """Return the blocks that a sequence of `pages` pages in the prefix cache needs."""
+        return self.max_blocks(pages, 1)
+
+    def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the longest valid hit, at most `pages` pages: every page from the first on must be cached."""
+        for page in range(pages):
+            if pool.lookup((hashes[page], self.index)) is None:
+                return page
+        return pages
+
+    def hit_blocks(self, pool: BlockPool, hashes: list[bytes], pages: int) -> list[int]:
+        """Return the block of each page of a hit, NULL_BLOCK before the first page that is read."""
+        first = self.first_page(pages * self.block_size)
+        return [NULL_BLOCK] * first + [self._cached(pool, hashes, page) for page in range(first, pages)]
+
+    def snapshot(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the block with the recurrent state after a hit of `pages` pages; NULL_BLOCK if there is no state."""
+        return NULL_BLOCK
+
+    def register(self, pool: BlockPool, hashes: list[bytes], table: list[int], pages: range) -> None:
+        """Enter these pages of a sequence's table, all filled, into the prefix cache."""
+        for page in pages:
+            if table[page] != NULL_BLOCK:
+                pool.register(table[page], (hashes[page], self.index))
+
+    def _cached(self, pool: BlockPool, hashes: list[bytes], page: int) -> int:
+        block = pool.lookup((hashes[page], self.index))
+        if block is None:
+            raise RuntimeError(f"page {page} of KV group {self.index} is in a prefix hit but not cached")
+        return block
+
+
+class WindowRule(GroupRule):
+    """Keeps the pages of the last `window` tokens."""
+
+    def __init__(self, index: int, pool: int, block_size: int, window: int) -> None:
+        super().__init__(index, pool, block_size)
+        self.window = window
+
+    def first_page(self, computed: int) -> int:
+        """Return the page of the oldest token that position `computed` sees."""
+        return max(0, computed - self.window + 1) // self.block_size
+
+    def max_blocks(self, pages: int, step_tokens: int) -> int:
+        """Return the pages of one window and one step, for any alignment to pages."""
+        return min(pages, -(-(self.window - 1 + step_tokens) // self.block_size) + 1)
+
+    def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the longest n for which the pages that position n * block_size sees are cached."""
+        end, page = pages, pages - 1
+        while page >= self.first_page(end * self.block_size):
+            if pool.lookup((hashes[page], self.index)) is None:
+                end = page
+            page -= 1
+        return end
+
+
+class StateRule(GroupRule):
+    """Keeps one block of recurrent state per sequence, and snapshots of it every `interval` pages for the prefix cache.
+
+    The snapshot after n pages is entered under the digest of page n - 1. A hit copies it to a block of its own.
+    """
+
+    grows = False
+
+    def __init__(self, index: int, pool: int, block_size: int, interval: int) -> None:
+        super().__init__(index, pool, block_size)
+        self.interval = interval
+
+    def num_pages(self, pages: int) -> int:
+        """Return 1 as soon as there is a token."""
+        return min(pages, 1)
+
+    def cached_blocks(self, pages: int) -> int:
+        """Return the blocks of the state and of all snapshots."""
+        return self.num_pages(pages) + pages // self.interval
+
+    def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the pages before the last cached snapshot, at most `pages`."""
+        for border in range(pages // self.interval * self.interval, 0, -self.interval):
+            if pool.lookup((hashes[border - 1], self.index)) is not None:
+                return border
+        return 0
+
+    def hit_blocks(self, pool: BlockPool, hashes: list[bytes], pages: int) -> list[int]:
+        """Return no blocks: the sequence gets a copy."""
+        return []
+
+    def snapshot(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the snapshot after `pages` pages."""
+        return self._cached(pool, hashes, pages - 1) if pages else NULL_BLOCK
+
+    def register(self, pool: BlockPool, hashes: list[bytes], table: list[int], pages: range) -> None:
+        """Do nothing: KvManager.snapshot enters snapshots."""
+
+
+def group_rules(layout: KvLayout) -> tuple[GroupRule, ...]:
+    """Return the rule of each group."""
+    return tuple(_group_rule(index, group, layout) for index, group in enumerate(layout.groups))
+
+
+def _group_rule(index: int, group: KvGroup, layout: KvLayout) -> GroupRule:
+    block_size = layout.block_size
+    match group.spec:
+        case WindowCache(window=window):
+            return WindowRule(index, group.pool, block_size, window)
+        case StateCache():
+            return StateRule(index, group.pool, block_size, layout.snapshot_pages)
+        case _:
+            return GroupRule(index, group.pool, block_size)
 
 
 class KvManager:
@@ -52,7 +187,11 @@ class KvManager:
         self._rules = tuple((rule, self.pools[rule.pool]) for rule in self.rules)
         self._grows = tuple(any(rule.grows for rule in self.rules if rule.pool == p) for p in range(len(self.pools)))
         self.max_step_tokens = max_step_tokens
-        self.caches_prefixes = prefix_caching and all(rule.shareable for rule in self.rules)
+        self.caches_prefixes = prefix_caching
+        self._states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
+        # tokens between two snapshots of recurrent state; 0: there are none
+        self.snapshot_tokens = layout.snapshot_pages * layout.block_size if self._states and prefix_caching else 0
+        self._copies: tuple[dict[int, int], ...] = tuple({} for _ in self.pools)  # destination -> source
         max_pages = self.pages(max_model_len)
         self._tables = [np.full((max_num_seqs, max_pages), NULL_BLOCK, np.int32) for _ in self.rules]
         self.max_tokens = self._longest(max_pages) * self.block_size  # of a sequence that runs alone
@@ -93,25 +232,16 @@ class KvManager:
     def find_prefix(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that is valid in every group. At least one token is left to compute."""
         if not (self.caches_prefixes and request.reads_cache):
-            return PrefixHit(0, tuple([] for _ in self.rules))
+            return PrefixHit(0, tuple([] for _ in self.rules), (NULL_BLOCK,) * len(self.rules))
         pages = (request.num_known - 1) // self.block_size
         hashes = extend_hashes(request, self.block_size, pages)
         agreed = False
         while not agreed:
             shorter = min(rule.cached_pages(pool, hashes, pages) for rule, pool in self._rules)
             agreed, pages = shorter == pages, shorter
-        blocks = tuple(self._hit_blocks(rule, pool, hashes, pages) for rule, pool in self._rules)
-        return PrefixHit(pages * self.block_size, blocks)
-
-    def _hit_blocks(self, rule: GroupRule, pool: BlockPool, hashes: list[bytes], pages: int) -> list[int]:
-        first = rule.first_page(pages * self.block_size)
-        table = [NULL_BLOCK] * first
-        for page in range(first, pages):
-            block = pool.lookup((hashes[page], rule.index))
-            if block is None:
-                raise RuntimeError(f"page {page} of KV group {rule.index} is in a prefix hit but not cached")
-            table.append(block)
-        return table
+        blocks = tuple(rule.hit_blocks(pool, hashes, pages) for rule, pool in self._rules)
+        snapshots = tuple(rule.snapshot(pool, hashes, pages) for rule, pool in self._rules)
+        return PrefixHit(pages * self.block_size, blocks, snapshots)
 
     def register(self, request: Request, num_tokens: int) -> None:
         """Enter the pages of the first `num_tokens` tokens, all known, into the prefix cache."""
@@ -120,10 +250,43 @@ class KvManager:
             return
         hashes = extend_hashes(request, self.block_size, pages)
         for (rule, pool), group in zip(self._rules, request.groups):
-            for page in range(request.num_registered, pages):
-                if group.table[page] != NULL_BLOCK:
-                    pool.register(group.table[page], (hashes[page], rule.index))
+            rule.register(pool, hashes, group.table, range(request.num_registered, pages))
         request.num_registered = pages
+
+    # --- recurrent state ---
+
+    def snapshot(self, request: Request, computed: int) -> None:
+        """Copy the request's state after `computed` tokens, a border of snapshots, into the prefix cache.
+
+        The copy is made before the next step. Without a free block, or before the tokens are known, nothing happens.
+        """
+        if request.num_known < computed:
+            return
+        page = computed // self.block_size - 1
+        hashes = extend_hashes(request, self.block_size, page + 1)
+        for rule in self._states:
+            pool, key = self.pools[rule.pool], (hashes[page], rule.index)
+            if pool.num_free and pool.lookup(key) is None:
+                block = pool.allocate()
+                self._copies[rule.pool][block] = request.groups[rule.index].table[0]
+                pool.register(block, key)
+                pool.release([block])
+
+    def _restore(self, request: Request, hit: PrefixHit) -> None:
+        """Copy the snapshots of a hit into the request's blocks before the next step."""
+        for rule in self._states:
+            source, copies = hit.snapshots[rule.index], self._copies[rule.pool]
+            if source != NULL_BLOCK:  # a snapshot that is made before the same step is not there to be read
+                copies[request.groups[rule.index].table[0]] = copies.get(source, source)
+
+    def take_copies(self) -> tuple[Int32, ...]:
+        """Return StepPlan.state_copies, and forget them."""
+        if not any(self._copies):
+            return ()
+        pairs = [[(source, to) for to, source in copies.items() if source != to] for copies in self._copies]
+        for copies in self._copies:
+            copies.clear()
+        return tuple(np.array(each, np.int32).reshape(-1, 2) for each in pairs)
 
     # --- blocks of a request ---
 
@@ -139,14 +302,16 @@ class KvManager:
             needed[rule.pool] += rule.num_pages(pages) - len(blocks) + sum(map(pool.is_free, blocks))
         if not self._are_free(needed):
             return False
-        for (_, pool), blocks in zip(self._rules, hit.blocks):
+        for (_, pool), blocks, snapshot in zip(self._rules, hit.blocks, hit.snapshots):
             pool.share(blocks)
+            pool.touch(snapshot)
         request.groups = [GroupBlocks(blocks) for blocks in hit.blocks]
         request.num_pages = request.num_registered = hit.num_tokens // self.block_size
         for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
             self._reserve(rule, pool, group, self.pages(request.limit), pages)
             table[row, : len(group.table)] = group.table
         self._extend(request, row, pages)
+        self._restore(request, hit)
         return True
 
     def allocate(self, request: Request, row: int, computed: int, num_tokens: int) -> bool:

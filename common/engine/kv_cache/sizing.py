@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_cache.rules import group_rules
+from pagoda.common.engine.kv_cache.manager import group_rules
 from pagoda.common.engine.kv_cache.spec import KvLayout
 
 
@@ -26,10 +26,10 @@ def max_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
 
 def stated_blocks(layout: KvLayout, limits: Limits, number: int) -> tuple[int, ...]:
     """Return the blocks per pool for --num-gpu-blocks-override: `number` in each pool whose caches grow with the
-    sequence; in the others too, but no more than running requests fill.
+    sequence; in the others too, but no more than the states of running requests fill.
     """
-    grows = _grows(layout)
-    return tuple(number if grows[p] else min(number, most) for p, most in enumerate(max_blocks(layout, limits)))
+    states = (1 + limits.max_num_seqs * len(groups) for groups in layout.groups_by_pool)
+    return tuple(number if grows else min(number, most) for grows, most in zip(_grows(layout), states))
 
 
 def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -48,9 +48,9 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
         seqs = _largest(1, limits.max_num_seqs, lambda seqs: left(longest.blocks(seqs, 1)) >= 0)
         pages = _largest(1, longest.pages, lambda pages: left(longest.blocks(seqs, pages)) >= 0)
         blocks = longest.blocks(seqs, pages)
-        sequences = left(blocks) // sum(number * size for number, size in zip(longest.in_use, block_bytes))
-        blocks = tuple(number + sequences * each for number, each in zip(blocks, longest.in_use))
-    most = max(range(len(blocks)), key=longest.in_use.__getitem__)
+        sequences = left(blocks) // sum(number * size for number, size in zip(longest.cached, block_bytes))
+        blocks = tuple(number + sequences * each for number, each in zip(blocks, longest.cached))
+    most = max(range(len(blocks)), key=longest.cached.__getitem__)
     rest = max(left(blocks), 0) // block_bytes[most]
     return tuple(number + rest * (pool == most) for pool, number in enumerate(blocks))
 
@@ -62,7 +62,6 @@ class _Demand:
         self._rules, self._num_pools = group_rules(layout), len(layout.pools)
         self._step_tokens = limits.max_num_batched_tokens
         self.pages = _pages(limits)
-        self.in_use = tuple(two - one for one, two in zip(self.blocks(1, 0), self.blocks(2, self.pages)))
 
     def blocks(self, seqs: int, pages: int, first: int | None = None) -> tuple[int, ...]:
         """Return the blocks per pool for one sequence of `first` pages, by default the longest, that fills a step, for
@@ -74,11 +73,24 @@ class _Demand:
             needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, 1)
         return tuple(needed)
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The blocks per pool that the longest sequence takes in the prefix cache."""
+        needed = [0] * self._num_pools
+        for rule in self._rules:
+            needed[rule.pool] += rule.cached_blocks(self.pages)
+        return tuple(needed)
+
 
 def _blocks_per_sequence(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
-    """Return the blocks per pool of a sequence of `max_model_len` tokens, with all pages, also those before windows."""
+    """Return the blocks per pool of a sequence of `max_model_len` tokens: all pages, also those before windows, or a
+    state and its snapshots.
+    """
     pages = _pages(limits)
-    return tuple(len(groups) * (pages if grows else 1) for groups, grows in zip(layout.groups_by_pool, _grows(layout)))
+    state = 1 + pages // layout.snapshot_pages
+    return tuple(
+        len(groups) * (pages if grows else state) for groups, grows in zip(layout.groups_by_pool, _grows(layout))
+    )
 
 
 def _grows(layout: KvLayout) -> tuple[bool, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Mixer, ModelSpec
@@ -86,6 +87,10 @@ class KvGroup:
         return self.windows or (window,) * len(self.layers)
 
 
+SNAPSHOT_TOKENS: Final = 1024
+"""Default of KvLayout.snapshot_tokens. A prompt chunk ends at each snapshot, and a snapshot takes a block."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """Blocks of one size, which several groups may share."""
@@ -101,11 +106,17 @@ class KvLayout:
 
     groups: tuple[KvGroup, ...]
     block_size: int
+    snapshot_tokens: int = SNAPSHOT_TOKENS  # tokens between two snapshots of recurrent state, in whole pages
 
     def __post_init__(self) -> None:
         kinds = {(group.pool, block_kind(group.spec)) for group in self.groups}
         if sorted(pool for pool, _ in kinds) != list(range(len(kinds))):
             raise ValueError(f"every pool needs caches of one kind, the pools are {sorted(kinds, key=str)}")
+
+    @property
+    def snapshot_pages(self) -> int:
+        """Pages between two snapshots of recurrent state."""
+        return max(1, self.snapshot_tokens // self.block_size)
 
     @cached_property
     def views(self) -> tuple[tuple[int, int | None], ...]:

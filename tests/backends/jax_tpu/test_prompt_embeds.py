@@ -69,7 +69,7 @@ def test_bundles_with_prompt_embeds_are_refused(tmp_path: Path) -> None:
 def load_jax(embeds: bool) -> StepProgramSet:
     spec = SPECS["scaled"]
     backend = create(make_options(spec, limits=LIMITS, prompt_embeds=embeds))
-    return backend._program_set(BLOCKS)
+    return backend._program_set((BLOCKS,))
 
 
 def test_nothing_is_compiled_while_serving() -> None:

@@ -85,7 +85,7 @@ def test_two_shards_equal_one(tensor: int) -> None:
 
 def test_shards_exchange_their_tokens_and_nothing_else() -> None:
     """Compiled step programs exchange sampled tokens between shards, never logits, pages or hidden states."""
-    program_set = make(2)._program_set(BLOCKS)
+    program_set = make(2)._program_set((BLOCKS,))
     step = next(key for key in program_set if isinstance(key, Forward))
     assert exchanged(program_set.lower(step).compile().as_text()) == []
     edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]

@@ -7,18 +7,18 @@ import pytest
 from fakes import blocks_of, full_layout, hybrid_layout, state_layout
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
-from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit
-from pagoda.common.engine.kv_cache.rules import WindowRule
+from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit, WindowRule
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, LatentCache, WindowCache
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.sampling import SamplingRules
 
 
-def manager(layout: KvLayout | None = None, num_blocks: int = 33, **settings) -> KvManager:
+def manager(layout: KvLayout | None = None, num_blocks: int | tuple[int, ...] = 33, **settings) -> KvManager:
     defaults = {"max_num_seqs": 4, "max_model_len": 64, "max_step_tokens": 64}
     layout = layout or full_layout()
-    return KvManager(layout, blocks_of(layout, num_blocks), **(defaults | settings))
+    blocks = blocks_of(layout, num_blocks) if isinstance(num_blocks, int) else num_blocks
+    return KvManager(layout, blocks, **(defaults | settings))
 
 
 def request(prompt: list[int] | int, max_tokens: int = 4, **settings) -> Request:
@@ -258,7 +258,7 @@ class TestWindow:
         kv.pools[0].allocate(4)
         kv.pools[0].allocate(6)
         hit = kv.find_prefix(request(20))
-        assert hit == PrefixHit(4, ([1], [5]))
+        assert hit == PrefixHit(4, ([1], [5]), (0, 0))
 
     def test_a_hit_with_a_page_that_is_not_cached_is_an_error(self, monkeypatch: pytest.MonkeyPatch):
         kv = manager(hybrid_layout(window=6))
@@ -284,8 +284,8 @@ class TestWindow:
         assert kv.pools[0].num_free == 6
 
 
-def test_state_is_one_block_and_never_shared():
-    kv = manager(state_layout())
+def test_state_is_one_block_and_is_not_shared_without_a_snapshot():
+    kv = manager(state_layout(snapshot_tokens=64))
     r = request(16)
     admit(kv, r)
     assert tables(r) == [[1], [1, 2, 3, 4]]
@@ -293,6 +293,77 @@ def test_state_is_one_block_and_never_shared():
     assert tables(r) == [[1], [1, 2, 3, 4, 5]]
     assert kv.tables(np.array([0], np.int32), 17)[0].tolist() == [[1, 0, 0, 0, 0]]
     assert kv.find_prefix(request(16)).num_tokens == 0
+
+
+class TestState:
+    def start(self, num_states: int = 9) -> tuple[KvManager, Request]:
+        """A request in row 0 with 8 tokens computed and a snapshot after them."""
+        kv = manager(state_layout(snapshot_tokens=8), (num_states, 33))
+        r = request(16)
+        admit(kv, r, num_tokens=8)
+        kv.snapshot(r, 8)
+        return kv, r
+
+    def copies(self, kv: KvManager) -> list[list[int]]:
+        """Of the pool of states."""
+        copies = kv.take_copies()
+        return copies[0].tolist() if copies else []
+
+    def test_a_hit_copies_the_snapshot(self):
+        kv, _ = self.start()
+        assert self.copies(kv) == [[1, 2]]
+        assert kv.find_prefix(request(16)) == PrefixHit(8, ([], [1, 2]), (2, 0))
+        admit(kv, request(16), row=1)
+        assert self.copies(kv) == [[2, 3]]
+        assert self.copies(kv) == []
+        kv.pools[0].check_integrity()
+
+    def test_a_hit_before_the_snapshot_is_made_copies_the_state(self):
+        kv, _ = self.start()
+        admit(kv, request(16), row=1)
+        assert self.copies(kv) == [[1, 2], [1, 3]]
+
+    def test_a_snapshot_that_exists_is_not_made_again(self):
+        kv, r = self.start()
+        self.copies(kv)
+        kv.snapshot(r, 8)
+        assert self.copies(kv) == []
+
+    def test_no_snapshot_after_unknown_tokens(self):
+        kv, r = self.start()
+        self.copies(kv)
+        kv.snapshot(r, 24)
+        assert self.copies(kv) == []
+
+    def test_a_sequence_can_take_the_block_of_its_snapshot(self):
+        kv, _ = self.start(num_states=3)
+        self.copies(kv)
+        admit(kv, request(16), row=1)
+        assert kv.tables(np.array([1], np.int32), 16)[0].tolist() == [[2, 0, 0, 0]]
+        assert self.copies(kv) == []
+
+    def test_a_snapshot_that_was_hit_is_evicted_last(self):
+        kv, r = self.start(num_states=5)
+        assert kv.allocate(r, 0, 8, 16)
+        kv.register(r, 16)
+        kv.snapshot(r, 16)
+        second = request(12)
+        assert admit(kv, second, row=1).num_tokens == 8
+        kv.free(second, 1)
+        for _ in range(2):
+            kv.pools[0].allocate()
+        assert kv.find_prefix(request(12)).num_tokens == 8
+        assert kv.find_prefix(request(20)).num_tokens == 8, "the snapshot after 16 tokens is gone"
+
+    def test_running_states_need_no_headroom(self):
+        kv = manager(state_layout(), (4, 33))
+        for row in range(2):
+            admit(kv, request([row] * 5), row=row)
+        third = request([2] * 5)
+        assert kv.admit(third, 2, kv.find_prefix(third), 5, headroom=2)
+        fourth = request([3] * 5)
+        assert not kv.admit(fourth, 3, kv.find_prefix(fourth), 5, headroom=0), "no state is free"
+        assert kv.usage() == (3, 3), "of the states, the fullest pool"
 
 
 def test_latent_pages_are_kept_like_full_ones():
