@@ -329,7 +329,10 @@ class KvManager:
         return True
 
     def _are_free(self, needed: list[int]) -> bool:
-        return all(number <= pool.num_free for number, pool in zip(needed, self.pools))
+        for number, pool in zip(needed, self.pools):  # noqa: SIM110 (all() takes twice as long)
+            if number > pool.num_free:
+                return False
+        return True
 
     def capacity(self, request: Request) -> int:
         """Return the tokens that fit the request's blocks."""
