@@ -32,7 +32,7 @@ class BackendModule(Protocol):
         ...
 
     @staticmethod
-    def check(options: BackendOptions) -> int | None:
+    def check(options: BackendOptions) -> tuple[int, ...] | None:
         """Return the number of KV blocks, None where it depends on the weights or on the device's memory.
 
         Raises ConfigError where `create` would. Keeps no device and joins no other rank.

@@ -14,7 +14,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult
@@ -129,16 +129,21 @@ class MemoryPlan:
 
     weights: int
     activations: int
-    kv_cache: int
-    num_blocks: int  # including block 0, the null block
+    num_blocks: tuple[int, ...]  # of each pool, including block 0, the null block
+    block_bytes: tuple[int, ...]  # of a block of each pool
     graphs: int = 0  # captured CUDA graphs
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of the KV cache."""
+        return sum(number * size for number, size in zip(self.num_blocks, self.block_bytes))
 
     def __str__(self) -> str:
         gib = 1 << 30
         graphs = f"graphs {self.graphs / gib:.2f} GiB, " if self.graphs else ""
         return (
             f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, {graphs}"
-            f"KV cache {self.kv_cache / gib:.2f} GiB in {self.num_blocks} blocks"
+            f"KV cache {self.kv_cache / gib:.2f} GiB in {per_pool(self.num_blocks)} blocks"
         )
 
 
@@ -180,8 +185,8 @@ class Backend(DeviceBackend, Protocol):
         """Return the KV cache that fits beside the loaded weights. Raises ConfigError with the missing bytes."""
         ...
 
-    def init_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache for `num_blocks` blocks."""
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """Allocate the KV cache for `num_blocks` blocks of each pool."""
         ...
 
     def execute(self, plan: StepPlan) -> PendingResult:

@@ -43,7 +43,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     device: str
     dtype: str
-    num_blocks: int = 0  # KV blocks, the null block included
+    num_blocks: int = 0  # KV blocks of all pools and copies, null blocks included
     memory: str
     phases: tuple[tuple[str, float], ...]  # start-up phases and their seconds, in order
     pooling: PoolingInfo | None = None  # None: the model generates

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
-from pagoda.common.models.caches import FullCache, StateCache, WindowCache
+from pagoda.common.models.caches import FullCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
@@ -49,8 +49,29 @@ def hybrid_layout(block_size: int = 4, window: int = 6) -> KvLayout:
     return KvLayout((KvGroup(FullCache(1, 8), (0,)), KvGroup(WindowCache(1, 8, window), (1,))), block_size)
 
 
-def state_layout(block_size: int = 4) -> KvLayout:
-    return KvLayout((KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,))), block_size)
+def state_layout(block_size: int = 4, snapshot_tokens: int = 8) -> KvLayout:
+    """Recurrent state, and a full cache."""
+    groups = KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)
+    return KvLayout(groups, block_size, snapshot_tokens)
+
+
+def mixed_layout(block_size: int = 4, snapshot_tokens: int = 4) -> KvLayout:
+    """Every kind of cache; two groups share a pool of states, and two a pool of K and V."""
+    kinds = {
+        WindowCache(1, 8, 6): [0, 1],
+        StateCache(64): [2, 3],
+        LatentCache(8, 4): [4],
+        FullCache(1, 8): [5],
+        StateCache(32): [6],
+    }
+    layout = layout_of(kinds, block_size)
+    second = KvGroup(StateCache(64), (7,), pool=1)
+    return KvLayout((*layout.groups, second), block_size, snapshot_tokens)
+
+
+def blocks_of(layout: KvLayout, number: int) -> tuple[int, ...]:
+    """That many blocks in every pool."""
+    return (number,) * len(layout.pools)
 
 
 def tiny_spec(*, vocab: int = 257, layers: int = 2, window: int | None = None) -> ModelSpec:
@@ -119,7 +140,7 @@ class FakeBackend:
         self,
         layout: KvLayout,
         *,
-        num_blocks: int = 64,
+        num_blocks: int | tuple[int, ...] = 64,  # a number: of each pool
         next_token: NextToken = counting,
         prefers_extents: bool = False,
         fail_at: int | None = None,
@@ -128,7 +149,7 @@ class FakeBackend:
         self.next_token = next_token
         self.capabilities = Capabilities("fake", "none", layout.block_size, prefers_extents)
         self.fail_at = fail_at
-        self.num_blocks = num_blocks
+        self.num_blocks = blocks_of(layout, num_blocks) if isinstance(num_blocks, int) else num_blocks
         self.plans: list[StepPlan] = []
         self.rows: dict[int, FakeRow] = {}
         self.closed = False
@@ -136,19 +157,20 @@ class FakeBackend:
         self.cache_away = False
         self.full = False
         """No memory is left on the device."""
-        self.init_cache(num_blocks)
+        self.init_cache(self.num_blocks)
 
     def load(self, weights: Iterable[Weight]) -> None:
         for _ in weights:
             pass
 
     def plan_memory(self) -> MemoryPlan:
-        return MemoryPlan(0, 0, self.num_blocks, self.num_blocks)
+        return MemoryPlan(0, 0, self.num_blocks, (1,) * len(self.num_blocks))
 
-    def init_cache(self, num_blocks: int) -> None:
-        """One store for all groups, as on a device: a block that two groups use at once is caught."""
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """One store for all groups of a pool, as on a device: a block that two groups use at once is caught."""
+        assert len(num_blocks) == len(self.layout.pools)
         self.num_blocks = num_blocks
-        self.slots = np.full((num_blocks, self.layout.block_size), EMPTY_SLOT, np.int64)
+        self.slots = [np.full((number, self.layout.block_size), EMPTY_SLOT, np.int64) for number in num_blocks]
 
     def warmup(self) -> None:
         pass
@@ -182,6 +204,7 @@ class FakeBackend:
         if plan.step == self.fail_at:
             raise RuntimeError("the device is gone")
         self._check_shape(plan)
+        self._copy_states(plan)
         for start in plan.starts:
             self._start(start)
         for index in range(plan.num_seqs):
@@ -208,6 +231,15 @@ class FakeBackend:
         for array in (plan.rows, plan.query_start, plan.context, plan.token_ids):
             assert array.dtype == np.int32
 
+    def _copy_states(self, plan: StepPlan) -> None:
+        assert len(plan.state_copies) in (0, len(self.layout.pools))
+        for pairs, slots in zip(plan.state_copies, self.slots):
+            assert pairs.dtype == np.int32
+            source, to = pairs.T
+            assert len(set(to.tolist())) == len(to), "a block has two contents"
+            assert pairs.size == 0 or 0 < pairs.min() <= pairs.max() < len(slots)
+            slots[to] = slots[source]
+
     def _start(self, start: RowStart) -> None:
         assert 0 < start.num_prompt <= len(start.token_ids)
         self.rows[start.row] = FakeRow(start.token_ids.tolist(), start.num_prompt, start.rules)
@@ -231,16 +263,16 @@ class FakeBackend:
                 if isinstance(group.spec, StateCache):
                     continue
                 block = int(table[index, position // size])
-                assert 0 < block < self.num_blocks, "a token is written into no block"
-                self.slots[block, position % size] = row.digest(position)
+                assert 0 < block < self.num_blocks[group.pool], "a token is written into no block"
+                self.slots[group.pool][block, position % size] = row.digest(position)
         for group, table in zip(self.layout.groups, plan.block_tables):
             if isinstance(group.spec, StateCache):
-                self._advance_state(int(table[index, 0]), row, first, first + len(ids))
+                self._advance_state(self.slots[group.pool], int(table[index, 0]), row, first, first + len(ids))
                 assert not table[index, 1:].any(), "a state is one block"
 
-    def _advance_state(self, block: int, row: FakeRow, first: int, end: int) -> None:
-        assert first == 0 or self.slots[block, 0] == row.digest(first - 1), "the state is not that of the context"
-        self.slots[block, 0] = row.digest(end - 1)
+    def _advance_state(self, slots: np.ndarray, block: int, row: FakeRow, first: int, end: int) -> None:
+        assert first == 0 or slots[block, 0] == row.digest(first - 1), "the state is not that of the context"
+        slots[block, 0] = row.digest(end - 1)
 
     def _read(self, plan: StepPlan, index: int) -> None:
         """Every slot that any token of this step sees holds the digest of the true history."""
@@ -254,7 +286,7 @@ class FakeBackend:
             for position in range(oldest, end):
                 block = int(table[index, position // size])
                 assert block != NULL_BLOCK, f"position {position} is visible but has no block"
-                assert self.slots[block, position % size] == row.digest(position), (
+                assert self.slots[group.pool][block, position % size] == row.digest(position), (
                     f"step {plan.step}, row {plan.rows[index]}: block {block} does not hold position {position}"
                 )
             used = -(-end // size)

@@ -47,6 +47,7 @@ from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
+from pagoda.common.engine.kv_cache.sizing import stated_blocks
 from pagoda.common.engine.pending import FetchLogprobs, PendingShardSteps, PendingStep, PromptScores, score_prompts
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import Int32, StepPlan
@@ -104,8 +105,9 @@ class JaxBackend:
         self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
         self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
         if bundle is not None:
-            bundle.check(self._program_set(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
-            self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
+            stated = cache.num_gpu_blocks_override
+            blocks = bundle.num_blocks if stated is None else stated_blocks(model.layout, limits, stated)
+            bundle.check(self._program_set(blocks), limits)
         self._leaves: Leaves = ()
         self._caches: Caches = ()
         self._programs: CompiledPrograms[StepProgramSet, Key] | None = None
@@ -134,15 +136,16 @@ class JaxBackend:
 
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit in each shard. Raise ConfigError if there are too few."""
-        return plan_memory(self.model, self.limits, self.cache_config)
+        compiled_for = None if self._bundle is None else self._bundle.num_blocks
+        return plan_memory(self.model, self.limits, self.cache_config, num_blocks=compiled_for)
 
-    def init_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache of `num_blocks` blocks per shard on the devices."""
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """Allocate the KV cache of `num_blocks` blocks of each pool per shard on the devices."""
         self._programs = CompiledPrograms(self._program_set(num_blocks), strict=self.strict, cache=self._compile_cache)
         self._sampler = JaxSampler(self._programs, self.model.shards * self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
 
-    def _program_set(self, num_blocks: int) -> StepProgramSet:
+    def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
         shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
         return StepProgramSet(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode, self._prompt_embeds)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded, make_batch
-from pagoda.backends.reference.memory import LayerCache, allocate, plan_memory
+from pagoda.backends.reference.memory import LayerCache, allocate, array_shapes, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
@@ -26,8 +26,13 @@ CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZ
 
 
 def create(options: BackendOptions) -> ReferenceBackend:
-    """Return a backend without weights. Raises ConfigError for a KV cache of another dtype than the activations."""
+    """Return a backend without weights.
+
+    Raises ConfigError for a KV cache of another dtype than the activations, ModelError for an unknown kind of cache.
+    """
     options.cache.check_scales()
+    for group in options.layout.groups:
+        array_shapes(group.spec)
     if options.cache.cache_dtype != "auto":
         raise ConfigError(
             "--kv-cache-dtype",
@@ -36,8 +41,8 @@ def create(options: BackendOptions) -> ReferenceBackend:
     return ReferenceBackend(options)
 
 
-def check(options: BackendOptions) -> int | None:
-    """Return the number of KV blocks, None unless settings state it. Raises ConfigError where `create` would."""
+def check(options: BackendOptions) -> tuple[int, ...] | None:
+    """Return the KV blocks of each pool, None unless settings state them. Raises ConfigError where `create` would."""
     backend = create(options)
     backend.close()
     return backend.plan_memory(weights=0).num_blocks if backend.cache_config.has_explicit_size else None
@@ -76,7 +81,7 @@ class ReferenceBackend:
             weights = self._decoder.params.num_bytes
         return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
 
-    def init_cache(self, num_blocks: int) -> None:
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
 
     def warmup(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from operator import lt, mul
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,8 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
+from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
@@ -33,23 +35,24 @@ def plan_memory(
     spec: ModelSpec, limits: Limits, layout: KvLayout, config: CacheConfig, numerics: Numerics, weights: int
 ) -> MemoryPlan:
     """Return bytes and blocks. `weights`: loaded bytes. Raises ConfigError with the missing bytes."""
-    block = layout.block_elements * numerics.compute.itemsize
-    max_blocks = 1 + limits.max_num_seqs * len(layout.groups) * -(-limits.max_model_len // layout.block_size)
+    block = tuple(pool.block_elements * numerics.compute.itemsize for pool in layout.pools)
     if config.num_gpu_blocks_override is not None:
-        num_blocks = config.num_gpu_blocks_override
+        num_blocks = stated_blocks(layout, limits, config.num_gpu_blocks_override)
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block
+        num_blocks = split_bytes(layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        num_blocks = min(max_blocks, min(DEFAULT_KV_BYTES, int(available_bytes() * _SHARE_OF_AVAILABLE)) // block)
-    if num_blocks < 1 + len(layout.groups):
+        room = min(DEFAULT_KV_BYTES, int(available_bytes() * _SHARE_OF_AVAILABLE))
+        num_blocks = tuple(map(min, max_blocks(layout, limits), split_bytes(layout, limits, block, room)))
+    least = min_blocks(layout)
+    if any(map(lt, num_blocks, least)):
         raise ConfigError(
             "--kv-cache-memory-bytes",
-            f"{num_blocks} KV blocks of {block} bytes leave no room for a request; allow at least "
-            f"{(1 + len(layout.groups)) * block} bytes",
+            f"{per_pool(num_blocks)} KV blocks of {per_pool(block)} bytes leave no room for a request; allow at least "
+            f"{sum(map(mul, least, block))} bytes",
         )
     widest = max(spec.vocab, 4 * spec.width)
     activations = limits.max_num_seqs * spec.vocab * 4 + limits.max_num_batched_tokens * widest // 8
-    return MemoryPlan(weights=weights, activations=activations, kv_cache=num_blocks * block, num_blocks=num_blocks)
+    return MemoryPlan(weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block)
 
 
 def available_bytes() -> int:
@@ -75,17 +78,16 @@ class LayerCache:
     view: int
 
 
-def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
-    """Return layer index -> cache. Layer j of every group shares array j if the shapes agree."""
-    slots = num_blocks * layout.block_size
-    arrays: dict[tuple[int, ArrayShapes], tuple[Tensor, ...]] = {}
+def allocate(layout: KvLayout, num_blocks: tuple[int, ...], dtype: torch.dtype) -> dict[int, LayerCache]:
+    """Return layer index -> cache. Layer j of every group of a pool shares array j of the pool."""
+    arrays: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     caches: dict[int, LayerCache] = {}
     for number, group in enumerate(layout.groups):
-        shapes = array_shapes(group.spec)
+        slots = num_blocks[group.pool] * layout.pools[group.pool].block_tokens
         for index, (layer, window) in enumerate(zip(group.layers, group.seen)):
-            key = (index, shapes)
+            key = (group.pool, index)
             if key not in arrays:
-                arrays[key] = tuple(_zeros((heads, slots, dim), dtype) for heads, dim in shapes)
+                arrays[key] = tuple(_zeros((heads, slots, dim), dtype) for heads, dim in array_shapes(group.spec))
             caches[layer] = LayerCache(arrays[key], layout.views.index((number, window)))
     return caches
 

@@ -23,15 +23,16 @@ from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_strea
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
 from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, calibrate_kv_scales, load_model
 from pagoda.backends.torch_cuda.memory.arena import Storage
-from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
+from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype, head_shape
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, comm_of
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, RankShard, comm_of
 from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.attention import AUTO
+from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.pending import PendingStep
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan
@@ -76,6 +77,8 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
     check_attention_only(spec, "torch_cuda")
     ranks.check(spec, options.parallel.tensor)
+    for group in layout.groups:
+        head_shape(group.spec, RankShard())
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
     if device is None:
@@ -139,15 +142,15 @@ class TorchCudaBackend:
         else:
             usage = cpu_usage(weight_bytes, config.limits, config.layout, block)
         plan = plan_blocks(usage, config.limits, config.layout, config.cache, block)
-        logger.info("Memory %s, KV cache %.2f in %d blocks", usage, plan.kv_cache / GIB, plan.num_blocks)
+        logger.info("Memory %s, KV cache %.2f in %s blocks", usage, plan.kv_cache / GIB, per_pool(plan.num_blocks))
         return plan
 
     def _measured_usage(self, weight_bytes: int) -> MemoryUsage:
-        """Run the largest steps over a temporary cache that has only the null block."""
-        device = self.config.device
+        """Run the largest steps over a temporary cache that has only null blocks."""
+        device, null_blocks = self.config.device, (1,) * len(self.config.layout.pools)
         with self._stream.running():
             return measure(
-                lambda: self._make_runner(1, Storage(device).empty),
+                lambda: self._make_runner(null_blocks, Storage(device).empty),
                 device,
                 self.config.cache,
                 weight_bytes,
@@ -155,8 +158,8 @@ class TorchCudaBackend:
                 outside_torch=self._weights.num_bytes,
             )
 
-    def init_cache(self, num_blocks: int) -> None:
-        """Allocate `num_blocks` blocks of K and V, and calibrate their scales if --calculate-kv-scales.
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """Allocate `num_blocks` blocks of K and V in each pool, and calibrate their scales if --calculate-kv-scales.
 
         Raise ConfigError if memory for an explicitly configured number of blocks is missing.
         """
@@ -170,7 +173,7 @@ class TorchCudaBackend:
                 parts, max_len = self._runner.programs.parts, config.limits.max_model_len
                 calibrate_kv_scales(parts.decoder, parts.caches, config.layout, max_len=max_len, tile=config.query_tile)
 
-    def _make_runner(self, num_blocks: int, empty: Empty) -> Runner:
+    def _make_runner(self, num_blocks: tuple[int, ...], empty: Empty) -> Runner:
         config, model = self.config, self._model
         assert model is not None, "load comes before init_cache"
         caches = allocate(config.layout, num_blocks, config.kv_dtype, config.shard, empty)

@@ -134,7 +134,8 @@ def calibrate_kv_scales(
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    plain = allocate(layout, 1 + groups * pages, decoder.embed.table.dtype, build.shard, zeros)
+    num_blocks = (1 + groups * pages,) * len(layout.pools)
+    plain = allocate(layout, num_blocks, decoder.embed.table.dtype, build.shard, zeros)
     ids = np.random.default_rng(0).integers(decoder.spec.vocab, size=tokens, dtype=np.int32)
     decoder.hidden(_one_sequence(ids, blocks, layout.block_size, tile, device), plain)
     for layer, cache in caches.items():

@@ -33,7 +33,7 @@ def make_scheduler(running: int) -> Scheduler:
     )
     kv = KvManager(
         KvLayout((KvGroup(FullCache(3, 64), (0,)),), BLOCK_SIZE),
-        BLOCKS,
+        (BLOCKS,),
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_step_tokens=limits.max_num_batched_tokens,

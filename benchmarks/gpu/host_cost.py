@@ -48,7 +48,7 @@ def small_backend(context: int) -> TorchCudaBackend:
     options = BackendOptions(spec=spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32")
     backend = create(options, device)
     backend.load((each.name, np.zeros(each.shape, np.float32)) for each in params(spec).values())
-    backend.init_cache(64)
+    backend.init_cache((64,))
     return backend
 
 

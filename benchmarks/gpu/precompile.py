@@ -141,7 +141,7 @@ def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: 
     CudaSampler._send = send  # type: ignore[method-assign]
     backend._stream = AbsentStream(backend.config.device)
     backend.load((each.name, np.empty(each.shape, np.float32)) for each in params(spec).values())
-    backend.init_cache(2)
+    backend.init_cache((2,) * len(options.layout.pools))
     backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU
     backend.warmup()
     backend.close()

@@ -58,9 +58,9 @@ class InstantBackend:
 
     def plan_memory(self) -> MemoryPlan:
         """Room for everything."""
-        return MemoryPlan(0, 0, 0, BLOCKS)
+        return MemoryPlan(0, 0, (BLOCKS,), (0,))
 
-    def init_cache(self, num_blocks: int) -> None:
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocates nothing."""
 
     def warmup(self) -> None:

@@ -83,7 +83,7 @@ def program_set_for(args: argparse.Namespace) -> StepProgramSet:
         block_size=128,
     )
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
-    return StepProgramSet(model, StepShapes.of(limits, 1, factor=2 if on_tpu else 4), 1024, limits.max_num_seqs)
+    return StepProgramSet(model, StepShapes.of(limits, 1, factor=2 if on_tpu else 4), (1024,), limits.max_num_seqs)
 
 
 if __name__ == "__main__":

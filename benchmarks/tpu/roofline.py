@@ -46,7 +46,7 @@ from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout, per_pool
 from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import ChipInfo
@@ -120,7 +120,7 @@ def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str,
     blocks = plan_blocks(model, target, limits, CacheConfig(), stated=True)
     program_set = StepProgramSet(model, StepShapes.of(limits, 1), blocks, limits.max_num_seqs)
     keys = [Forward(shape) for shape in chosen(program_set.shapes, everything=everything)]
-    print(f"\n{case.size} on {case.devices} x {target.name}, {blocks} blocks of {PAGE} tokens")
+    print(f"\n{case.size} on {case.devices} x {target.name}, {per_pool(blocks)} blocks of {PAGE} tokens")
     print(
         f"{'program':<34}{'XLA cycles':>12}{'kernel cycles':>15}{'GB':>8}{'TFLOP':>8}{'us':>9}{'roofline us':>13}"
         f"{'share':>7}  bound by"

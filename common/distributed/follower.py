@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, cast
 
 from pagoda.common.backend import (
@@ -13,7 +14,7 @@ from pagoda.common.backend import (
     PendingShards,
     ShardedBackend,
 )
-from pagoda.common.distributed.leader import RankBackend, current_error, with_blocks
+from pagoda.common.distributed.leader import RankBackend, current_error
 from pagoda.common.distributed.messages import (
     AgreedBlocks,
     BlockCount,
@@ -52,7 +53,7 @@ class FollowingBackend(RankBackend):
         """Return the plan that all hosts agreed on. Raises EngineDeadError."""
         plan = self._backend.plan_memory()
         self._leader.send(BlockCount(plan.num_blocks))
-        return with_blocks(plan, self._leader.expect(AgreedBlocks).num_blocks)
+        return replace(plan, num_blocks=self._leader.expect(AgreedBlocks).num_blocks)
 
     def warmup(self) -> None:
         """Warm up, and report it to the leader."""

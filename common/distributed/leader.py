@@ -38,6 +38,7 @@ from pagoda.common.distributed.messages import (
     encode,
 )
 from pagoda.common.engine.core import KV_CACHE, WEIGHTS
+from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, ModelError, PagodaError
 
@@ -111,7 +112,7 @@ class RankBackend:
         """Load this host's shard. Every host reads the weights itself."""
         self._backend.load(weights)
 
-    def init_cache(self, num_blocks: int) -> None:
+    def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate this host's KV blocks."""
         self._backend.init_cache(num_blocks)
 
@@ -150,10 +151,12 @@ class LeadingBackend(RankBackend):
         with self._failure.as_cause(self._grace):
             plan = self._backend.plan_memory()
         counts = {peer.name: self._expect(peer, BlockCount).num_blocks for peer in self._followers}
-        tightest = min(counts, key=counts.__getitem__)
-        if counts[tightest] < plan.num_blocks:
-            logger.info("%s can hold %d KV blocks, %s %d", tightest, counts[tightest], self._name, plan.num_blocks)
-            plan = with_blocks(plan, counts[tightest])
+        for name, count in counts.items():
+            agreed = tuple(map(min, count, plan.num_blocks))
+            if agreed != plan.num_blocks:
+                held, own = per_pool(count), per_pool(plan.num_blocks)
+                logger.info("%s can hold %s KV blocks, %s %s", name, held, self._name, own)
+                plan = replace(plan, num_blocks=agreed)
         self._broadcast(AgreedBlocks(plan.num_blocks))
         return plan
 
@@ -266,8 +269,3 @@ def current_error() -> str:
     if error is None:
         return ""
     return str(error) if isinstance(error, PagodaError | MemoryError) else f"{type(error).__name__}: {error}"
-
-
-def with_blocks(plan: MemoryPlan, num_blocks: int) -> MemoryPlan:
-    """Return the plan with another number of KV blocks."""
-    return replace(plan, num_blocks=num_blocks, kv_cache=plan.kv_cache // plan.num_blocks * num_blocks)

@@ -159,7 +159,7 @@ def _shown(value: str) -> str:
     return value[:200] or "nothing"
 
 
-WIRE_VERSION: Final = 4  # increment with every change to the messages below
+WIRE_VERSION: Final = 5  # increment with every change to the messages below
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -178,13 +178,13 @@ class Verdict(msgspec.Struct, tag="verdict", frozen=True):
 class BlockCount(msgspec.Struct, tag="room", frozen=True):
     """Number of KV blocks that fit on a host beside its loaded weights."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]  # of each pool
 
 
 class AgreedBlocks(msgspec.Struct, tag="agreed", frozen=True):
     """Host 0's answer: number of KV blocks that fit on every host."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]  # of each pool
 
 
 class WarmedUp(msgspec.Struct, tag="warm", frozen=True):

@@ -215,7 +215,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; running requests keep their blocks. Always returns True."""
         for kv in self._kv_managers:
-            kv.pool.clear_cache()
+            kv.clear_cache()
         return True
 
     def check_integrity(self) -> None:
@@ -227,11 +227,11 @@ def generation_core(
     backend: Backend,
     layout: KvLayout,
     limits: Limits,
-    num_blocks: int,
+    num_blocks: tuple[int, ...],
     make_scheduler: MakeScheduler = Scheduler,
     structured: Structured | None = None,
 ) -> EngineCore:
-    """Return the engine of a generating model. `num_blocks`: KV blocks, the null block included.
+    """Return the engine of a generating model. `num_blocks`: KV blocks of each pool, the null block included.
 
     Raises ConfigError if block sizes differ.
     """
@@ -239,8 +239,10 @@ def generation_core(
     return EngineCore(backend.execute, make_scheduler(limits, kv), limits, kv_managers=(kv,), structured=structured)
 
 
-def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int) -> KvManager:
-    """Return a manager of `num_blocks` blocks (block 0 is the null block). Raises ConfigError if block sizes differ."""
+def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: tuple[int, ...]) -> KvManager:
+    """Return a manager of `num_blocks` blocks per pool (block 0 is the null block). Raises ConfigError if block sizes
+    differ.
+    """
     if layout.block_size != limits.block_size:
         raise ConfigError("--block-size", f"{limits.block_size} differs from the cache layout's {layout.block_size}")
     return KvManager(

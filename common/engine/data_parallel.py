@@ -110,7 +110,7 @@ def sharded_core(
     backend: ShardedBackend,
     layout: KvLayout,
     limits: Limits,
-    num_blocks: int,
+    num_blocks: tuple[int, ...],
     num_shards: int,
     make_scheduler: MakeScheduler = Scheduler,
     structured: Structured | None = None,

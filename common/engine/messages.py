@@ -88,8 +88,8 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0  # of the fullest pool of KV blocks, the one that limits admission
+    kv_blocks_total: int = 0  # of the same pool, without its null block
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens served from the cache
     preemptions: int = 0

@@ -20,6 +20,7 @@ import numpy as np
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.request import (
     FINISHED,
@@ -109,8 +110,8 @@ class Scheduler:
         if not self.kv.fits(num_prompt + 1):
             raise RequestError(
                 "prompt",
-                f"{num_prompt} tokens do not fit the KV cache of {self.kv.pool.num_blocks - 1} blocks "
-                f"of {self.kv.block_size} tokens",
+                f"{num_prompt} tokens do not fit the KV cache of "
+                f"{per_pool(pool.num_blocks - 1 for pool in self.kv.pools)} blocks of {self.kv.block_size} tokens",
             )
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -128,11 +129,11 @@ class Scheduler:
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot of the counters."""
-        total = self.kv.pool.num_blocks - 1
+        used, total = self.kv.usage()
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            kv_blocks_used=total - self.kv.pool.num_free,
+            kv_blocks_used=used,
             kv_blocks_total=total,
             prefix_queries=self._queries,
             prefix_hits=self._hits,
@@ -150,6 +151,8 @@ class Scheduler:
             return None
         preemptions = self._preemptions
         budget = self._budget_running()
+        if self.kv.snapshot_tokens:
+            self._snapshot(budget)
         self._register_chunks(budget)
         starts: list[RowStart] = []
         if len(self.waiting) and self._preemptions == preemptions:
@@ -162,7 +165,7 @@ class Scheduler:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
         while True:
             rows = self._running_rows()
-            budget = split_budget(self._batch, rows, self.limits, self._blocked(rows))
+            budget = split_budget(self._batch, rows, self.limits, self._blocked(rows), self.kv.snapshot_tokens)
             end = self._batch.computed[budget.rows] + budget.tokens
             short = np.flatnonzero(end > self._batch.capacity[budget.rows])
             if all(self._ensure_blocks(int(budget.rows[i]), int(end[i])) for i in short):
@@ -204,6 +207,12 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         self.waiting.push_front(victim)
 
+    def _snapshot(self, budget: TokenBudget) -> None:
+        """Put the recurrent state of rows at a border of snapshots into the prefix cache, before it is replaced."""
+        computed = self._batch.computed[budget.rows]
+        for i in np.flatnonzero(computed % self.kv.snapshot_tokens == 0):
+            self.kv.snapshot(self._batch.request_at(int(budget.rows[i])), int(computed[i]))
+
     def _register_chunks(self, budget: TokenBudget) -> None:
         """Enter the pages that prompt chunks fill in this step into the prefix cache; no preemption follows."""
         for i in np.flatnonzero(budget.tokens > 1):
@@ -243,9 +252,10 @@ class Scheduler:
         if request.resumes_at > self._steps - len(self._in_flight):
             return 0
         hit = self.kv.find_prefix(request)
-        count = first_chunk(request.num_known - hit.num_tokens, left, self.limits)
+        count = first_chunk(request.num_known - hit.num_tokens, left, self.limits, self.kv.snapshot_tokens)
         row, end = self._batch.next_free(), hit.num_tokens + count
-        # Leave one block per running request: without it the new request would soon be preempted, or preempt others.
+        # Leave one block per running request where they grow: without it the new request would soon be preempted, or
+        # preempt others.
         if not count or not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
             return 0
         request.tokens = request.known_tokens()
@@ -281,6 +291,7 @@ class Scheduler:
             token_ids=batch.token_ids(rows, counts, query_start, samples),
             block_tables=self.kv.tables(rows, int(end.max())),
             samples=samples,
+            state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
             masks=token_masks(batch, rows, samples) if self._num_masked else None,
             embeds=batch.embeds(rows, counts) if self._num_embedded else None,
         )
@@ -336,15 +347,17 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless rows, requests and blocks add up."""
-        self.kv.pool.check_integrity()
+        for pool in self.kv.pools:
+            pool.check_integrity()
         if self._batch.num_free + len(self.running) != self.limits.max_num_seqs:
             raise RuntimeError(f"{self._batch.num_free} rows are free with {len(self.running)} requests running")
         if len(self.running) + len(self.waiting) != len(self._requests):
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
-        if not self.running and self.kv.pool.num_free != self.kv.pool.num_blocks - 1:
-            raise RuntimeError(f"nothing runs, yet only {self.kv.pool.num_free} blocks are free")
+        for pool in self.kv.pools:
+            if not self.running and pool.num_free != pool.num_blocks - 1:
+                raise RuntimeError(f"nothing runs, yet only {pool.num_free} blocks are free")
 
 
 def _rank(request: Request) -> tuple[float, ...]:
@@ -362,10 +375,12 @@ class TokenBudget:
     tokens: Int32  # [n], all positive
 
 
-def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, blocked: list[int]) -> TokenBudget:
+def split_budget(
+    batch: RunningBatch, rows: Int32, limits: Limits, blocked: list[int], max_chunk: int = 0
+) -> TokenBudget:
     """Give one token to every row that wants one, then chunks in the order of `rows` until the budget is spent.
 
-    `blocked`: indices in `rows` that get nothing in this step.
+    `blocked`: indices in `rows` that get nothing in this step. `max_chunk`: chunks end at multiples of it; 0: anywhere.
     """
     total = batch.total[rows]
     want = (total - batch.computed[rows]) * (total < batch.limit[rows])
@@ -376,6 +391,8 @@ def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, blocked: list
     want = want[want > 1]
     if limits.long_prefill_token_threshold:
         want = np.minimum(want, limits.long_prefill_token_threshold)
+    if max_chunk:
+        want = np.minimum(want, max_chunk - batch.computed[longer] % max_chunk)
     left = limits.max_num_batched_tokens - len(single) - (np.cumsum(want) - want)
     tokens = np.clip(left, 0, want)
     return decode_first(
@@ -384,11 +401,14 @@ def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, blocked: list
     )
 
 
-def first_chunk(want: int, left: int, limits: Limits) -> int:
-    """Return how many of `want` tokens a request computes in its first step, with `left` available; 0: it must wait."""
+def first_chunk(want: int, left: int, limits: Limits, max_chunk: int = 0) -> int:
+    """Return how many of `want` tokens a request computes in its first step, with `left` available; 0: it must wait.
+
+    `max_chunk`: most tokens of a chunk; 0: any number. A cached prefix ends at a multiple of it.
+    """
     if not limits.chunked_prefill:
         return want if want <= left else 0
-    return min(want, left, limits.long_prefill_token_threshold or want)
+    return min(want, left, limits.long_prefill_token_threshold or want, max_chunk or want)
 
 
 def decode_first(rows: Int32, tokens: Int32) -> TokenBudget:

@@ -61,6 +61,10 @@ class StepPlan:
     Their K and V are written through block_tables, then each token attends to positions <= its own. A backend must
     write the K and V of *all* sequences of a layer before any of them attends: a sequence may share blocks that
     another sequence fills in the same step.
+
+    The block of recurrent state of a sequence holds the state after `context` tokens and is replaced by the state after
+    the step; with a context of 0 the state is zero, whatever the block holds. `state_copies` are made first: all
+    sources are read before a destination is written.
     """
 
     step: int
@@ -71,6 +75,7 @@ class StepPlan:
     token_ids: Int32  # [T] PREVIOUS where the host does not know the id yet, EMBEDDED where `embeds` has a row
     block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
+    state_copies: tuple[Int32, ...] = ()  # (source, destination) blocks [n, 2] of each pool; () without copies
     masks: TokenMasks | None = None  # of sequences that sample under a grammar; the others may sample any token
     embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
 

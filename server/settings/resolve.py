@@ -35,7 +35,6 @@ from pagoda.common.config.groups.model import PRE_QUANTIZED
 from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.caches import StateCache
 from pagoda.common.models.family import Family
 from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config, without_windows
 from pagoda.common.models.shapes import params
@@ -242,7 +241,6 @@ def _model_limits(spec: ModelSpec) -> ModelLimits:
     return ModelLimits(
         spec.max_positions,
         extensible=spec.embedding.positions is None,
-        prefix_caching=not any(isinstance(cache, StateCache) for cache in spec.caches),
         pools=spec.pooler is not None,
     )
 

@@ -42,7 +42,8 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
-from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.kv_cache.sizing import stated_blocks
+from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.structured_output.compiler import Structured
@@ -217,7 +218,7 @@ def assemble(
                 backend.load(weights)
         with phases("allocate KV cache"):
             memory = backend.plan_memory()
-            num_blocks = config.cache.num_gpu_blocks_override or memory.num_blocks
+            num_blocks = memory.num_blocks
             limits = _fit(config, resolved.limits, resolved.layout, num_blocks)
             backend.init_cache(num_blocks)
         with phases("warm up"):
@@ -232,7 +233,7 @@ def assemble(
         limits,
         phases,
         sampling_defaults=dict(resolved.generation.sampling),
-        num_blocks=copies * num_blocks,
+        num_blocks=copies * sum(num_blocks),
         memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )
@@ -278,7 +279,8 @@ def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, BackendOptio
     make_scheduler = scheduler_of(config)
     options = backend_options(resolved, sampler_options(config))
     if config.cache.num_gpu_blocks_override is not None:
-        _fit(config, resolved.limits, resolved.layout, config.cache.num_gpu_blocks_override)
+        stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
+        _fit(config, resolved.limits, resolved.layout, stated)
     return make_scheduler, options
 
 
@@ -377,7 +379,7 @@ def _generation_core(
     backend: Backend,
     layout: KvLayout,
     limits: Limits,
-    num_blocks: int,
+    num_blocks: tuple[int, ...],
     copies: int,
     make_scheduler: MakeScheduler,
     structured: Structured | None,
@@ -388,12 +390,12 @@ def _generation_core(
     return sharded_core(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler, structured)
 
 
-def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int) -> Limits:
+def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...]) -> Limits:
     """Return limits whose longest sequence fits the KV cache. Raises ConfigError if a stated length does not fit."""
-    groups = sum(isinstance(group.spec, FullCache | LatentCache) for group in layout.groups)
-    if not groups:
+    groups = [sum(isinstance(group.spec, FullCache | LatentCache) for group in pool) for pool in layout.groups_by_pool]
+    if not any(groups):
         return limits
-    capacity = (num_blocks - 1) // groups * layout.block_size
+    capacity = min((number - 1) // full * layout.block_size for number, full in zip(num_blocks, groups) if full)
     if capacity >= limits.max_model_len:
         return limits
     if config.model.max_model_len is None and capacity > 0:
@@ -401,8 +403,8 @@ def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int
     size = "--kv-cache-memory-bytes" if config.cache.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
     raise ConfigError(
         "--max-model-len",
-        f"a sequence of {limits.max_model_len} tokens does not fit the KV cache: {num_blocks} blocks have room for "
-        f"{capacity} tokens; lower --max-model-len to {capacity} or raise {size}",
+        f"a sequence of {limits.max_model_len} tokens does not fit the KV cache: {per_pool(num_blocks)} blocks have "
+        f"room for {capacity} tokens; lower --max-model-len to {capacity} or raise {size}",
     )
 
 

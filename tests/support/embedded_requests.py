@@ -34,10 +34,10 @@ def engine(spec: ModelSpec, backend: str, **make: Any) -> EngineCore:
     device = {"device": make.pop("device")} if "device" in make else {}
     made = load_backend(backend).create(make_options(spec, limits=LIMITS, layout=layout, **make), **device)
     made.load(random_weights(spec))
-    made.init_cache(BLOCKS)
+    made.init_cache((BLOCKS,))
     if make.get("data", 1) > 1:
-        return sharded_core(made, layout, LIMITS, BLOCKS, make["data"])
-    return generation_core(made, layout, LIMITS, BLOCKS)
+        return sharded_core(made, layout, LIMITS, (BLOCKS,), make["data"])
+    return generation_core(made, layout, LIMITS, (BLOCKS,))
 
 
 def asked(count: int) -> Iterator[EngineRequest]:

@@ -74,7 +74,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         info = msgspec.structs.replace(info, pooling=INFOS[kind], eos_token_ids=())
         return BuiltEngine(fake_pooling_core(kind, limits), backend, info)
     structured = Structured(lambda: vocabulary_of(byte_tokenizer(), 257, (EOS,)))
-    core = generation_core(backend, layout, limits, num_blocks, structured=structured)
+    core = generation_core(backend, layout, limits, backend.num_blocks, structured=structured)
     sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, sleeper=sleeper, structured=structured)
 

@@ -53,7 +53,10 @@ class JaxModel:
         groups = len(self.model.layout.groups)
         count = self.pages * groups
         blocks = 1 + np.random.default_rng(0).permutation(count).astype(np.int32).reshape(groups, 1, self.pages)
-        caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(1 + count))
+        caches = tuple(
+            jnp.zeros(c.shape, c.dtype, device=c.sharding)
+            for c in self.model.caches((1 + count,) * len(self.model.layout.pools))
+        )
         half = len(token_ids) // 2
         found, begin = [], 0
         for end in [half, *range(half + 1, len(token_ids) + 1)]:

@@ -35,7 +35,7 @@ class PagedModel:
         """One row per token."""
         pages = -(-len(token_ids) // BLOCK)
         count = pages * len(self.layout.groups)
-        caches = allocate(self.layout, 1 + count, torch.float32)
+        caches = allocate(self.layout, (1 + count,) * len(self.layout.pools), torch.float32)
         blocks = 1 + np.random.default_rng(0).permutation(count).astype(np.int32).reshape(-1, 1, pages)
         half = len(token_ids) // 2
         found, begin = [], 0

@@ -68,7 +68,7 @@ class Driver:
         self.backend.load(random_weights(spec))
         pages = 128 // block_size
         count = rows * pages * len(self.layout.groups)
-        self.backend.init_cache(1 + count)
+        self.backend.init_cache((1 + count,) * len(self.layout.pools))
         blocks = 1 + np.arange(count, dtype=np.int32)
         if order == "scattered":
             blocks = np.random.default_rng(1).permutation(blocks)

@@ -90,7 +90,7 @@ class TorchCudaModel:
         """
         width, groups = -(-max(len(first), len(other)) // BLOCK), len(self.layout.groups)
         count = 2 * width * groups
-        caches = cache.allocate(self.layout, 1 + count, self.dtype, self.shard, poisoned)
+        caches = cache.allocate(self.layout, (1 + count,) * len(self.layout.pools), self.dtype, self.shard, poisoned)
         pages = 1 + np.random.default_rng(0).permutation(count).reshape(2, groups, width)
         half = len(first) // 2
         most = max(half, len(first) - SINGLE)

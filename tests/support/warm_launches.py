@@ -165,7 +165,7 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", quantization=quantization)
     backend = create(options, Absent(CPU.torch, CPU.chip, "H100"))
     backend.load(random_weights(spec))
-    backend.init_cache(2)
+    backend.init_cache((2,) * len(layout.pools))
     backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU
     backend.warmup()
     before = len(new)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.execution.programs import KeyT, ProgramSet, from_bytes, model_facts, to_bytes
+from pagoda.backends.jax_tpu.execution.programs import KeyT, ProgramSet, blocks_of, from_bytes, model_facts, to_bytes
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
 
@@ -37,9 +37,9 @@ class Bundle:
     programs: Mapping[str, Mapping[str, str]]  # repr of the program key -> its manifest entry
 
     @property
-    def num_blocks(self) -> int:
-        """KV cache blocks the programs were compiled for; 0 for a pooling model."""
-        return int(self.facts["num_blocks"])
+    def num_blocks(self) -> tuple[int, ...]:
+        """KV cache blocks of each pool that the programs were compiled for; 0 for a pooling model."""
+        return blocks_of(self.facts)
 
     def load(self, program_set: ProgramSet[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
         """Load every program of `program_set`; call `check` first. Raise ConfigError naming a damaged file."""
@@ -82,7 +82,7 @@ def open_bundle(folder: Path) -> Bundle:
                 FLAG, f"{path} has format {manifest['format']}, this version reads {FORMAT}; {_RECOMPILE}"
             )
         bundle = Bundle(folder, manifest["facts"], {each["key"]: each for each in manifest["programs"]})
-        if bundle.num_blocks < 0 or any(_outside(each["file"]) for each in manifest["programs"]):
+        if min(bundle.num_blocks) < 0 or any(_outside(each["file"]) for each in manifest["programs"]):
             raise ValueError
     except OSError as error:
         raise ConfigError(FLAG, f"{path}: {error.strerror}; make one with pagoda compile --output") from None

@@ -23,7 +23,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     SetHistoryRow,
     StepProgramSet,
 )
-from pagoda.backends.jax_tpu.execution.programs import ProgramSet, compile_all, serialisable
+from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
@@ -62,7 +62,7 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     program_set: ProgramSet[Any]
     if options.spec.pooler is not None:
         limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
-        program_set, num_blocks, history = PoolProgramSet(model, limits), 0, 0
+        program_set, num_blocks, history = PoolProgramSet(model, limits), (0,) * len(layout.pools), 0
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
         shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
@@ -121,7 +121,7 @@ def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple
 def _compiled(
     program_set: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
 ) -> CompiledProgram:
-    batch = full_batch(program_set.model, key, program_set.facts["num_blocks"])
+    batch = full_batch(program_set.model, key, max(blocks_of(program_set.facts)))
     cost = roofline_cost(program_set.model, key, batch)
     return CompiledProgram(key, seconds, ProgramMemory.of(executable), cost, schedule, executable)
 

@@ -22,10 +22,11 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ScorePrompt,
     SetHistoryRow,
 )
-from pagoda.backends.jax_tpu.execution.programs import ProgramSet
+from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of
 from pagoda.backends.jax_tpu.execution.step_input import PoolShape
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, ProgramMemory
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.kernels_pallas.chips import ChipInfo
 
 # Parse the TPU compiler's cycle estimates from scheduled HLO text.
@@ -279,10 +280,10 @@ def budget_lines(report: Report) -> Iterator[str]:
 
 
 def _parts(report: Report) -> Iterator[tuple[str, int]]:
-    budget, blocks = report.budget, report.program_set.facts["num_blocks"]
+    budget, blocks = report.budget, blocks_of(report.program_set.facts)
     yield "weights", budget.weights
-    if blocks:
-        yield f"KV cache, {blocks} blocks of {budget.block_size} tokens", budget.kv_cache
+    if any(blocks):
+        yield f"KV cache, {per_pool(blocks)} blocks of {budget.block_size} tokens", budget.kv_cache
         yield "token history of all rows", budget.history
     yield "temporaries of the largest program", budget.temporaries
     yield "outputs of two steps", budget.results

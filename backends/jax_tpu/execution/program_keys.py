@@ -112,7 +112,7 @@ class StepProgramSet:
 
     model: Model
     shapes: StepShapes
-    num_blocks: int  # KV cache blocks per shard
+    num_blocks: tuple[int, ...]  # KV cache blocks of each pool, per shard
     rows: int  # request rows per shard
     mode: LogprobsMode = "raw_logprobs"
     embeds: bool = False  # steps may take embeddings in place of tokens
@@ -120,7 +120,10 @@ class StepProgramSet:
     @property
     def facts(self) -> Mapping[str, Any]:
         """Return what bundled programs depend on besides model and limits."""
-        return {"logprobs_mode": self.mode, "num_blocks": self.num_blocks}
+        return {
+            "logprobs_mode": self.mode,
+            "num_blocks": self.num_blocks[0] if len(self.num_blocks) == 1 else list(self.num_blocks),
+        }
 
     @property
     def history(self) -> jax.ShapeDtypeStruct:

@@ -77,6 +77,12 @@ def _use_xla_cache(use: bool) -> None:
     compilation_cache.reset_cache()  # the setting is cached
 
 
+def blocks_of(facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the KV blocks of each pool that programs with these facts were compiled for."""
+    number = facts["num_blocks"]
+    return (number,) if isinstance(number, int) else tuple(map(int, number))
+
+
 def model_facts(model: Model) -> dict[str, Any]:
     """Return what every program of a model depends on, JSON-serialisable: versions, sources, flags, devices, model."""
     device = model.mesh.devices.flat[0]
@@ -148,7 +154,7 @@ class ProgramSet(Protocol[KeyT]):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Return what bundled programs depend on besides model and limits; includes `num_blocks`."""
+        """Return what bundled programs depend on besides model and limits; includes `num_blocks`, see `blocks_of`."""
         ...
 
     def __iter__(self) -> Iterator[KeyT]:

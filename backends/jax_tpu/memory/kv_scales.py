@@ -55,7 +55,8 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     pages = -(-tokens // kernel.page_size)
     shape = StepShape(tokens, 1, pages, groups, decode_only=False)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, 1, pages)
-    caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in unquantised.caches(1 + groups * pages))
+    num_blocks = (1 + groups * pages,) * len(model.layout.pools)
+    caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in unquantised.caches(num_blocks))
     packed = pack_step(
         shape,
         np.random.default_rng(0).integers(model.spec.vocab, size=tokens, dtype=np.int32),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from operator import lt, mul
 from typing import Final, cast
 
 import jax
@@ -19,6 +20,8 @@ from pagoda.backends.jax_tpu.parallel import DATA, MODEL, available_bytes, devic
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
+from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.errors import ConfigError
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -40,43 +43,47 @@ _KV_DTYPES: Final = {
 }
 
 
-def plan_memory(model: Model, limits: Limits, config: CacheConfig, room: int | None = None) -> MemoryPlan:
+def plan_memory(
+    model: Model,
+    limits: Limits,
+    config: CacheConfig,
+    room: int | None = None,
+    num_blocks: tuple[int, ...] | None = None,
+) -> MemoryPlan:
     """Return bytes per device and the number of KV blocks.
 
-    `room`: bytes for activations and KV cache, by default what the devices have free. Raise ConfigError if not even one
-    request fits.
+    `room`: bytes for activations and KV cache, by default what the devices have free. `num_blocks`: instead of the
+    configured number. Raise ConfigError if not even one request fits.
     """
     weights, block = weight_bytes(model), model.block_bytes
     activations = activation_bytes(model, limits)
-    if config.num_gpu_blocks_override is not None:
-        num_blocks = config.num_gpu_blocks_override
+    if num_blocks is not None:
+        pass
+    elif config.num_gpu_blocks_override is not None:
+        num_blocks = stated_blocks(model.layout, limits, config.num_gpu_blocks_override)
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block
+        num_blocks = split_bytes(model.layout, limits, block, config.kv_cache_memory_bytes)
     else:
         free = free_bytes(model, config, activations) if room is None else room - activations
-        num_blocks = free // block  # blocks beyond those of running requests serve the prefix cache
+        # blocks beyond those of running requests serve the prefix cache
+        num_blocks = split_bytes(model.layout, limits, block, free)
         if _is_cpu(model):  # shares its memory with the system
-            num_blocks = min(num_blocks, _max_blocks(model, limits))
-    min_blocks = 1 + len(model.layout.groups)
-    if num_blocks < min_blocks:
+            num_blocks = tuple(map(min, num_blocks, max_blocks(model.layout, limits)))
+    least = min_blocks(model.layout)
+    if any(map(lt, num_blocks, least)):
         raise ConfigError(
             "--kv-cache-memory-bytes",
-            f"{max(num_blocks, 0)} KV blocks of {block} bytes are too few for a request: {min_blocks * block} bytes "
-            f"are needed in addition to {weights >> 20} MiB of weights and {activations >> 20} MiB of activations; use "
-            "more devices (--tensor-parallel-size), or lower --max-num-batched-tokens",
+            f"{per_pool(max(number, 0) for number in num_blocks)} KV blocks of {per_pool(block)} bytes are too few for "
+            f"a request: {sum(map(mul, least, block))} bytes are needed in addition to {weights >> 20} MiB of weights "
+            f"and {activations >> 20} MiB of activations; use more "
+            "devices (--tensor-parallel-size), or lower --max-num-batched-tokens",
         )
-    return MemoryPlan(weights=weights, activations=activations, kv_cache=num_blocks * block, num_blocks=num_blocks)
+    return MemoryPlan(weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block)
 
 
 def _is_cpu(model: Model) -> bool:
     platform: str = model.mesh.devices.flat[0].platform
     return platform == "cpu"
-
-
-def _max_blocks(model: Model, limits: Limits) -> int:
-    """Return the KV blocks of `max_num_seqs` sequences of `max_model_len` tokens, plus the null block."""
-    longest = -(-limits.max_model_len // limits.block_size)
-    return 1 + limits.max_num_seqs * len(model.layout.groups) * longest
 
 
 def weight_bytes(model: Model) -> int:
@@ -207,9 +214,9 @@ class Budget:
     temporaries: int
     results: int
     code: int
-    block: int  # one KV block over all layers
-    block_size: int  # tokens
-    groups: int  # block tables per sequence
+    block: int  # one KV block of every pool
+    page: int  # the KV blocks of a page of tokens
+    block_size: int  # tokens of a page
 
     @property
     def used(self) -> int:
@@ -223,32 +230,37 @@ class Budget:
 
     @property
     def max_blocks(self) -> int:
-        """Return the number of KV blocks that fit, the null block included."""
+        """Return the number of KV blocks that fit in each pool, the null block included."""
         return max((self.spare + self.kv_cache) // self.block, 0)
+
+    @property
+    def max_pages(self) -> int:
+        """Return the number of pages that fit."""
+        return max((self.spare + self.kv_cache - self.block) // self.page, 0)
 
     @property
     def max_model_len(self) -> int:
         """Return the length in tokens of the longest single sequence that fits."""
-        return max(self.max_blocks - 1, 0) // self.groups * self.block_size
+        return self.max_pages * self.block_size
 
     def max_num_seqs(self, max_model_len: int) -> int:
         """Return how many sequences of `max_model_len` tokens fit."""
         pages = -(-max_model_len // self.block_size)
-        return max(self.max_blocks - 1, 0) // (self.groups * pages)
+        return self.max_pages // pages
 
 
-def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig, *, stated: bool) -> int:
-    """Return the number of KV blocks to compile for.
+def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig, *, stated: bool) -> tuple[int, ...]:
+    """Return the number of KV blocks of each pool to compile for.
 
     Raise ConfigError naming the missing memory and remedies if not even one sequence fits: of max_model_len tokens if
     `stated` (the user set it), else of one block.
     """
     room = int(target.hbm_bytes * cache.gpu_memory_utilization) - weight_bytes(model) - CODE_BYTES
     pages = -(-limits.max_model_len // limits.block_size) if stated else 1
-    least = 1 + len(model.layout.groups) * pages
+    least = sum(model.block_bytes) + model.page_bytes * pages
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         return plan_memory(model, limits, cache).num_blocks
-    missing = activation_bytes(model, limits) + least * model.block_bytes - room
+    missing = activation_bytes(model, limits) + least - room
     if missing > 0:
         raise ConfigError("--topology", _too_large(model, target, limits, cache, missing, pages * limits.block_size))
     return plan_memory(model, limits, cache, room).num_blocks
@@ -260,7 +272,7 @@ def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig,
     room = (
         int(target.hbm_bytes * cache.gpu_memory_utilization) - weights - CODE_BYTES - activation_bytes(model, shorter)
     )
-    fits = max(room // model.block_bytes - 1, 0) // len(model.layout.groups) * limits.block_size
+    fits = max((room - sum(model.block_bytes)) // model.page_bytes, 0) * limits.block_size
     tensor = _fitting_tensor_size(model, target, limits, cache, tokens)
     remedies = []
     if 0 < fits < tokens:
@@ -285,7 +297,7 @@ def _fitting_tensor_size(model: Model, target: Target, limits: Limits, cache: Ca
             sharded = with_devices(model, tensor)
         except ConfigError:
             return None
-        size = weight_bytes(sharded) + (1 + len(model.layout.groups) * pages) * sharded.block_bytes
+        size = weight_bytes(sharded) + sum(sharded.block_bytes) + pages * sharded.page_bytes
         if size + activation_bytes(sharded, limits) + CODE_BYTES <= target.hbm_bytes * cache.gpu_memory_utilization:
             return tensor
         tensor *= 2
@@ -304,7 +316,7 @@ def make_budget(
     model: Model,
     target: Target,
     cache: CacheConfig,
-    num_blocks: int,
+    num_blocks: tuple[int, ...],
     history: int,
     programs: Iterable[ProgramMemory],
 ) -> Budget:
@@ -314,12 +326,12 @@ def make_budget(
         total=target.hbm_bytes,
         usable=int(target.hbm_bytes * cache.gpu_memory_utilization),
         weights=weight_bytes(model),
-        kv_cache=num_blocks * model.block_bytes,
+        kv_cache=sum(map(mul, num_blocks, model.block_bytes)),
         history=history,
         temporaries=max(each.temporary for each in memories),
         results=_STEPS * max(each.result for each in memories),
         code=sum(each.code for each in memories),
-        block=model.block_bytes,
+        block=sum(model.block_bytes),
+        page=model.page_bytes,
         block_size=model.kernel.page_size,
-        groups=len(model.layout.groups),
     )

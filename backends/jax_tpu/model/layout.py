@@ -130,29 +130,31 @@ def _repeats(layers: tuple[Layer, ...], start: int, period: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheIndex:
-    """Each layer's index into the stacked caches. Layers of the same shape share a stack and its pool of blocks."""
+    """Each layer's index into the stacked caches. Layers of a pool and shape share a stack."""
 
     group: tuple[int, ...]  # per layer: KV group, which selects the block table
     index: tuple[int, ...]  # per layer: index within its stack
     stack: tuple[int, ...]  # per layer: which stack
     shapes: tuple[tuple[int, int], ...]  # per stack: (KV head slots, head dim)
     depths: tuple[int, ...]  # per stack: layers
+    pools: tuple[int, ...]  # per stack: block pool
 
 
 def build_cache_index(spec: ModelSpec, layout: KvLayout, tensor: int) -> CacheIndex:
     """Assign every layer to a stack. Raise ModelError for an unsupported kind of cache."""
     entries = np.zeros((3, len(spec.layers)), np.int32)
-    depths: dict[tuple[int, int], int] = {}
+    depths: dict[tuple[int, int, int], int] = {}  # by pool, slots and head dim
     for number, group in enumerate(layout.groups):
         if not isinstance(group.spec, FullCache | WindowCache):
             raise ModelError(f"the jax_tpu backend does not support caches of kind {type(group.spec).__name__}")
         for index, layer in enumerate(group.layers):
             mixer = spec.layers[layer].attention
-            shape = (HeadLayout.of(mixer, tensor).slots, mixer.head_dim)
+            shape = (group.pool, HeadLayout.of(mixer, tensor).slots, mixer.head_dim)
             depths[shape] = max(depths.get(shape, 0), index + 1)
             entries[:, layer] = number, index, list(depths).index(shape)
     groups, indices, stacks = (tuple(row) for row in entries.tolist())
-    return CacheIndex(groups, indices, stacks, tuple(depths), tuple(depths.values()))
+    shapes, pools = tuple(shape[1:] for shape in depths), tuple(shape[0] for shape in depths)
+    return CacheIndex(groups, indices, stacks, shapes, tuple(depths.values()), pools)
 
 
 def padded(size: int, tensor: int) -> int:

@@ -72,20 +72,29 @@ class Model:
         graph, tree = self.split
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
-    def caches(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the global shapes of the stacked caches with `num_blocks` blocks per shard."""
+    def caches(self, num_blocks: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the global shapes of the stacked caches with `num_blocks` blocks of each pool per shard."""
         shapes = []
-        for local, depth in zip(self.kv_layouts, self.cache_index.depths):
-            layers, pages, rows, size, lanes = local.shape(depth, num_blocks)
+        for local, depth, pool in zip(self.kv_layouts, self.cache_index.depths, self.cache_index.pools):
+            layers, pages, rows, size, lanes = local.shape(depth, num_blocks[pool])
             sharding = named_sharding(self.mesh, CACHE_AXES)
             shape = (layers, pages * self.shards, rows * self.tensor, size, lanes)
             shapes.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
         return tuple(shapes)
 
     @property
-    def block_bytes(self) -> int:
-        """Return the bytes of one block over all layers, on one device."""
-        return sum(kv.bytes_per_page * depth for kv, depth in zip(self.kv_layouts, self.cache_index.depths))
+    def block_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of one block of each pool over all its layers, on one device."""
+        sizes = [0] * len(self.layout.pools)
+        for kv, depth, pool in zip(self.kv_layouts, self.cache_index.depths, self.cache_index.pools):
+            sizes[pool] += kv.bytes_per_page * depth
+        return tuple(sizes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page of tokens, one block in every group, on one device."""
+        sizes = self.block_bytes
+        return sum(sizes[group.pool] for group in self.layout.groups)
 
     @property
     def kv_layouts(self) -> tuple[PagedKvLayout, ...]:

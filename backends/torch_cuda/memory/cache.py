@@ -27,19 +27,19 @@ class CudaLayerCache:
 
 
 def allocate(
-    layout: KvLayout, num_blocks: int, dtype: torch.dtype, shard: RankShard, empty: Empty
+    layout: KvLayout, num_blocks: tuple[int, ...], dtype: torch.dtype, shard: RankShard, empty: Empty
 ) -> dict[int, CudaLayerCache]:
-    """Return layer index -> cache of `num_blocks` blocks. Layer j of every group shares array j if the shapes agree.
+    """Return layer index -> cache. Layer j of every group of a pool shares array j of the pool.
 
     An 8-bit cache gets scales of 1 per layer. Raise ModelError for an unsupported kind of cache.
     """
-    arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    arrays: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     caches: dict[int, CudaLayerCache] = {}
     for number, group in enumerate(layout.groups):
         heads, dim = head_shape(group.spec, shard)
-        shape = (num_blocks, heads, layout.block_size, dim)
+        shape = (num_blocks[group.pool], heads, layout.pools[group.pool].block_tokens, dim)
         for index, layer in enumerate(group.layers):
-            key = (index, heads, dim)
+            key = (group.pool, index)
             if key not in arrays:
                 arrays[key] = empty(shape, dtype), empty(shape, dtype)
             keys, values = arrays[key]
@@ -48,11 +48,18 @@ def allocate(
     return caches
 
 
-def block_bytes(layout: KvLayout, dtype: torch.dtype, shard: RankShard) -> int:
-    """Return the bytes of one block id on a rank, over all arrays."""
-    caches = allocate(layout, 1, dtype, shard, lambda shape, kind: torch.empty(shape, dtype=kind, device="meta"))
-    arrays = {id(array): array.nbytes for cache in caches.values() for array in (cache.keys, cache.values)}
-    return sum(arrays.values())
+def block_bytes(layout: KvLayout, dtype: torch.dtype, shard: RankShard) -> tuple[int, ...]:
+    """Return the bytes of one block of each pool on a rank, over all arrays."""
+
+    def meta(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    caches = allocate(layout, (1,) * len(layout.pools), dtype, shard, meta)
+    sizes = [0] * len(layout.pools)
+    arrays = {id(a): (a, layout.groups[c.group].pool) for c in caches.values() for a in (c.keys, c.values)}
+    for array, pool in arrays.values():
+        sizes[pool] += array.nbytes
+    return tuple(sizes)
 
 
 def head_shape(spec: CacheSpec, shard: RankShard) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import lt, mul
 from typing import Final
 
 import torch
@@ -18,7 +19,8 @@ from pagoda.backends.torch_cuda.execution.runner import Runner
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
+from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
 
@@ -63,55 +65,63 @@ class MemoryUsage:
         return f"of {self.total / GIB:.2f} GiB of {self.device} {self.usable / GIB:.2f} may be used: {listed}"
 
 
-def plan_blocks(usage: MemoryUsage, limits: Limits, layout: KvLayout, config: CacheConfig, block: int) -> MemoryPlan:
-    """Return the plan: as many blocks of `block` bytes as configured, else all that fit (spare ones cache prefixes).
+def plan_blocks(
+    usage: MemoryUsage, limits: Limits, layout: KvLayout, config: CacheConfig, block: tuple[int, ...]
+) -> MemoryPlan:
+    """Return the plan: as many blocks as configured, else all that fit (spare ones cache prefixes).
 
-    Raise ConfigError with the missing bytes and the remedies.
+    `block`: bytes of a block of each pool. Raise ConfigError with the missing bytes and the remedies.
     """
-    minimum, maximum = 1 + len(layout.groups), MAX_SLOTS // layout.block_size
+    minimum, maximum = min_blocks(layout), MAX_SLOTS // layout.block_size
+    needed = sum(map(mul, minimum, block))
     if config.num_gpu_blocks_override is not None:
-        num_blocks = _bounded(maximum, config.num_gpu_blocks_override, "--num-gpu-blocks-override")
+        stated = stated_blocks(layout, limits, config.num_gpu_blocks_override)
+        num_blocks = _bounded(maximum, stated, "--num-gpu-blocks-override")
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = _bounded(maximum, config.kv_cache_memory_bytes // block, "--kv-cache-memory-bytes")
-        if num_blocks < minimum:
+        split = split_bytes(layout, limits, block, config.kv_cache_memory_bytes)
+        num_blocks = _bounded(maximum, split, "--kv-cache-memory-bytes")
+        if any(map(lt, num_blocks, minimum)):
             raise ConfigError(
                 "--kv-cache-memory-bytes",
-                f"{num_blocks} KV blocks of {block} bytes leave no room for a request; use {minimum * block} or more",
+                f"{per_pool(num_blocks)} KV blocks of {per_pool(block)} bytes leave no room for a request; "
+                f"use {needed} or more",
             )
     else:
-        num_blocks = min(maximum, usage.available // block)
-        if num_blocks < minimum:
-            missing = minimum * block - usage.available
+        split = split_bytes(layout, limits, block, usage.available)
+        num_blocks = tuple(min(maximum, number) for number in split)
+        if any(map(lt, num_blocks, minimum)):
+            missing = needed - usage.available
             raise ConfigError("--gpu-memory-utilization", memory_error(usage, limits, missing))
     return MemoryPlan(
         weights=usage.weights,
         activations=usage.activations + usage.buffers,
-        kv_cache=num_blocks * block,
         num_blocks=num_blocks,
+        block_bytes=block,
         graphs=usage.graphs,
     )
 
 
-def _bounded(maximum: int, num_blocks: int, flag: str) -> int:
-    if num_blocks > maximum:
-        raise ConfigError(flag, f"{num_blocks} KV blocks are more than the {maximum} that can be addressed; use less")
+def _bounded(maximum: int, num_blocks: tuple[int, ...], flag: str) -> tuple[int, ...]:
+    if max(num_blocks) > maximum:
+        most = max(num_blocks)
+        raise ConfigError(flag, f"{most} KV blocks are more than the {maximum} that can be addressed; use less")
     return num_blocks
 
 
-def allocation_error(num_blocks: int, config: CacheConfig) -> ConfigError:
+def allocation_error(num_blocks: tuple[int, ...], config: CacheConfig) -> ConfigError:
     """Return the error for a failed allocation of `num_blocks` blocks."""
     name = "--gpu-memory-utilization"
     if config.num_gpu_blocks_override is not None:
         name = "--num-gpu-blocks-override"
     elif config.kv_cache_memory_bytes is not None:
         name = "--kv-cache-memory-bytes"
-    return ConfigError(name, f"the device has no memory for {num_blocks} KV blocks; use less")
+    return ConfigError(name, f"the device has no memory for {per_pool(num_blocks)} KV blocks; use less")
 
 
-def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: int) -> MemoryUsage:
+def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: tuple[int, ...]) -> MemoryUsage:
     """Return the usage on a CPU: a cache for the running requests, within CPU_KV_BYTES and half the free memory."""
-    needed = 1 + limits.max_num_seqs * len(layout.groups) * -(-limits.max_model_len // layout.block_size)
-    total = weights + min(CPU_KV_BYTES, available_bytes() // 2, needed * block)
+    needed = sum(map(mul, max_blocks(layout, limits), block))
+    total = weights + min(CPU_KV_BYTES, available_bytes() // 2, needed)
     return MemoryUsage("CPU", total, total, weights, buffers=0, activations=0, graphs=0, other=0)
 
 

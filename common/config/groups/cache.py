@@ -41,7 +41,9 @@ class CacheConfig:
         flag="kv-cache-dtype",
     )
     num_gpu_blocks_override: int | None = option(
-        None, "Number of KV cache blocks, instead of the number computed from available memory."
+        None,
+        "Number of KV cache blocks, instead of the number computed from available memory. With several kinds of "
+        "cache: of each kind that grows with the sequence; recurrent state has one block per running request.",
     )
     enable_prefix_caching: bool | None = option(
         None, "Reuse KV blocks of shared prompt prefixes; default: on if the model supports it."

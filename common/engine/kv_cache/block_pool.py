@@ -77,6 +77,11 @@ class BlockPool:
                 self.num_free -= 1
             self._refs[block] += 1
 
+    def touch(self, block: int) -> None:
+        """Make a block, free or not, the last that is evicted."""
+        self.share((block,))
+        self.release((block,))
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each, the last first, so that the end of a sequence is evicted before its beginning."""
         self._clock += 1

@@ -5,7 +5,7 @@ Knows pages and blocks; steps, budgets and queues are the scheduler's.
     page          0     1     2     3     4     5
     full group    7     8     9    10    11    12
     window group  0     0     0    23    24    25        0: before the window, released
-    state group  30                                      one block for any length
+    state group  30                                      one block for any length; its snapshots are cached only
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ class PrefixHit:
 
     num_tokens: int
     blocks: tuple[list[int], ...]  # one list per group
+    snapshots: tuple[int, ...]  # per group: the block with the recurrent state after the prefix, else NULL_BLOCK
 
 
 class GroupRule:
     """Which pages one KV group keeps. This one, for full and latent caches, keeps every page."""
 
-    shareable = True
+    grows = True  # a longer sequence needs more blocks
 
-    def __init__(self, index: int, block_size: int) -> None:
+    def __init__(self, index: int, pool: int, block_size: int) -> None:
         self.index = index
+        self.pool = pool
         self.block_size = block_size
 
     def first_page(self, computed: int) -> int:
@@ -51,6 +53,10 @@ class GroupRule:
         """Return the maximum blocks in use on the way to `pages` pages, in steps of at most `step_tokens` tokens."""
         return self.num_pages(pages)
 
+    def cached_blocks(self, pages: int) -> int:
+        """Return the blocks that a sequence of `pages` pages in the prefix cache needs."""
+        return self.max_blocks(pages, 1)
+
     def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
         """Return the longest valid hit, at most `pages` pages: every page from the first on must be cached."""
         for page in range(pages):
@@ -58,12 +64,33 @@ class GroupRule:
                 return page
         return pages
 
+    def hit_blocks(self, pool: BlockPool, hashes: list[bytes], pages: int) -> list[int]:
+        """Return the block of each page of a hit, NULL_BLOCK before the first page that is read."""
+        first = self.first_page(pages * self.block_size)
+        return [NULL_BLOCK] * first + [self._cached(pool, hashes, page) for page in range(first, pages)]
+
+    def snapshot(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the block with the recurrent state after a hit of `pages` pages; NULL_BLOCK if there is no state."""
+        return NULL_BLOCK
+
+    def register(self, pool: BlockPool, hashes: list[bytes], table: list[int], pages: range) -> None:
+        """Enter these pages of a sequence's table, all filled, into the prefix cache."""
+        for page in pages:
+            if table[page] != NULL_BLOCK:
+                pool.register(table[page], (hashes[page], self.index))
+
+    def _cached(self, pool: BlockPool, hashes: list[bytes], page: int) -> int:
+        block = pool.lookup((hashes[page], self.index))
+        if block is None:
+            raise RuntimeError(f"page {page} of KV group {self.index} is in a prefix hit but not cached")
+        return block
+
 
 class WindowRule(GroupRule):
     """Keeps the pages of the last `window` tokens."""
 
-    def __init__(self, index: int, block_size: int, window: int) -> None:
-        super().__init__(index, block_size)
+    def __init__(self, index: int, pool: int, block_size: int, window: int) -> None:
+        super().__init__(index, pool, block_size)
         self.window = window
 
     def first_page(self, computed: int) -> int:
@@ -85,33 +112,67 @@ class WindowRule(GroupRule):
 
 
 class StateRule(GroupRule):
-    """Keeps one block of recurrent state, which is never shared."""
+    """Keeps one block of recurrent state per sequence, and snapshots of it every `interval` pages for the prefix cache.
 
-    shareable = False
+    The snapshot after n pages is entered under the digest of page n - 1. A hit copies it to a block of its own.
+    """
+
+    grows = False
+
+    def __init__(self, index: int, pool: int, block_size: int, interval: int) -> None:
+        super().__init__(index, pool, block_size)
+        self.interval = interval
 
     def num_pages(self, pages: int) -> int:
         """Return 1 as soon as there is a token."""
         return min(pages, 1)
 
+    def cached_blocks(self, pages: int) -> int:
+        """Return the blocks of the state and of all snapshots."""
+        return self.num_pages(pages) + pages // self.interval
 
-def group_rule(index: int, group: KvGroup, block_size: int) -> GroupRule:
-    """Return the rule of a cache spec."""
+    def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the pages before the last cached snapshot, at most `pages`."""
+        for border in range(pages // self.interval * self.interval, 0, -self.interval):
+            if pool.lookup((hashes[border - 1], self.index)) is not None:
+                return border
+        return 0
+
+    def hit_blocks(self, pool: BlockPool, hashes: list[bytes], pages: int) -> list[int]:
+        """Return no blocks: the sequence gets a copy."""
+        return []
+
+    def snapshot(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
+        """Return the snapshot after `pages` pages."""
+        return self._cached(pool, hashes, pages - 1) if pages else NULL_BLOCK
+
+    def register(self, pool: BlockPool, hashes: list[bytes], table: list[int], pages: range) -> None:
+        """Do nothing: KvManager.snapshot enters snapshots."""
+
+
+def group_rules(layout: KvLayout) -> tuple[GroupRule, ...]:
+    """Return the rule of each group."""
+    return tuple(_group_rule(index, group, layout) for index, group in enumerate(layout.groups))
+
+
+def _group_rule(index: int, group: KvGroup, layout: KvLayout) -> GroupRule:
+    block_size = layout.block_size
     match group.spec:
         case WindowCache(window=window):
-            return WindowRule(index, block_size, window)
+            return WindowRule(index, group.pool, block_size, window)
         case StateCache():
-            return StateRule(index, block_size)
+            return StateRule(index, group.pool, block_size, layout.snapshot_pages)
         case _:
-            return GroupRule(index, block_size)
+            return GroupRule(index, group.pool, block_size)
 
 
 class KvManager:
-    """Blocks of all requests over one pool."""
+    """Blocks of all requests, each group's from its pool."""
 
     def __init__(
         self,
         layout: KvLayout,
-        num_blocks: int,
+        num_blocks: tuple[int, ...],  # of each pool, the null block included
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -120,10 +181,18 @@ class KvManager:
         prefers_extents: bool = False,
     ) -> None:
         self.block_size = layout.block_size
-        self.pool = BlockPool(num_blocks, extents=prefers_extents)
-        self.rules = [group_rule(index, group, layout.block_size) for index, group in enumerate(layout.groups)]
+        if len(num_blocks) != len(layout.pools):
+            raise ValueError(f"{len(num_blocks)} numbers of blocks for {len(layout.pools)} pools")
+        self.pools = tuple(BlockPool(number, extents=prefers_extents) for number in num_blocks)
+        self.rules = group_rules(layout)
+        self._rules = tuple((rule, self.pools[rule.pool]) for rule in self.rules)
+        self._grows = tuple(any(rule.grows for rule in self.rules if rule.pool == p) for p in range(len(self.pools)))
         self.max_step_tokens = max_step_tokens
-        self.caches_prefixes = prefix_caching and all(rule.shareable for rule in self.rules)
+        self.caches_prefixes = prefix_caching
+        self._states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
+        # tokens between two snapshots of recurrent state; 0: there are none
+        self.snapshot_tokens = layout.snapshot_pages * layout.block_size if self._states and prefix_caching else 0
+        self._copies: tuple[dict[int, int], ...] = tuple({} for _ in self.pools)  # destination -> source
         max_pages = self.pages(max_model_len)
         self._tables = [np.full((max_num_seqs, max_pages), NULL_BLOCK, np.int32) for _ in self.rules]
         self.max_tokens = self._longest(max_pages) * self.block_size  # of a sequence that runs alone
@@ -134,41 +203,46 @@ class KvManager:
 
     def fits(self, num_tokens: int) -> bool:
         """True if a sequence of `num_tokens` fits when it runs alone."""
-        return self._max_blocks(self.pages(num_tokens)) < self.pool.num_blocks
+        return self._fits(self.pages(num_tokens))
 
-    def _max_blocks(self, pages: int) -> int:
-        return sum(rule.max_blocks(pages, self.max_step_tokens) for rule in self.rules)
+    def _fits(self, pages: int) -> bool:
+        needed = [1] * len(self.pools)
+        for rule in self.rules:
+            needed[rule.pool] += rule.max_blocks(pages, self.max_step_tokens)
+        return all(number <= pool.num_blocks for number, pool in zip(needed, self.pools))
 
     def _longest(self, max_pages: int) -> int:
         low, high = 0, max_pages
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._max_blocks(middle) < self.pool.num_blocks else (low, middle - 1)
+            low, high = (middle, high) if self._fits(middle) else (low, middle - 1)
         return low
+
+    def usage(self) -> tuple[int, int]:
+        """Return the blocks in use and all blocks of the fullest pool, without the null block."""
+        counts = [(pool.num_blocks - 1 - pool.num_free, pool.num_blocks - 1) for pool in self.pools]
+        return counts[0] if len(counts) == 1 else max(counts, key=lambda count: count[0] / count[1])
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache; requests keep their blocks."""
+        for pool in self.pools:
+            pool.clear_cache()
 
     # --- the prefix cache ---
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that is valid in every group. At least one token is left to compute."""
         if not (self.caches_prefixes and request.reads_cache):
-            return PrefixHit(0, tuple([] for _ in self.rules))
+            return PrefixHit(0, tuple([] for _ in self.rules), (NULL_BLOCK,) * len(self.rules))
         pages = (request.num_known - 1) // self.block_size
         hashes = extend_hashes(request, self.block_size, pages)
         agreed = False
         while not agreed:
-            shorter = min(rule.cached_pages(self.pool, hashes, pages) for rule in self.rules)
+            shorter = min(rule.cached_pages(pool, hashes, pages) for rule, pool in self._rules)
             agreed, pages = shorter == pages, shorter
-        return PrefixHit(pages * self.block_size, tuple(self._hit_blocks(rule, hashes, pages) for rule in self.rules))
-
-    def _hit_blocks(self, rule: GroupRule, hashes: list[bytes], pages: int) -> list[int]:
-        first = rule.first_page(pages * self.block_size)
-        table = [NULL_BLOCK] * first
-        for page in range(first, pages):
-            block = self.pool.lookup((hashes[page], rule.index))
-            if block is None:
-                raise RuntimeError(f"page {page} of KV group {rule.index} is in a prefix hit but not cached")
-            table.append(block)
-        return table
+        blocks = tuple(rule.hit_blocks(pool, hashes, pages) for rule, pool in self._rules)
+        snapshots = tuple(rule.snapshot(pool, hashes, pages) for rule, pool in self._rules)
+        return PrefixHit(pages * self.block_size, blocks, snapshots)
 
     def register(self, request: Request, num_tokens: int) -> None:
         """Enter the pages of the first `num_tokens` tokens, all known, into the prefix cache."""
@@ -176,46 +250,89 @@ class KvManager:
         if not self.caches_prefixes or pages <= request.num_registered:
             return
         hashes = extend_hashes(request, self.block_size, pages)
-        for rule, group in zip(self.rules, request.groups):
-            for page in range(request.num_registered, pages):
-                if group.table[page] != NULL_BLOCK:
-                    self.pool.register(group.table[page], (hashes[page], rule.index))
+        for (rule, pool), group in zip(self._rules, request.groups):
+            rule.register(pool, hashes, group.table, range(request.num_registered, pages))
         request.num_registered = pages
+
+    # --- recurrent state ---
+
+    def snapshot(self, request: Request, computed: int) -> None:
+        """Copy the request's state after `computed` tokens, a border of snapshots, into the prefix cache.
+
+        The copy is made before the next step. Without a free block, or before the tokens are known, nothing happens.
+        """
+        if request.num_known < computed:
+            return
+        page = computed // self.block_size - 1
+        hashes = extend_hashes(request, self.block_size, page + 1)
+        for rule in self._states:
+            pool, key = self.pools[rule.pool], (hashes[page], rule.index)
+            if pool.num_free and pool.lookup(key) is None:
+                block = pool.allocate()
+                self._copies[rule.pool][block] = request.groups[rule.index].table[0]
+                pool.register(block, key)
+                pool.release([block])
+
+    def _restore(self, request: Request, hit: PrefixHit) -> None:
+        """Copy the snapshots of a hit into the request's blocks before the next step."""
+        for rule in self._states:
+            source, copies = hit.snapshots[rule.index], self._copies[rule.pool]
+            if source != NULL_BLOCK:  # a snapshot that is made before the same step is not there to be read
+                copies[request.groups[rule.index].table[0]] = copies.get(source, source)
+
+    def take_copies(self) -> tuple[Int32, ...]:
+        """Return StepPlan.state_copies, and forget them."""
+        if not any(self._copies):
+            return ()
+        pairs = [[(source, to) for to, source in copies.items() if source != to] for copies in self._copies]
+        for copies in self._copies:
+            copies.clear()
+        return tuple(np.array(each, np.int32).reshape(-1, 2) for each in pairs)
 
     # --- blocks of a request ---
 
     def admit(self, request: Request, row: int, hit: PrefixHit, num_tokens: int, *, headroom: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens of a request in `row`, reusing `hit`.
 
-        Returns False, without a change, if fewer than `headroom` blocks would be left.
+        Returns False, without a change, if a pool that running requests need more blocks of would have fewer than
+        `headroom` left, or another pool too few.
         """
         pages = self.pages(num_tokens)
-        reused = sum(self.pool.is_free(block) for blocks in hit.blocks for block in blocks)
-        fresh = sum(rule.num_pages(pages) - len(blocks) for rule, blocks in zip(self.rules, hit.blocks))
-        if reused + fresh + headroom > self.pool.num_free:
+        needed = [headroom if grows else 0 for grows in self._grows]
+        for (rule, pool), blocks in zip(self._rules, hit.blocks):
+            needed[rule.pool] += rule.num_pages(pages) - len(blocks) + sum(map(pool.is_free, blocks))
+        if not self._are_free(needed):
             return False
-        for blocks in hit.blocks:
-            self.pool.share(blocks)
+        for (_, pool), blocks, snapshot in zip(self._rules, hit.blocks, hit.snapshots):
+            pool.share(blocks)
+            pool.touch(snapshot)
         request.groups = [GroupBlocks(blocks) for blocks in hit.blocks]
         request.num_pages = request.num_registered = hit.num_tokens // self.block_size
-        for rule, group, table in zip(self.rules, request.groups, self._tables):
-            self._reserve(rule, group, self.pages(request.limit), pages)
+        for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
+            self._reserve(rule, pool, group, self.pages(request.limit), pages)
             table[row, : len(group.table)] = group.table
         self._extend(request, row, pages)
+        self._restore(request, hit)
         return True
 
     def allocate(self, request: Request, row: int, computed: int, num_tokens: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens, `computed` of them cached; release pages out of windows.
 
-        Returns False if the pool has too few.
+        Returns False if a pool has too few.
         """
-        for rule, group, table in zip(self.rules, request.groups, self._tables):
-            self._release_before(group, table, row, rule.first_page(computed))
-        pages = self.pages(num_tokens)
-        fresh = sum(rule.num_pages(pages) - len(group.table) for rule, group in zip(self.rules, request.groups))
-        if fresh > self.pool.num_free:
+        pages, needed = self.pages(num_tokens), [0] * len(self.pools)
+        for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
+            self._release_before(pool, group, table, row, rule.first_page(computed))
+            needed[rule.pool] += rule.num_pages(pages) - len(group.table)
+        if not self._are_free(needed):
             return False
         self._extend(request, row, pages)
+        return True
+
+    def _are_free(self, needed: list[int]) -> bool:
+        for number, pool in zip(needed, self.pools):  # noqa: SIM110 (all() takes twice as long)
+            if number > pool.num_free:
+                return False
         return True
 
     def capacity(self, request: Request) -> int:
@@ -224,17 +341,18 @@ class KvManager:
 
     def free(self, request: Request, row: int) -> None:
         """Release all blocks. Cached pages can be reused until their block is allocated again."""
-        for group, table in zip(request.groups, self._tables):
-            self.pool.unreserve(group.reserved)
-            self.pool.release(group.table)
+        for (_, pool), group, table in zip(self._rules, request.groups, self._tables):
+            pool.unreserve(group.reserved)
+            pool.release(group.table)
             table[row, : len(group.table)] = NULL_BLOCK
         request.groups = []
         request.num_pages = request.num_registered = 0
 
     def check_integrity(self, *, idle: bool) -> None:
         """Raise RuntimeError if the block counts do not add up, or if blocks are in use though no request runs."""
-        self.pool.check_counts()
-        used = self.pool.num_blocks - 1 - self.pool.num_free
+        for pool in self.pools:
+            pool.check_counts()
+        used = sum(pool.num_blocks - 1 - pool.num_free for pool in self.pools)
         if idle and used:
             raise RuntimeError(f"KV cache leak: the engine is idle, but {used} blocks are in use; report this bug")
 
@@ -244,36 +362,36 @@ class KvManager:
         return tuple(table[rows, :pages] for table in self._tables)
 
     def _extend(self, request: Request, row: int, pages: int) -> None:
-        for rule, group, table in zip(self.rules, request.groups, self._tables):
+        for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
             for page in range(len(group.table), rule.num_pages(pages)):
-                block = self.pool.allocate(self._preferred(group, page))
+                block = pool.allocate(self._preferred(pool, group, page))
                 group.table.append(block)
                 table[row, page] = block
         request.num_pages = pages
 
-    def _preferred(self, group: GroupBlocks, page: int) -> int:
+    def _preferred(self, pool: BlockPool, group: GroupBlocks, page: int) -> int:
         """Return the block that keeps the group's blocks consecutive if it is reserved or spare, else NULL_BLOCK."""
-        if not self.pool.extents:
+        if not pool.extents:
             return NULL_BLOCK
         if group.base is not None and (block := group.base + page) in group.reserved:
             return block
         after = group.table[-1] + 1 if page and group.table[-1] != NULL_BLOCK else NULL_BLOCK
-        return after if after and self.pool.is_spare(after) else NULL_BLOCK
+        return after if after and pool.is_spare(after) else NULL_BLOCK
 
-    def _reserve(self, rule: GroupRule, group: GroupBlocks, expected: int, needed: int) -> None:
+    def _reserve(self, rule: GroupRule, pool: BlockPool, group: GroupBlocks, expected: int, needed: int) -> None:
         """Reserve a run for the pages that the request will have: after the reused ones, else anywhere."""
         expected, needed = rule.num_pages(expected), rule.num_pages(needed)
         used = len(group.table)
-        if not self.pool.extents or expected <= used:
+        if not pool.extents or expected <= used:
             return
         if used and group.table[-1] != NULL_BLOCK:
             group.base = group.table[-1] + 1 - used
-            group.reserved = self.pool.reserve_after(group.table[-1] + 1, expected - used)
+            group.reserved = pool.reserve_after(group.table[-1] + 1, expected - used)
         if not group.reserved:
-            group.reserved = self.pool.reserve(expected - used, max(needed - used, 2))
+            group.reserved = pool.reserve(expected - used, max(needed - used, 2))
             group.base = group.reserved.start - used if group.reserved else None
 
-    def _release_before(self, group: GroupBlocks, table: Int32, row: int, first_page: int) -> None:
+    def _release_before(self, pool: BlockPool, group: GroupBlocks, table: Int32, row: int, first_page: int) -> None:
         """Release the pages before `first_page`."""
         page = first_page - 1
         released: list[int] = []
@@ -286,9 +404,9 @@ class KvManager:
         reserved = group.reserved
         if group.base is not None and reserved:
             start = min(max(reserved.start, group.base + first_page), reserved.stop)
-            self.pool.unreserve(range(reserved.start, start))
+            pool.unreserve(range(reserved.start, start))
             group.reserved = range(start, reserved.stop)
-        self.pool.release(released[::-1])
+        pool.release(released[::-1])
 
 
 # Content hashes of KV pages: a chained SHA-256 over everything that determines their values.

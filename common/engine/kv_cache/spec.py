@@ -1,17 +1,20 @@
 """How the caches of layers are assigned to KV groups. Pure arithmetic on tokens, blocks and bytes.
 
-One pool of blocks serves all groups. A group holds at most `layers_per_group` layers; layer j of every group uses
-array j of the backend's cache, so a block id has the same bytes in every group:
+Caches with equal blocks share a pool; each pool numbers its blocks from 0. Layer j of every group of a pool uses array
+j of that pool, so a block id has the same bytes in every group of the pool:
 
-    group 0 (full)    layers 5, 11        block 7 -> arrays 0, 1
-    group 1 (window)  layers 0, 1         block 8 -> arrays 0, 1
-    group 2 (window)  layers 2, 3         block 9 -> arrays 0, 1
+    pool 0  group 0 (full)    layers 5, 11        block 7 -> arrays 0, 1
+            group 1 (window)  layers 0, 1         block 8 -> arrays 0, 1
+            group 2 (window)  layers 2, 3         block 9 -> arrays 0, 1
+    pool 1  group 3 (state)   layers 4, 6, 7      block 7 -> arrays 0, 1, 2
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
@@ -25,6 +28,7 @@ class KvGroup:
     spec: CacheSpec
     layers: tuple[int, ...]  # cache numbers (see ModelSpec.caches); layers[j] uses cache array j
     windows: tuple[int | None, ...] = ()  # of each layer, where several windows share the table; (): of `spec`
+    pool: int = 0  # index in KvLayout.pools
 
     @property
     def seen(self) -> tuple[int | None, ...]:
@@ -33,48 +37,94 @@ class KvGroup:
         return self.windows or (window,) * len(self.layers)
 
 
+SNAPSHOT_TOKENS: Final = 1024
+"""Default of KvLayout.snapshot_tokens. A prompt chunk ends at each snapshot, and a snapshot takes a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """Blocks of one size, which several groups may share."""
+
+    kind: CacheSpec  # what a block holds per layer; windows share the blocks of full caches
+    block_tokens: int  # tokens per block; a block of recurrent state holds the state after any number of tokens
+    block_elements: int  # per block, over the pool's arrays
+
+
 @dataclass(frozen=True)
 class KvLayout:
-    """The groups of a model and the number of tokens in a block."""
+    """The groups of a model and the number of tokens in a page. Raises ValueError if a pool's blocks would differ."""
 
     groups: tuple[KvGroup, ...]
     block_size: int
+    snapshot_tokens: int = SNAPSHOT_TOKENS  # tokens between two snapshots of recurrent state, in whole pages
+
+    def __post_init__(self) -> None:
+        kinds = {(group.pool, block_kind(group.spec)) for group in self.groups}
+        if sorted(pool for pool, _ in kinds) != list(range(len(kinds))):
+            raise ValueError(f"every pool needs caches of one kind, the pools are {sorted(kinds, key=str)}")
+
+    @property
+    def snapshot_pages(self) -> int:
+        """Pages between two snapshots of recurrent state."""
+        return max(1, self.snapshot_tokens // self.block_size)
 
     @cached_property
     def views(self) -> tuple[tuple[int, int | None], ...]:
         """Distinct (group, window) pairs: each is a block table with an attention mask."""
         return tuple(dict.fromkeys((number, each) for number, group in enumerate(self.groups) for each in group.seen))
 
-    @property
-    def layers_per_group(self) -> int:
-        """Cache arrays that the backend allocates."""
-        return max(len(group.layers) for group in self.groups)
+    @cached_property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The block pools, in the order of KvGroup.pool."""
+        return tuple(self._pool_spec(groups) for groups in self.groups_by_pool)
 
-    @property
-    def block_elements(self) -> int:
-        """Elements of one block id over all cache arrays."""
-        widest = max(group.spec.block_elements(self.block_size) for group in self.groups)
-        return widest * self.layers_per_group
+    @cached_property
+    def groups_by_pool(self) -> tuple[tuple[KvGroup, ...], ...]:
+        """The groups of each pool."""
+        count = 1 + max(group.pool for group in self.groups)
+        return tuple(tuple(group for group in self.groups if group.pool == pool) for pool in range(count))
+
+    def _pool_spec(self, groups: tuple[KvGroup, ...]) -> PoolSpec:
+        kind, arrays = block_kind(groups[0].spec), max(len(group.layers) for group in groups)
+        return PoolSpec(kind, self.block_size, arrays * kind.block_elements(self.block_size))
+
+
+def per_pool(numbers: Iterable[int]) -> str:
+    """Return one number per pool as text, such as "64" or "64 + 9"."""
+    return " + ".join(map(str, numbers))
+
+
+def block_kind(spec: CacheSpec) -> CacheSpec:
+    """Return the spec that stands for all caches with the same blocks."""
+    return FullCache(spec.kv_heads, spec.head_dim) if isinstance(spec, WindowCache) else spec
 
 
 def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
-    """Return groups of equal size over the layers of a model; the last group of a kind may be short.
+    """Return the groups of a model's layers; those of a pool have equal size, but for the last one of a kind.
 
-    The group size is the smallest number of layers of any kind, so that no kind wastes more than one group's padding.
-    `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the layers' K and
-    V differ in shape.
+    The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's
+    padding. `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the
+    layers' K and V differ in shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for index, cache in enumerate(spec.caches):
         kinds.setdefault(cache, []).append(index)
     if not hybrid and len(kinds) > 1:
         return KvLayout((_one_group(spec.caches),), block_size)
-    size = min(len(layers) for layers in kinds.values())
-    groups = [
-        KvGroup(kind, tuple(layers[start : start + size]))
-        for kind, layers in kinds.items()
-        for start in range(0, len(layers), size)
-    ]
+    return layout_of(kinds, block_size)
+
+
+def layout_of(kinds: Mapping[CacheSpec, Sequence[int]], block_size: int) -> KvLayout:
+    """Return the layout of these layers by kind of cache; see `kv_layout`."""
+    sizes: dict[CacheSpec, int] = {}  # layers per group of each pool
+    for kind, layers in kinds.items():
+        sizes[block_kind(kind)] = min(len(layers), sizes.get(block_kind(kind), len(layers)))
+    pools = {kind: pool for pool, kind in enumerate(sizes)}
+    groups: list[KvGroup] = []
+    for kind, layers in kinds.items():
+        pool, size = pools[block_kind(kind)], sizes[block_kind(kind)]
+        parts = (tuple(layers[start : start + size]) for start in range(0, len(layers), size))
+        groups.extend(KvGroup(kind, part, pool=pool) for part in parts)
     return KvLayout(tuple(groups), block_size)
 
 

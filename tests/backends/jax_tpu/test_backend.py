@@ -175,10 +175,10 @@ def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
     layout = kv_layout(spec, 8)
     backend = create(make_options(spec, limits=limits, layout=layout, **make))
     backend.load(random_weights(spec))
-    backend.init_cache(60)
+    backend.init_cache((60,))
     if warm:
         backend.warmup()
-    return generation_core(backend, layout, limits, 60)
+    return generation_core(backend, layout, limits, (60,))
 
 
 def test_500_random_requests_compile_nothing() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from operator import mul
 
 import pytest
 
@@ -83,7 +84,7 @@ def model_on(target: Target, config: dict, tensor: int) -> Model:
 def compiled(topology: str, tensor: int, shape: StepShape) -> tuple[Target, StepProgramSet, CompiledProgram]:
     target = find_target(topology)
     model = model_on(target, LLAMA_8B, tensor)
-    program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
+    program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), (BLOCKS * tensor,), LIMITS.max_num_seqs)
     return target, program_set, compile_programs(program_set, [Forward(shape)])[0]
 
 
@@ -97,7 +98,8 @@ MATRIX = [
 
 def check_step(topology: str, tensor: int, shape: StepShape) -> None:
     target, program_set, program = compiled(topology, tensor, shape)
-    cache_bytes, layers = program_set.num_blocks * program_set.model.block_bytes, len(program_set.model.spec.layers)
+    (cache_bytes,) = map(mul, program_set.num_blocks, program_set.model.block_bytes)
+    layers = len(program_set.model.spec.layers)
     memory = program.executable.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert program.memory.temporary < cache_bytes / layers
@@ -142,7 +144,7 @@ def test_models_that_fit(config: dict, topology: str, tensor: int, gib: float) -
     model = model_on(target, config, tensor)
     assert weight_bytes(model) / GIB == pytest.approx(gib, abs=0.02)
     blocks = plan_blocks(model, target, LIMITS, CacheConfig(), stated=True)
-    assert weight_bytes(model) + blocks * model.block_bytes < 0.9 * target.hbm_bytes
+    assert weight_bytes(model) + sum(map(mul, blocks, model.block_bytes)) < 0.9 * target.hbm_bytes
 
 
 @needs_libtpu
@@ -151,14 +153,14 @@ def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
     model, few = model_on(target, LLAMA_8B, 1), replace(LIMITS, max_num_seqs=1)
     blocks = plan_blocks(model, target, few, CacheConfig(), stated=True)
     assert blocks >= plan_blocks(model, target, LIMITS, CacheConfig(), stated=True)
-    assert blocks > 1 + few.max_model_len // few.block_size
+    assert blocks[0] > 1 + few.max_model_len // few.block_size
 
 
 def test_a_cpu_has_no_more_blocks_than_requests_need() -> None:
     target, few = find_target("cpu:1"), replace(LIMITS, max_num_seqs=2)
     model = model_on(target, LLAMA_8B | {"num_hidden_layers": 1}, 1)
     needed = 1 + 2 * -(-few.max_model_len // few.block_size)
-    assert plan_blocks(model, target, few, CacheConfig(), stated=True) == needed
+    assert plan_blocks(model, target, few, CacheConfig(), stated=True) == (needed,)
 
 
 @needs_libtpu
@@ -172,7 +174,7 @@ def test_a_model_that_does_not_fit_names_remedies() -> None:
         plan_blocks(model_on(target, LLAMA_8B, 1), target, long, CacheConfig(), stated=True)
     fits = int(str(error.value).split("--max-model-len ")[1].split()[0])
     shorter = replace(long, max_model_len=fits)
-    assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > fits // 128
+    assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > (fits // 128,)
 
 
 def test_block_tables_beyond_scalar_memory() -> None:
@@ -230,7 +232,7 @@ def test_a_full_batch_fills_its_shape() -> None:
 
 
 def test_budget_limits() -> None:
-    sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "block_size": 16, "groups": 2}
+    sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "page": 20, "block_size": 16}
     budget = Budget(total=1000, usable=900, weights=500, kv_cache=200, **sizes)
     assert (budget.used, budget.spare, budget.max_blocks) == (730, 170, 37)
     assert budget.max_model_len == 18 * 16

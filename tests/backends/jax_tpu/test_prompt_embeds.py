@@ -69,7 +69,7 @@ def test_bundles_with_prompt_embeds_are_refused(tmp_path: Path) -> None:
 def load_jax(embeds: bool) -> StepProgramSet:
     spec = SPECS["scaled"]
     backend = create(make_options(spec, limits=LIMITS, prompt_embeds=embeds))
-    return backend._program_set(BLOCKS)
+    return backend._program_set((BLOCKS,))
 
 
 def test_nothing_is_compiled_while_serving() -> None:
@@ -79,13 +79,13 @@ def test_nothing_is_compiled_while_serving() -> None:
     layout = kv_layout(spec, limits.block_size)
     backend = create(make_options(spec, limits=limits, layout=layout, prompt_embeds=True, strict=True))
     backend.load(random_weights(spec))
-    backend.init_cache(BLOCKS)
+    backend.init_cache((BLOCKS,))
     wanted = (Forward, ForwardEmbeds)
     choosing = (Sample(1, "greedy"), LogitsProgram("logprobs", 1))
     backend._programs.prepare(
         key for key in backend._programs.program_set if isinstance(key, wanted) or key in choosing
     )  # of all that warmup compiles
-    core = generation_core(backend, layout, limits, BLOCKS)
+    core = generation_core(backend, layout, limits, (BLOCKS,))
     line = [
         EngineRequest(request_id=str(n), prompt_token_ids=[7] * size, rules=SamplingRules(logprobs=2), max_tokens=3)
         for n, size in enumerate((1, 13, 8, 8, 1, 9))

@@ -139,7 +139,7 @@ def test_the_compiler_widens_inside_the_product(method: str) -> None:
     programs = []
     for quantization in (None, method):
         model = model_on("v6e:1x1", quantization)
-        program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), 600, LIMITS.max_num_seqs)
+        program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), (600,), LIMITS.max_num_seqs)
         programs += compile_programs(program_set, [DECODE])
     plain, small = programs
     assert small.memory.temporary < 4 << 20

@@ -44,7 +44,7 @@ def programs() -> CompiledPrograms:
     limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
     kernel = KernelChoice(page_size=8, cache_dtype="float32")
     model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
-    return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), 4, ROOM))
+    return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), (4,), ROOM))
 
 
 def step(ends: list[int]) -> StepPlan:

@@ -43,11 +43,11 @@ def make(data: int, tensor: int = 1) -> JaxBackend:
 def engine(data: int, tensor: int = 1) -> tuple[EngineCore, JaxBackend]:
     backend = make(data, tensor)
     backend.load(random_weights(SPEC))
-    backend.init_cache(BLOCKS)
+    backend.init_cache((BLOCKS,))
     backend.warmup()
     if data == 1:
-        return generation_core(backend, LAYOUT, LIMITS, BLOCKS), backend
-    return sharded_core(backend, LAYOUT, LIMITS, BLOCKS, data), backend
+        return generation_core(backend, LAYOUT, LIMITS, (BLOCKS,)), backend
+    return sharded_core(backend, LAYOUT, LIMITS, (BLOCKS,), data), backend
 
 
 def answers(core: EngineCore, count: int) -> dict[str, list[EngineOutput]]:
@@ -88,7 +88,7 @@ def test_two_shards_equal_one(tensor: int) -> None:
 
 def test_shards_exchange_their_tokens_and_nothing_else() -> None:
     """Compiled step programs exchange sampled tokens between shards, never logits, pages or hidden states."""
-    program_set = make(2)._program_set(BLOCKS)
+    program_set = make(2)._program_set((BLOCKS,))
     step = next(key for key in program_set if isinstance(key, Forward))
     assert exchanged(program_set.lower(step).compile().as_text()) == []
     edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]
@@ -106,11 +106,11 @@ def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None
     limits = Limits(max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=8, block_size=128)
     layout = kv_layout(spec, 128)
     model = model_for(find_target("v6e:2x4"), spec, limits, layout, "bfloat16", tensor=4, data=2)
-    program_set = StepProgramSet(model, StepShapes.of(limits, 1), 600, 8)
+    program_set = StepProgramSet(model, StepShapes.of(limits, 1), (600,), 8)
     step = program_set.lower(Forward(program_set.shapes.shape_for(8, 8, 8, True))).compile()
     assert set(re.findall(r"replica_groups=(\S+?),? ", step.as_text())) == {"{{0,1,2,3},{4,5,6,7}}"}
-    assert step.memory_analysis().alias_size_in_bytes >= 600 * model.block_bytes
-    assert step.memory_analysis().temp_size_in_bytes < 100 * model.block_bytes
+    assert step.memory_analysis().alias_size_in_bytes >= 600 * model.block_bytes[0]
+    assert step.memory_analysis().temp_size_in_bytes < 100 * model.block_bytes[0]
     assert max(exchanged(program_set.lower(Sample(8, "greedy")).compile().as_text())) <= 2 * 16
 
 

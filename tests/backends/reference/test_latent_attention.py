@@ -53,8 +53,8 @@ def engine(spec: ModelSpec, blocks: int) -> EngineCore:
     layout = kv_layout(spec, LIMITS.block_size)
     backend = load_backend("reference").create(make_options(spec, limits=LIMITS, layout=layout))
     backend.load(random_weights(spec))
-    backend.init_cache(blocks)
-    return generation_core(backend, layout, LIMITS, blocks)
+    backend.init_cache((blocks,))
+    return generation_core(backend, layout, LIMITS, (blocks,))
 
 
 def generate(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -90,7 +90,7 @@ def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens
 def test_the_cache_holds_one_latent_and_one_rotary_key_per_token() -> None:
     layout = kv_layout(SPEC, 4)
     assert layout.groups == (KvGroup(LatentCache(16, 8), (0, 1)),)
-    assert layout.block_elements == 2 * 4 * (16 + 8)
+    assert layout.pools[0].block_elements == 2 * 4 * (16 + 8)
 
 
 def test_layers_of_both_kinds_of_attention() -> None:

@@ -119,10 +119,10 @@ def engine(
     device = {"device": make.pop("device")} if "device" in make else {}
     loaded = load_backend(backend).create(make_options(spec, limits=chosen, layout=layout, **make), **device)
     loaded.load(random_weights(spec))
-    loaded.init_cache(blocks)
+    loaded.init_cache((blocks,) * len(layout.pools))
     if warm:
         loaded.warmup()
-    return generation_core(loaded, layout, chosen, blocks)
+    return generation_core(loaded, layout, chosen, (blocks,) * len(layout.pools))
 
 
 def answers(core: EngineCore, inputs: list[EngineRequest]) -> dict[str, list[EngineOutput]]:

@@ -60,7 +60,7 @@ def test_scales_of_an_eight_bit_cache_are_used_both_ways() -> None:
     layout, actual, stored = kv_layout(SPECS["experts"], 4), [], []
     for scale in (1.0, 0.25):
         one = model("experts", cache_dtype=torch.float8_e4m3fn)
-        caches = cache.allocate(layout, 8, torch.float8_e4m3fn, RankShard(), poisoned)
+        caches = cache.allocate(layout, (8,), torch.float8_e4m3fn, RankShard(), poisoned)
         for layer in caches.values():
             assert layer.k_scale is not None
             assert layer.v_scale is not None
@@ -77,12 +77,12 @@ def test_scales_of_an_eight_bit_cache_are_used_both_ways() -> None:
 def test_several_tokens_a_sequence_decode_as_a_prefill() -> None:
     """What verifying drafts asks for: the last three tokens of two sequences at once."""
     one = model("window")
-    caches = cache.allocate(one.layout, 32, torch.float32, RankShard(), poisoned)
+    caches = cache.allocate(one.layout, (32,), torch.float32, RankShard(), poisoned)
     pages = 1 + np.arange(12).reshape(2, 2, 3)
     others = TOKENS[::-1]
     whole = [Chunk(ids, 0, len(TOKENS), pages[n]) for n, ids in enumerate((TOKENS, others))]
     want = one.decoder.hidden(one.batch(whole), caches)[: 2 * len(TOKENS)].view(2, len(TOKENS), -1)[:, -3:]
-    caches = cache.allocate(one.layout, 32, torch.float32, RankShard(), poisoned)
+    caches = cache.allocate(one.layout, (32,), torch.float32, RankShard(), poisoned)
     one.decoder.hidden(one.batch([replace(chunk, end=len(TOKENS) - 3) for chunk in whole]), caches)
     drafts = one.batch([replace(chunk, begin=len(TOKENS) - 3) for chunk in whole])
     keep = drafts.query_start[-1].item()
@@ -127,7 +127,7 @@ def test_a_decode_step_does_not_synchronize(kind: str, comm: Comm, monkeypatch: 
 
     params = Loader(spec, shard, torch.float32, empty).params
     decoder = CudaDecoder(spec, params, Device(meta, CPU.chip, "meta"), 16, comm)
-    caches = cache.allocate(layout, 8, torch.float32, shard, empty)
+    caches = cache.allocate(layout, (8,), torch.float32, shard, empty)
     seqs = empty((5,), torch.int32)
     group = GroupBatch(empty((5, 4), torch.int32), seqs)
     batch = CudaStepBatch(seqs, seqs, empty((6,), torch.int32), seqs, (group,) * len(layout.groups), 5, None, splits=2)
@@ -146,7 +146,7 @@ def with_full_norm(spec: ModelSpec) -> ModelSpec:
 def test_groups_share_arrays() -> None:
     """A block id costs the same whichever group owns it."""
     layout = kv_layout(SPECS["window"], 4)
-    caches = cache.allocate(layout, 5, torch.float16, RankShard(1, 2), poisoned)
+    caches = cache.allocate(layout, (5,), torch.float16, RankShard(1, 2), poisoned)
     assert caches[0].keys.shape == (5, 1, 4, 16)
     assert caches[0].keys.data_ptr() == caches[1].keys.data_ptr()
     assert caches[0].keys.data_ptr() != caches[0].values.data_ptr()

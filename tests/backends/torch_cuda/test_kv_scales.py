@@ -27,7 +27,7 @@ def loud(factor: float) -> dict[str, np.ndarray]:
 
 
 def hidden(model: TorchCudaModel, dtype: torch.dtype, scaled: bool = False) -> torch.Tensor:
-    caches = cache.allocate(model.layout, 8, dtype, RankShard(), poisoned)
+    caches = cache.allocate(model.layout, (8,), dtype, RankShard(), poisoned)
     if scaled:
         calibrate_kv_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
     return hidden_in(model, caches)
@@ -49,7 +49,7 @@ def test_calibrated_scales_are_more_accurate_than_scales_of_one(factor: float) -
 
 def test_calibrated_scales_leave_headroom() -> None:
     model = TorchCudaModel(SPEC, loud(1e5).items(), 32)
-    caches = cache.allocate(model.layout, 8, FLOAT8, RankShard(), poisoned)
+    caches = cache.allocate(model.layout, (8,), FLOAT8, RankShard(), poisoned)
     calibrate_kv_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
     hidden_in(model, caches)
     for stored, page in (caches[0].keys, 3), (caches[0].values, 3), (caches[1].keys, 2), (caches[1].values, 2):

@@ -21,7 +21,7 @@ from pagoda.common.errors import ConfigError
 
 LIMITS = Limits(max_model_len=1 << 17, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)
 LAYOUT = kv_layout(tiny_spec(window=6), 16)
-BLOCK = 1 << 20
+BLOCK = (1 << 20,)
 
 
 def usage(share: float = 0.9, weights: int = 15 * GIB) -> MemoryUsage:
@@ -40,8 +40,8 @@ def usage(share: float = 0.9, weights: int = 15 * GIB) -> MemoryUsage:
 @pytest.mark.setting("--gpu-memory-utilization")
 def test_the_kv_cache_gets_the_remaining_memory() -> None:
     plans = [plan_blocks(usage(share), LIMITS, LAYOUT, CacheConfig(), BLOCK) for share in (0.9, 1.0)]
-    assert [plan.num_blocks for plan in plans] == [int((22 * share - 17) * 1024) for share in (0.9, 1.0)]
-    assert plans[0].kv_cache == plans[0].num_blocks * BLOCK
+    assert [plan.num_blocks for plan in plans] == [(int((22 * share - 17) * 1024),) for share in (0.9, 1.0)]
+    assert plans[0].kv_cache == plans[0].num_blocks[0] << 20
     assert str(plans[0]).startswith("weights 15.00 GiB, activations 1.25 GiB, graphs 0.50 GiB, KV cache 2.80 GiB in ")
 
 
@@ -59,35 +59,35 @@ def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
     )
     small = replace(LIMITS, max_model_len=8192, max_num_seqs=8)
     layout = kv_layout(tiny_spec(), 16)
-    plan = plan_blocks(h200, small, layout, CacheConfig(), 2 << 20)
-    assert plan.kv_cache == plan.num_blocks * (2 << 20) == 109 * GIB
-    assert plan == plan_blocks(h200, LIMITS, layout, CacheConfig(), 2 << 20)
+    plan = plan_blocks(h200, small, layout, CacheConfig(), (2 << 20,))
+    assert plan.kv_cache == plan.num_blocks[0] * (2 << 20) == 109 * GIB
+    assert plan == plan_blocks(h200, LIMITS, layout, CacheConfig(), (2 << 20,))
 
 
 def test_a_cpu_keeps_no_more_than_requests_need() -> None:
     small = replace(LIMITS, max_model_len=32, max_num_seqs=4)
     room = cpu_usage(GIB, small, LAYOUT, BLOCK)
-    assert plan_blocks(room, small, LAYOUT, CacheConfig(), BLOCK).num_blocks == 1 + 4 * 2 * 2
+    assert plan_blocks(room, small, LAYOUT, CacheConfig(), BLOCK).num_blocks == (1 + 4 * 2 * 2,)
     assert cpu_usage(GIB, LIMITS, LAYOUT, BLOCK).available <= 4 * GIB
 
 
 def test_no_more_slots_than_an_int32_counts() -> None:
     most, tiny = (1 << 31) // 16, CacheConfig()
-    assert plan_blocks(usage(), LIMITS, LAYOUT, tiny, 8).num_blocks == most
+    assert plan_blocks(usage(), LIMITS, LAYOUT, tiny, (8,)).num_blocks == (most,)
     for configured, flag in (
         (CacheConfig(num_gpu_blocks_override=most + 1), "--num-gpu-blocks-override"),
         (CacheConfig(kv_cache_memory_bytes=8 * (most + 1)), "--kv-cache-memory-bytes"),
     ):
         with pytest.raises(ConfigError, match=f"{flag}: 134217729 KV blocks are more than the 134217728 that can be"):
-            plan_blocks(usage(), LIMITS, LAYOUT, configured, 8)
+            plan_blocks(usage(), LIMITS, LAYOUT, configured, (8,))
 
 
 def test_configured_cache_sizes_are_used() -> None:
-    configured = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 1), BLOCK)
-    assert configured.num_blocks == 100
-    assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == 7
+    configured = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=(100 << 20) + 1), BLOCK)
+    assert configured.num_blocks == (100,)
+    assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == (7,)
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes: 2 KV blocks .* use 3145728 or more"):
-        plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=2 * BLOCK), BLOCK)
+        plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=2 << 20), BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_more_blocks_than_there_is_memory_for(
 
     monkeypatch.setattr(backend._cache, "empty", full)
     with pytest.raises(ConfigError, match=f"{named}: the device has no memory for 9 KV blocks; use less"):
-        backend.init_cache(9)
+        backend.init_cache((9,))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_block_bytes_equal_what_is_allocated(ranks: int) -> None:
         return torch.empty(shape, dtype=dtype)
 
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        caches = allocate(LAYOUT, 5, dtype, shard, empty)
+        caches = allocate(LAYOUT, (5,), dtype, shard, empty)
         arrays = {array.data_ptr(): array.nbytes for cache in caches.values() for array in (cache.keys, cache.values)}
-        assert 5 * block_bytes(LAYOUT, dtype, shard) == sum(arrays.values())
+        assert [5 * size for size in block_bytes(LAYOUT, dtype, shard)] == [sum(arrays.values())]

@@ -84,11 +84,11 @@ def test_matching_hosts_connect() -> None:
     meeting = Handshake(fingerprint(0, 3), fingerprint(2, 3), fingerprint(1, 3), nodes=3)
     first, third, second = meeting.ends
     assert [peer.name for peer in first] == ["host 1 (127.0.0.1)", "host 2 (127.0.0.1)"]
-    second[0].send(BlockCount(7))
-    third[0].send(BlockCount(8))
-    assert [peer.expect(BlockCount).num_blocks for peer in first] == [7, 8]
-    first[1].send(AgreedBlocks(7))
-    assert third[0].expect(AgreedBlocks) == AgreedBlocks(7)
+    second[0].send(BlockCount((7,)))
+    third[0].send(BlockCount((8,)))
+    assert [peer.expect(BlockCount).num_blocks for peer in first] == [(7,), (8,)]
+    first[1].send(AgreedBlocks((7,)))
+    assert third[0].expect(AgreedBlocks) == AgreedBlocks((7,))
     for peers in meeting.ends:  # a host without power is noticed by the kernel
         for peer in peers:
             assert peer._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -223,7 +223,7 @@ class WaitingHost0:
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
         (HANDSHAKE_BYTES + 1).to_bytes(8, "big"),
         (4).to_bytes(8, "big") + b"\xc1\xc1\xc1\xc1",
-        len(encode(BlockCount(3))).to_bytes(8, "big") + encode(BlockCount(3)),
+        len(encode(BlockCount((3,)))).to_bytes(8, "big") + encode(BlockCount((3,))),
     ],
     ids=["http", "too large", "no message", "no greeting"],
 )
@@ -234,8 +234,8 @@ def test_other_clients_are_disconnected(data: bytes) -> None:
             assert stranger.recv(1) == b""
         (leader,) = host0.join(1)
         (follower,) = host0.waiting.result()
-        follower.send(AgreedBlocks(3))
-        assert leader.expect(AgreedBlocks) == AgreedBlocks(3)
+        follower.send(AgreedBlocks((3,)))
+        assert leader.expect(AgreedBlocks) == AgreedBlocks((3,))
         leader.end()
 
 

@@ -125,7 +125,7 @@ def test_every_host_runs_the_same_steps(make: Make) -> None:
     pair.leading.close()
     assert following.result() is None
     alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
-    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, 40))
+    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, (40,)))
     assert len(pair.there.plans) == len(pair.here.plans) > 6
     assert any(plan.embeds is not None for plan in pair.there.plans)
     for ours, theirs in zip(pair.here.plans, pair.there.plans):
@@ -143,11 +143,11 @@ def test_every_copy_of_the_model_runs_on_every_host(make: Make) -> None:
     pair = make(blocks=48, copies=2)
     following = pair.follow()
     pair.start()
-    tokens_of = answers(sharded_core(pair.leading, pair.here.layout, LIMITS, 48, 2))
+    tokens_of = answers(sharded_core(pair.leading, pair.here.layout, LIMITS, (48,), 2))
     pair.leading.close()
     following.result()
     alone = FakeBackend(hybrid_layout(), num_blocks=48, next_token=scrambled)
-    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, 48))
+    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, (48,)))
     for ours, theirs in zip(pair.here.shards, pair.there.shards, strict=True):
         assert len(ours.plans) == len(theirs.plans) > 3
 
@@ -156,7 +156,7 @@ def test_the_host_with_least_memory_sets_the_block_count(make: Make) -> None:
     pair = make(blocks=33)
     following = pair.follow()
     pair.start()
-    assert (pair.here.num_blocks, pair.there.num_blocks) == (33, 33)
+    assert (pair.here.num_blocks, pair.there.num_blocks) == ((33,), (33,))
     pair.leading.close()
     following.result()
 
@@ -270,10 +270,10 @@ def test_a_failure_before_watch_is_reported_by_watch(make: Make) -> None:
     ("data", "words"),
     [
         (encode(WarmedUp()), "host 1 (b) sent WarmedUp instead of BlockCount"),
-        (b"\xc1", "host 1 (b) is gone: not a message of version 4: "),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 5: "),
         (
-            encode(AgreedBlocks(3)).replace(b"num_blocks", b"num_clocks"),
-            "host 1 (b) is gone: not a message of version 4: ",
+            encode(AgreedBlocks((3,))).replace(b"num_blocks", b"num_clocks"),
+            "host 1 (b) is gone: not a message of version 5: ",
         ),
     ],
 )

@@ -152,14 +152,14 @@ def test_an_error_of_the_device_reaches_the_caller():
 
 def test_the_layout_and_the_limits_must_agree():
     with pytest.raises(ConfigError, match="--block-size"):
-        generation_core(FakeBackend(full_layout(8)), full_layout(8), limits(), 16)
+        generation_core(FakeBackend(full_layout(8)), full_layout(8), limits(), (16,))
 
 
 def test_a_block_that_leaks_stops_the_engine_when_it_falls_idle():
     engine = core(FakeBackend(full_layout(), num_blocks=24))
     engine.add_request(request("a", [1, 2, 3]))
     engine.step()
-    engine._kv_managers[0].pool.allocate()  # no request will ever free it
+    engine._kv_managers[0].pools[0].allocate()  # no request will ever free it
     with pytest.raises(RuntimeError, match="KV cache leak: the engine is idle, but 1 blocks are in use"):
         drain(engine)
 
@@ -168,7 +168,7 @@ def test_a_block_that_leaks_is_noticed_when_the_last_request_is_aborted():
     engine = core(FakeBackend(full_layout(), num_blocks=24), async_scheduling=False)
     engine.add_request(request("a", [1, 2, 3]))
     engine.step()
-    engine._kv_managers[0].pool.allocate()
+    engine._kv_managers[0].pools[0].allocate()
     with pytest.raises(RuntimeError, match="KV cache leak"):
         engine.abort(["a"])
 
@@ -178,7 +178,7 @@ def test_block_counts_are_checked_under_load(monkeypatch):
     engine = core(FakeBackend(full_layout(), num_blocks=24))
     engine.add_request(request("a", [1, 2, 3], max_tokens=30))
     engine.step()
-    engine._kv_managers[0].pool.num_free += 1
+    engine._kv_managers[0].pools[0].num_free += 1
     engine.step()
     with pytest.raises(RuntimeError, match="KV cache accounting is broken"):
         engine.step()

@@ -16,7 +16,7 @@ from pagoda.common.errors import ConfigError, RequestError
 def core(shards: int = 3, **settings) -> EngineCore:
     defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
     backend = FakeShards(full_layout(), shards, num_blocks=40, next_token=scrambled)
-    return sharded_core(backend, backend.layout, Limits(**(defaults | settings)), 40, shards)
+    return sharded_core(backend, backend.layout, Limits(**(defaults | settings)), (40,), shards)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
@@ -103,7 +103,7 @@ def test_a_refused_request_is_not_assigned_to_a_shard() -> None:
     backend = FakeShards(full_layout(8), 2)
     limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
     with pytest.raises(ConfigError, match="--block-size"):
-        sharded_core(backend, full_layout(8), limits, 16, 2)
+        sharded_core(backend, full_layout(8), limits, (16,), 2)
 
 
 def test_check_integrity_detects_a_lost_request() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fakes import FakeBackend, FakeShards, full_layout, hybrid_layout, scrambled, state_layout
+from fakes import FakeBackend, FakeShards, full_layout, hybrid_layout, mixed_layout, scrambled, state_layout
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,6 +21,7 @@ from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.models.caches import StateCache
 
 STOPS = frozenset({3, 4})
 MAX_LEN = 48
@@ -68,8 +69,11 @@ class Traffic(RuleBasedStateMachine):
     """One engine with drawn settings, and a record of what each request must answer."""
 
     @initialize(
-        layout=st.sampled_from([full_layout(), hybrid_layout(window=6), hybrid_layout(window=1), state_layout()]),
+        layout=st.sampled_from(
+            [full_layout(), hybrid_layout(window=6), hybrid_layout(window=1), state_layout(), mixed_layout()]
+        ),
         num_blocks=st.sampled_from([11, 14, 18, 24, 40]),
+        num_states=st.sampled_from([3, 5, 9, 30]),
         rows=st.sampled_from([1, 3, 4, 6]),
         chunk=st.sampled_from([6, 7, 16, 64]),
         chunked=st.booleans(),
@@ -79,7 +83,7 @@ class Traffic(RuleBasedStateMachine):
         ahead=st.booleans(),
         extents=st.booleans(),
     )
-    def start(self, layout, num_blocks, rows, chunk, chunked, threshold, caching, policy, ahead, extents):
+    def start(self, layout, num_blocks, num_states, rows, chunk, chunked, threshold, caching, policy, ahead, extents):
         limits = Limits(
             max_model_len=MAX_LEN,
             max_num_batched_tokens=chunk if chunked else max(chunk, MAX_LEN),
@@ -91,7 +95,9 @@ class Traffic(RuleBasedStateMachine):
             policy=policy,
             async_scheduling=ahead,
         )
-        self.engine = self.make(limits, layout, num_blocks, next_token=scrambled, prefers_extents=extents)
+        states = (isinstance(pool.kind, StateCache) for pool in layout.pools)
+        blocks = tuple(num_states if state else num_blocks for state in states)
+        self.engine = self.make(limits, layout, blocks, next_token=scrambled, prefers_extents=extents)
         self.requests: dict[str, EngineRequest] = {}
         self.expected: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
@@ -99,8 +105,9 @@ class Traffic(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.room = min(MAX_LEN, self.kv(self.engine).max_tokens + 1)
 
-    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> EngineCore:
-        return generation_core(FakeBackend(layout, num_blocks=num_blocks, **fake), layout, limits, num_blocks)
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
+        backend = FakeBackend(layout, num_blocks=num_blocks, **fake)
+        return generation_core(backend, layout, limits, backend.num_blocks)
 
     def kv(self, engine: Any) -> KvManager:
         """The manager of any shard."""
@@ -173,8 +180,9 @@ class Traffic(RuleBasedStateMachine):
 class ShardedTraffic(Traffic):
     """The same over two copies of the model."""
 
-    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> EngineCore:
-        return sharded_core(FakeShards(layout, 2, num_blocks=num_blocks, **fake), layout, limits, num_blocks, 2)
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
+        backend = FakeShards(layout, 2, num_blocks=num_blocks, **fake)
+        return sharded_core(backend, layout, limits, backend.num_blocks, 2)
 
     def kv(self, engine: Any) -> KvManager:
         return engine._scheduler.shards[0].kv

@@ -184,7 +184,7 @@ def test_requests_that_can_never_run_are_refused(request_: EngineRequest, field:
 def test_a_model_that_generates_refuses_to_pool():
     layout = full_layout(4)
     limits = Limits(max_model_len=16, max_num_batched_tokens=16, max_num_seqs=2, block_size=4)
-    engine = generation_core(FakeBackend(layout, num_blocks=9), layout, limits, 9)
+    engine = generation_core(FakeBackend(layout, num_blocks=9), layout, limits, (9,))
     with pytest.raises(RequestError, match="--runner pooling"):
         engine.add_request(ask("x"))
     assert not engine.has_work

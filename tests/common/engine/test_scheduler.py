@@ -32,7 +32,7 @@ class Bench:
         limits = Limits(**(defaults | self.limits))
         kv = KvManager(
             full_layout(limits.block_size),
-            self.num_blocks,
+            (self.num_blocks,),
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_step_tokens=limits.max_num_batched_tokens,
@@ -835,7 +835,7 @@ class TestIntegrity:
         bench = Bench()
         bench.add("a", 3)
         bench.step()
-        bench.scheduler.kv.pool.num_free += 1
+        bench.scheduler.kv.pools[0].num_free += 1
         with pytest.raises(RuntimeError, match="counted free"):
             bench.scheduler.check_integrity()
 

@@ -17,7 +17,7 @@ def backend() -> FakeBackend:
 def sleeper(backend: FakeBackend) -> Sleeper:
     config = EngineArgs("fake").create_engine_config()
     limits = resolve_limits(config, platform=Platform("cpu"), usage="llm", block_size=4, model=ModelLimits(64)).limits
-    return Sleeper(backend, generation_core(backend, full_layout(4), limits, 64), lambda: [("w", np.zeros(1))] * 3)
+    return Sleeper(backend, generation_core(backend, full_layout(4), limits, (64,)), lambda: [("w", np.zeros(1))] * 3)
 
 
 def test_level_1_keeps_the_weights_and_level_2_reads_them(backend: FakeBackend, sleeper: Sleeper) -> None:

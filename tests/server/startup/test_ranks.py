@@ -63,7 +63,7 @@ def test_ranks_follow_rank_0_and_end_with_it(capfd: pytest.CaptureFixture[str], 
         os.kill(rank, signal.SIGINT)  # as Ctrl-C in a terminal does
     assert core_of(built).stats.kv_blocks_total == 37  # rank 2 has least room: 38 with the null block
     alone = FakeBackend(full_layout(), num_blocks=38, next_token=scrambled)
-    assert answers(core_of(built)) == answers(generation_core(alone, alone.layout, LIMITS, 38))
+    assert answers(core_of(built)) == answers(generation_core(alone, alone.layout, LIMITS, (38,)))
     built.backend.close()
     built.backend.close()
     assert young() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import full_layout, hybrid_layout, state_layout
+from fakes import blocks_of, full_layout, hybrid_layout, state_layout
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
 from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit, WindowRule
@@ -15,9 +15,11 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.models.caches import LatentCache, WindowCache
 
 
-def manager(layout: KvLayout | None = None, num_blocks: int = 33, **settings) -> KvManager:
+def manager(layout: KvLayout | None = None, num_blocks: int | tuple[int, ...] = 33, **settings) -> KvManager:
     defaults = {"max_num_seqs": 4, "max_model_len": 64, "max_step_tokens": 64}
-    return KvManager(layout or full_layout(), num_blocks, **(defaults | settings))
+    layout = layout or full_layout()
+    blocks = blocks_of(layout, num_blocks) if isinstance(num_blocks, int) else num_blocks
+    return KvManager(layout, blocks, **(defaults | settings))
 
 
 def request(prompt: list[int] | int, max_tokens: int = 4, **settings) -> Request:
@@ -52,8 +54,8 @@ def test_blocks_cover_the_tokens_and_come_back():
     assert kv.allocate(r, 0, 9, 13)
     assert tables(r) == [[1, 2, 3, 4]]
     kv.free(r, 0)
-    assert kv.pool.num_free == 32
-    kv.pool.check_integrity()
+    assert kv.pools[0].num_free == 32
+    kv.pools[0].check_integrity()
 
 
 def test_tables_are_copies_as_wide_as_the_longest_sequence_and_null_past_the_end():
@@ -74,7 +76,7 @@ def test_too_few_blocks_change_nothing():
     assert kv.admit(r, 0, kv.find_prefix(r), 9, headroom=0)
     assert not kv.allocate(r, 0, 9, 13)
     assert tables(r) == [[1, 2, 3]]
-    assert kv.pool.num_free == 0
+    assert kv.pools[0].num_free == 0
 
 
 class TestPrefix:
@@ -132,7 +134,7 @@ class TestPrefix:
         assert kv.find_prefix(longer).num_tokens == 8
         assert not kv.admit(longer, 0, kv.find_prefix(longer), 17, headroom=0)
         assert kv.admit(longer, 0, kv.find_prefix(longer), 16, headroom=0)
-        kv.pool.check_integrity()
+        kv.pools[0].check_integrity()
 
     def test_blocks_in_use_by_two_stay_until_both_are_done(self):
         kv = manager()
@@ -141,10 +143,10 @@ class TestPrefix:
         admit(kv, second, row=1)
         assert tables(second) == [[1, 2, 4]]
         kv.free(first, 0)
-        assert [kv.pool.is_free(block) for block in (1, 2, 3, 4)] == [False, False, True, False]
+        assert [kv.pools[0].is_free(block) for block in (1, 2, 3, 4)] == [False, False, True, False]
         kv.free(second, 1)
-        assert kv.pool.num_free == 32
-        kv.pool.check_integrity()
+        assert kv.pools[0].num_free == 32
+        kv.pools[0].check_integrity()
 
     def test_reused_pages_are_registered_and_later_ones_follow(self):
         kv = manager()
@@ -178,25 +180,25 @@ class TestIntegrity:
 
     def test_counts_that_disagree(self):
         kv = manager(num_blocks=9)
-        kv.pool.num_free -= 1
+        kv.pools[0].num_free -= 1
         with pytest.raises(RuntimeError, match="accounting is broken"):
             kv.check_integrity(idle=False)
 
 
 class TestWindow:
     def test_a_page_is_read_while_a_token_of_it_is_in_the_window(self):
-        rule = WindowRule(0, 4, 6)
+        rule = WindowRule(0, 0, 4, 6)
         assert [rule.first_page(computed) for computed in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
-        assert [WindowRule(0, 1, 3).first_page(computed) for computed in range(5)] == [0, 0, 0, 1, 2]
+        assert [WindowRule(0, 0, 1, 3).first_page(computed) for computed in range(5)] == [0, 0, 0, 1, 2]
 
     def test_the_most_blocks_of_a_window_and_a_step(self):
-        rule = WindowRule(0, 4, 6)
+        rule = WindowRule(0, 0, 4, 6)
         assert [rule.max_blocks(9, tokens) for tokens in (2, 3, 4, 7, 8)] == [3, 3, 4, 4, 5]
         assert rule.max_blocks(2, 8) == 2
 
     @pytest.mark.parametrize("window", [1, 4, 5, 6, 9])
     def test_the_longest_hit_for_any_set_of_cached_pages(self, window: int):
-        rule, hashes = WindowRule(0, 4, window), [bytes([page]) for page in range(6)]
+        rule, hashes = WindowRule(0, 0, 4, window), [bytes([page]) for page in range(6)]
         for cached in range(1 << 6):
             pool = BlockPool(8)
             for page in range(6):
@@ -218,7 +220,7 @@ class TestWindow:
         # Position 16 sees 11..16: pages 0 and 1 are out of sight.
         assert kv.allocate(r, 0, 16, 17)
         assert tables(r)[1] == [0, 0, 7, 8, 10]
-        assert kv.pool.is_free(6)
+        assert kv.pools[0].is_free(6)
         assert kv.tables(np.array([0], np.int32), 17)[1].tolist() == [[0, 0, 7, 8, 10]]
         assert kv.allocate(r, 0, 17, 18)
         assert tables(r)[1] == [0, 0, 0, 8, 10], "position 17 sees 12 and later"
@@ -238,14 +240,14 @@ class TestWindow:
         r = request(16, 16)
         admit(kv, r)
         kv.free(r, 0)
-        kv.pool.allocate(8)
+        kv.pools[0].allocate(8)
         hit = kv.find_prefix(request(20))
         assert hit.num_tokens == 12
         assert hit.blocks == ([1, 2, 3], [0, 6, 7])
-        kv.pool.allocate(6)
+        kv.pools[0].allocate(6)
         # 12 needs pages 1 and 2 of the window, 8 needs 0 and 1, 4 needs 0.
         assert kv.find_prefix(request(20)).num_tokens == 4
-        kv.pool.allocate(1)
+        kv.pools[0].allocate(1)
         assert kv.find_prefix(request(20)).num_tokens == 0
 
     def test_a_group_that_shortens_the_hit_makes_the_others_check_again(self):
@@ -254,17 +256,17 @@ class TestWindow:
         admit(kv, r)
         kv.free(r, 0)
         # Full pages 0 to 2 remain, window pages 0, 2 and 3: 16 is valid for the window alone, 12 for neither.
-        kv.pool.allocate(4)
-        kv.pool.allocate(6)
+        kv.pools[0].allocate(4)
+        kv.pools[0].allocate(6)
         hit = kv.find_prefix(request(20))
-        assert hit == PrefixHit(4, ([1], [5]))
+        assert hit == PrefixHit(4, ([1], [5]), (0, 0))
 
     def test_a_hit_with_a_page_that_is_not_cached_is_an_error(self, monkeypatch: pytest.MonkeyPatch):
         kv = manager(hybrid_layout(window=6))
         r = request(16, 16)
         admit(kv, r)
         kv.free(r, 0)
-        kv.pool.allocate(7)
+        kv.pools[0].allocate(7)
         monkeypatch.setattr(kv.rules[1], "cached_pages", lambda pool, hashes, pages: pages)
         with pytest.raises(RuntimeError, match="page 2 of KV group 1 is in a prefix hit but not cached"):
             kv.find_prefix(request(20))
@@ -278,20 +280,91 @@ class TestWindow:
         admit(kv, r)
         for end in range(2, 62):
             assert kv.allocate(r, 0, end - 1, end)
-            assert kv.pool.num_free >= 3
+            assert kv.pools[0].num_free >= 3
         kv.free(r, 0)
-        assert kv.pool.num_free == 6
+        assert kv.pools[0].num_free == 6
 
 
-def test_state_is_one_block_and_never_shared():
-    kv = manager(state_layout())
+def test_state_is_one_block_and_is_not_shared_without_a_snapshot():
+    kv = manager(state_layout(snapshot_tokens=64))
     r = request(16)
     admit(kv, r)
-    assert tables(r) == [[1], [2, 3, 4, 5]]
+    assert tables(r) == [[1], [1, 2, 3, 4]]
     assert kv.allocate(r, 0, 16, 17)
-    assert tables(r) == [[1], [2, 3, 4, 5, 6]]
+    assert tables(r) == [[1], [1, 2, 3, 4, 5]]
     assert kv.tables(np.array([0], np.int32), 17)[0].tolist() == [[1, 0, 0, 0, 0]]
     assert kv.find_prefix(request(16)).num_tokens == 0
+
+
+class TestState:
+    def start(self, num_states: int = 9) -> tuple[KvManager, Request]:
+        """A request in row 0 with 8 tokens computed and a snapshot after them."""
+        kv = manager(state_layout(snapshot_tokens=8), (num_states, 33))
+        r = request(16)
+        admit(kv, r, num_tokens=8)
+        kv.snapshot(r, 8)
+        return kv, r
+
+    def copies(self, kv: KvManager) -> list[list[int]]:
+        """Of the pool of states."""
+        copies = kv.take_copies()
+        return copies[0].tolist() if copies else []
+
+    def test_a_hit_copies_the_snapshot(self):
+        kv, _ = self.start()
+        assert self.copies(kv) == [[1, 2]]
+        assert kv.find_prefix(request(16)) == PrefixHit(8, ([], [1, 2]), (2, 0))
+        admit(kv, request(16), row=1)
+        assert self.copies(kv) == [[2, 3]]
+        assert self.copies(kv) == []
+        kv.pools[0].check_integrity()
+
+    def test_a_hit_before_the_snapshot_is_made_copies_the_state(self):
+        kv, _ = self.start()
+        admit(kv, request(16), row=1)
+        assert self.copies(kv) == [[1, 2], [1, 3]]
+
+    def test_a_snapshot_that_exists_is_not_made_again(self):
+        kv, r = self.start()
+        self.copies(kv)
+        kv.snapshot(r, 8)
+        assert self.copies(kv) == []
+
+    def test_no_snapshot_after_unknown_tokens(self):
+        kv, r = self.start()
+        self.copies(kv)
+        kv.snapshot(r, 24)
+        assert self.copies(kv) == []
+
+    def test_a_sequence_can_take_the_block_of_its_snapshot(self):
+        kv, _ = self.start(num_states=3)
+        self.copies(kv)
+        admit(kv, request(16), row=1)
+        assert kv.tables(np.array([1], np.int32), 16)[0].tolist() == [[2, 0, 0, 0]]
+        assert self.copies(kv) == []
+
+    def test_a_snapshot_that_was_hit_is_evicted_last(self):
+        kv, r = self.start(num_states=5)
+        assert kv.allocate(r, 0, 8, 16)
+        kv.register(r, 16)
+        kv.snapshot(r, 16)
+        second = request(12)
+        assert admit(kv, second, row=1).num_tokens == 8
+        kv.free(second, 1)
+        for _ in range(2):
+            kv.pools[0].allocate()
+        assert kv.find_prefix(request(12)).num_tokens == 8
+        assert kv.find_prefix(request(20)).num_tokens == 8, "the snapshot after 16 tokens is gone"
+
+    def test_running_states_need_no_headroom(self):
+        kv = manager(state_layout(), (4, 33))
+        for row in range(2):
+            admit(kv, request([row] * 5), row=row)
+        third = request([2] * 5)
+        assert kv.admit(third, 2, kv.find_prefix(third), 5, headroom=2)
+        fourth = request([3] * 5)
+        assert not kv.admit(fourth, 3, kv.find_prefix(fourth), 5, headroom=0), "no state is free"
+        assert kv.usage() == (3, 3), "of the states, the fullest pool"
 
 
 def test_latent_pages_are_kept_like_full_ones():
@@ -321,8 +394,8 @@ class TestExtents:
                 assert kv.allocate(r, row, end - 1, end)
         assert [tables(r)[0] for r in running] == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
         kv.free(running[1], 1)
-        kv.pool.check_integrity()
-        assert kv.pool.reserve(4, 4) == range(16, 20), "an empty run before a cached one"
+        kv.pools[0].check_integrity()
+        assert kv.pools[0].reserve(4, 4) == range(16, 20), "an empty run before a cached one"
 
     def test_a_continued_conversation_continues_its_run(self):
         kv = manager(num_blocks=65, prefers_extents=True)
@@ -348,7 +421,7 @@ class TestExtents:
     def test_without_a_run_any_free_blocks_serve(self):
         kv = manager(num_blocks=12, prefers_extents=True)
         for block in (2, 4, 6, 8):
-            kv.pool.allocate(block)
+            kv.pools[0].allocate(block)
         r = request(16, 4)
         admit(kv, r)
         assert (r.groups[0].base, r.groups[0].reserved) == (None, range(0))
@@ -359,17 +432,17 @@ class TestExtents:
     def test_a_run_too_short_for_the_first_step_is_not_reserved(self):
         kv = manager(num_blocks=9, prefers_extents=True)
         for block in (1, 3, 4, 6, 7):
-            kv.pool.allocate(block)
+            kv.pools[0].allocate(block)
         r = request(9, 20)
         admit(kv, r)
         assert (r.groups[0].base, r.groups[0].reserved) == (None, range(0))
 
     def test_a_sequence_does_not_continue_over_a_cached_block(self):
         kv = manager(num_blocks=10, prefers_extents=True)
-        kv.pool.register(kv.pool.allocate(6), (b"x", 0))
-        kv.pool.release([6])
+        kv.pools[0].register(kv.pools[0].allocate(6), (b"x", 0))
+        kv.pools[0].release([6])
         for block in (2, 4, 7, 8):
-            kv.pool.allocate(block)
+            kv.pools[0].allocate(block)
         r = request(8, 8)
         admit(kv, r)
         assert tables(r) == [[1, 3]]
@@ -386,14 +459,14 @@ class TestExtents:
 
     def test_beyond_its_run_a_sequence_goes_on_while_the_next_block_is_spare(self):
         kv = manager(num_blocks=10, prefers_extents=True)
-        kv.pool.allocate(2)
+        kv.pools[0].allocate(2)
         r = request(8, 24)
         admit(kv, r)
         assert tables(r) == [[4, 5]]
         assert kv.allocate(r, 0, 8, 24)
         assert tables(r) == [[4, 5, 6, 7, 8, 9]]
         kv.free(r, 0)
-        kv.pool.check_integrity()
+        kv.pools[0].check_integrity()
 
     def test_window_pages_leave_the_reservation_as_they_pass(self):
         kv = manager(hybrid_layout(window=4), num_blocks=65, prefers_extents=True)
@@ -404,9 +477,9 @@ class TestExtents:
         assert kv.allocate(r, 0, 16, 17)
         assert tables(r)[1] == [0, 0, 0, 19, 20]
         assert r.groups[1].reserved == range(19, 24)
-        assert kv.pool.reserve_after(16, 3) == range(16, 19), "they are free for others"
-        kv.pool.unreserve(range(16, 19))
-        kv.pool.check_integrity()
+        assert kv.pools[0].reserve_after(16, 3) == range(16, 19), "they are free for others"
+        kv.pools[0].unreserve(range(16, 19))
+        kv.pools[0].check_integrity()
         kv.free(r, 0)
-        kv.pool.check_integrity()
-        assert kv.pool.num_free == 64
+        kv.pools[0].check_integrity()
+        assert kv.pools[0].num_free == 64

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes import tiny_spec
 
-from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, kv_layout
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, PoolSpec, kv_layout, layout_of
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import FullCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
@@ -32,8 +32,7 @@ def test_the_rarest_kind_sets_the_group_size():
         KvGroup(window, (5,)),
         KvGroup(full, (3, 6)),
     )
-    assert layout.layers_per_group == 2
-    assert layout.block_elements == 2 * (2 * 1 * 8 * 16)
+    assert layout.pools == (PoolSpec(full, 16, 2 * (2 * 1 * 8 * 16)),)
 
 
 def test_one_group_keeps_everything_and_knows_each_window():
@@ -58,10 +57,34 @@ def test_different_windows_are_different_kinds():
     assert len(kv_layout(with_windows(4, 8), 16).groups) == 2
 
 
-def test_a_block_is_as_large_as_its_widest_use():
-    layout = KvLayout((KvGroup(LatentCache(32, 8), (0,)), KvGroup(StateCache(500), (1,))), 4)
-    assert [group.spec.block_elements(4) for group in layout.groups] == [160, 500]
-    assert layout.block_elements == 500
+def test_each_kind_of_cache_has_blocks_of_its_own_size():
+    layout = layout_of({StateCache(500): [0, 1, 3], LatentCache(32, 8): [2, 4]}, 4)
+    assert layout.groups == (KvGroup(StateCache(500), (0, 1, 3)), KvGroup(LatentCache(32, 8), (2, 4), pool=1))
+    assert layout.pools == (PoolSpec(StateCache(500), 4, 3 * 500), PoolSpec(LatentCache(32, 8), 4, 2 * 160))
+
+
+def test_windows_of_another_shape_have_another_pool_and_group_size():
+    full, window, narrow = FullCache(2, 8), WindowCache(2, 8, 6), WindowCache(1, 8, 6)
+    layout = layout_of({window: [0, 1, 2], narrow: [3, 4, 5, 6], full: [7, 8]}, 4)
+    assert layout.groups == (
+        KvGroup(window, (0, 1)),
+        KvGroup(window, (2,)),
+        KvGroup(narrow, (3, 4, 5, 6), pool=1),
+        KvGroup(full, (7, 8)),
+    )
+    assert layout.pools == (PoolSpec(full, 4, 2 * 128), PoolSpec(FullCache(1, 8), 4, 4 * 64))
+    assert [len(groups) for groups in layout.groups_by_pool] == [3, 1]
+
+
+def test_a_pool_has_blocks_of_one_kind():
+    mixed = KvGroup(LatentCache(32, 8), (0,)), KvGroup(StateCache(500), (1,))
+    with pytest.raises(ValueError, match="caches of one kind"):
+        KvLayout(mixed, 4)
+    with pytest.raises(ValueError, match="caches of one kind"):
+        KvLayout((replace(mixed[0], pool=1),), 4)
+
+
+def test_blocks_of_a_cache():
     assert FullCache(3, 5).block_elements(7) == WindowCache(3, 5, 9).block_elements(7) == 2 * 3 * 5 * 7
     assert LatentCache(32, 8).block_elements(5) == 40 * 5
     assert StateCache(500).block_elements(9) == 500

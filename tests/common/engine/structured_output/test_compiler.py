@@ -31,7 +31,7 @@ def limits(**settings) -> Limits:
 
 def engine(structured: Structured, num_blocks: int = 64, **settings) -> EngineCore:
     backend = FakeBackend(full_layout(), num_blocks=num_blocks, next_token=scrambled)
-    return generation_core(backend, backend.layout, limits(**settings), num_blocks, structured=structured)
+    return generation_core(backend, backend.layout, limits(**settings), backend.num_blocks, structured=structured)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_prefix_cache_serves_a_constrained_answer(structured):
 
 def test_shards_share_compiled_grammars(structured):
     backend = FakeShards(full_layout(), 2, num_blocks=40, next_token=scrambled)
-    core = sharded_core(backend, backend.layout, limits(), 40, 2, structured=structured)
+    core = sharded_core(backend, backend.layout, limits(), (40,), 2, structured=structured)
     for number in range(6):
         core.add_request(asking(grammar(choice=CHOICES), name=str(number)))
     core.add_request(asking(grammar(regex="(a"), name="bad"))
@@ -226,7 +226,7 @@ def test_abort_while_the_grammar_compiles(structured, monkeypatch):
 
 def test_without_a_tokenizer_a_grammar_is_refused():
     backend = FakeBackend(full_layout())
-    core = generation_core(backend, backend.layout, limits(), 64)
+    core = generation_core(backend, backend.layout, limits(), (64,))
     with pytest.raises(RequestError, match="needs a tokenizer"):
         core.add_request(asking(grammar(choice=CHOICES)))
 

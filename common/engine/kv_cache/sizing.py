@@ -1,0 +1,110 @@
+"""How many blocks each pool of a KV cache gets. Pure arithmetic; a backend says how many bytes a block takes.
+
+A model with one pool gets as many blocks as fit. With several, the bytes are divided so that one sequence of
+`max_model_len` tokens fits, then `max_num_seqs` sequences, then those at the largest equal length. What is left after
+`max_num_seqs` sequences of `max_model_len` serves the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_cache.manager import group_rules
+from pagoda.common.engine.kv_cache.spec import KvLayout
+
+
+def min_blocks(layout: KvLayout) -> tuple[int, ...]:
+    """Return the blocks per pool of a sequence of one page, and the null block."""
+    return tuple(1 + len(groups) for groups in layout.groups_by_pool)
+
+
+def max_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
+    """Return the blocks per pool that `max_num_seqs` sequences of `max_model_len` tokens fill, and the null block."""
+    return tuple(1 + limits.max_num_seqs * number for number in _blocks_per_sequence(layout, limits))
+
+
+def stated_blocks(layout: KvLayout, limits: Limits, number: int) -> tuple[int, ...]:
+    """Return the blocks per pool for --num-gpu-blocks-override: `number` in each pool whose caches grow with the
+    sequence; in the others too, but no more than the states of running requests fill.
+    """
+    states = (1 + limits.max_num_seqs * len(groups) for groups in layout.groups_by_pool)
+    return tuple(number if grows else min(number, most) for grows, most in zip(_grows(layout), states))
+
+
+def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], total: int) -> tuple[int, ...]:
+    """Return the blocks per pool that `total` bytes hold. `block_bytes`: of a block of each pool."""
+    if len(block_bytes) == 1:
+        return (total // block_bytes[0],)
+    longest = _Demand(layout, limits)
+
+    def left(blocks: Sequence[int]) -> int:
+        return total - sum(number * size for number, size in zip(blocks, block_bytes))
+
+    if left(longest.blocks(1, 1)) < 0:  # the longest sequence does not fit: a single shorter one
+        pages = _largest(0, longest.pages, lambda pages: left(longest.blocks(1, 1, first=pages)) >= 0)
+        blocks = longest.blocks(1, 1, first=pages)
+    else:
+        seqs = _largest(1, limits.max_num_seqs, lambda seqs: left(longest.blocks(seqs, 1)) >= 0)
+        pages = _largest(1, longest.pages, lambda pages: left(longest.blocks(seqs, pages)) >= 0)
+        blocks = longest.blocks(seqs, pages)
+        sequences = left(blocks) // sum(number * size for number, size in zip(longest.cached, block_bytes))
+        blocks = tuple(number + sequences * each for number, each in zip(blocks, longest.cached))
+    most = max(range(len(blocks)), key=longest.cached.__getitem__)
+    rest = max(left(blocks), 0) // block_bytes[most]
+    return tuple(number + rest * (pool == most) for pool, number in enumerate(blocks))
+
+
+class _Demand:
+    """The blocks of running sequences, with windows taken into account."""
+
+    def __init__(self, layout: KvLayout, limits: Limits) -> None:
+        self._rules, self._num_pools = group_rules(layout), len(layout.pools)
+        self._step_tokens = limits.max_num_batched_tokens
+        self.pages = _pages(limits)
+
+    def blocks(self, seqs: int, pages: int, first: int | None = None) -> tuple[int, ...]:
+        """Return the blocks per pool for one sequence of `first` pages, by default the longest, that fills a step, for
+        `seqs` - 1 of `pages` pages, and the null block.
+        """
+        needed = [1] * self._num_pools
+        for rule in self._rules:
+            needed[rule.pool] += rule.max_blocks(self.pages if first is None else first, self._step_tokens)
+            needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, 1)
+        return tuple(needed)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The blocks per pool that the longest sequence takes in the prefix cache."""
+        needed = [0] * self._num_pools
+        for rule in self._rules:
+            needed[rule.pool] += rule.cached_blocks(self.pages)
+        return tuple(needed)
+
+
+def _blocks_per_sequence(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
+    """Return the blocks per pool of a sequence of `max_model_len` tokens: all pages, also those before windows, or a
+    state and its snapshots.
+    """
+    pages = _pages(limits)
+    state = 1 + pages // layout.snapshot_pages
+    return tuple(
+        len(groups) * (pages if grows else state) for groups, grows in zip(layout.groups_by_pool, _grows(layout))
+    )
+
+
+def _grows(layout: KvLayout) -> tuple[bool, ...]:
+    rules = group_rules(layout)
+    return tuple(any(rule.grows for rule in rules if rule.pool == pool) for pool in range(len(layout.pools)))
+
+
+def _pages(limits: Limits) -> int:
+    return -(-limits.max_model_len // limits.block_size)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number from `low` to `high` that fits; `low` if none does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
