@@ -17,10 +17,11 @@ from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
-from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization import Scheme, Value
 
+MasksT_contra = TypeVar("MasksT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 Weight = tuple[str, Value]
@@ -118,8 +119,22 @@ class Pending(Protocol[ResultT_co]):
         ...
 
 
-PendingResult = Pending[StepResult]
-PendingShards = Pending[tuple[StepResult | None, ...]]  # None for shards without a plan
+class PendingSample(Pending[ResultT_co], Protocol[MasksT_contra, ResultT_co]):
+    """A step in flight that samples tokens."""
+
+    def bind_masks(self, masks: MasksT_contra) -> None:
+        """Hand over the masks of a plan with `masked`: once, before `result` and before the next step is started.
+
+        `result` raises RuntimeError without them.
+        """
+        ...
+
+
+ShardMasks = tuple[TokenMasks | None, ...]
+"""None for shards whose plan has no `masked`."""
+
+PendingResult = PendingSample[TokenMasks, StepResult]
+PendingShards = PendingSample[ShardMasks, tuple[StepResult | None, ...]]  # None for shards without a plan
 PendingPooling = Pending[PoolResult]
 
 
@@ -190,7 +205,7 @@ class Backend(DeviceBackend, Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> PendingResult:
-        """Start a step and return at once. Steps run in order."""
+        """Start a step and return at once. Steps run in order; the masks of the step before are bound."""
         ...
 
 

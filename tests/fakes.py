@@ -16,7 +16,7 @@ import numpy as np
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.models.caches import FullCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
@@ -115,19 +115,40 @@ class FakeRow:
         return self.digests[position]
 
 
-@dataclass(frozen=True)
+@dataclass
 class FakePending:
-    answer: StepResult
+    """Samples at once, or when its masks are bound."""
+
+    backend: FakeBackend
+    plan: StepPlan
+    prompt_logprobs: dict[int, TokenLogprobs]
+    answer: StepResult | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan.masked is None:
+            self._sample(None)
+
+    def bind_masks(self, masks: TokenMasks) -> None:
+        assert self.plan.masked is not None, "no sequence waits for a mask"
+        assert self.answer is None, "the masks are bound already"
+        assert np.isin(masks.sequences, self.plan.masked).all(), "a mask that was not announced"
+        assert len(masks.sequences) == len(masks.bits)
+        self.backend.masks[self.plan.step] = masks
+        self._sample(masks)
 
     def result(self) -> StepResult:
+        assert self.answer is not None, "masks are bound before the result is awaited"
         return self.answer
 
+    def _sample(self, masks: TokenMasks | None) -> None:
+        self.answer = self.backend.sample(self.plan, self.prompt_logprobs, masks)
 
-def allowed_from(plan: StepPlan, index: int, token: int) -> int:
+
+def allowed_from(masks: TokenMasks | None, index: int, token: int) -> int:
     """That token, or the next one after it that the sequence's mask allows."""
-    if plan.masks is None or index not in plan.masks.sequences:
+    if masks is None or index not in masks.sequences:
         return token
-    bits = plan.masks.bits[plan.masks.sequences.tolist().index(index)]
+    bits = masks.bits[masks.sequences.tolist().index(index)]
     allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
     assert len(allowed), "a mask leaves no token"
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
@@ -151,6 +172,8 @@ class FakeBackend:
         self.fail_at = fail_at
         self.num_blocks = blocks_of(layout, num_blocks) if isinstance(num_blocks, int) else num_blocks
         self.plans: list[StepPlan] = []
+        self.masks: dict[int, TokenMasks] = {}  # bound so far, by step
+        self.newest: FakePending | None = None
         self.rows: dict[int, FakeRow] = {}
         self.closed = False
         self.weights = "loaded"
@@ -196,7 +219,11 @@ class FakeBackend:
             raise MemoryError("the device is out of memory")
 
     def execute(self, plan: StepPlan) -> FakePending:
-        """Runs at once; steps come in order, so that is what a device does as well."""
+        """Runs at once; steps come in order, so that is what a device does as well.
+
+        Sampling of a plan with `masked` runs once its masks are bound.
+        """
+        assert self.newest is None or self.newest.answer is not None, "the masks of the step before are not bound"
         assert plan.step == len(self.plans), "steps must be numbered in order"
         assert not self.cache_away, "the KV cache is asleep"
         assert self.weights not in ("on the host", "gone"), "the weights are asleep"
@@ -211,16 +238,22 @@ class FakeBackend:
             self._write(plan, index)
         for index in range(plan.num_seqs):
             self._read(plan, index)
-        prompt_logprobs = self._prompt_logprobs(plan)
-        tokens = [self._sample(plan, index) if plan.samples[index] else -1 for index in range(plan.num_seqs)]
-        return FakePending(
-            StepResult(plan.step, np.array(tokens, np.int32), self._logprobs(plan, tokens), prompt_logprobs)
-        )
+        self.newest = FakePending(self, plan, self._prompt_logprobs(plan))
+        return self.newest
+
+    def sample(self, plan: StepPlan, prompt_logprobs: dict[int, TokenLogprobs], masks: TokenMasks | None) -> StepResult:
+        tokens = [self._sample(plan, index, masks) if plan.samples[index] else -1 for index in range(plan.num_seqs)]
+        return StepResult(plan.step, np.array(tokens, np.int32), self._logprobs(plan, tokens), prompt_logprobs)
 
     def _check_shape(self, plan: StepPlan) -> None:
         counts = np.diff(plan.query_start)
         assert plan.num_seqs
         assert (counts > 0).all()
+        if plan.masked is not None:
+            assert plan.masked.dtype == np.int32
+            assert len(plan.masked)
+            assert (np.diff(plan.masked) > 0).all()
+            assert plan.samples[plan.masked].all(), "a masked sequence samples"
         assert plan.query_start[-1] == plan.num_tokens
         assert len(set(plan.rows.tolist())) == plan.num_seqs, "a row appears twice"
         assert (np.diff((counts > 1).astype(int)) >= 0).all(), "sequences with one token stand first"
@@ -292,11 +325,11 @@ class FakeBackend:
             used = -(-end // size)
             assert not table[index, used:].any(), "entries past the end are null"
 
-    def _sample(self, plan: StepPlan, index: int) -> int:
+    def _sample(self, plan: StepPlan, index: int, masks: TokenMasks | None) -> int:
         row = self.rows[int(plan.rows[index])]
         end = plan.context[index] + plan.query_start[index + 1] - plan.query_start[index]
         assert end == len(row.history), "only the newest token is sampled from"
-        token = allowed_from(plan, index, self.next_token(row.said()))
+        token = allowed_from(masks, index, self.next_token(row.said()))
         row.history.append(token)
         row.sampled_at = plan.step
         return token
@@ -325,10 +358,16 @@ class FakeBackend:
 
 @dataclass(frozen=True)
 class FakeShardsPending:
-    answers: tuple[StepResult | None, ...]
+    steps: tuple[FakePending | None, ...]
+
+    def bind_masks(self, masks: tuple[TokenMasks | None, ...]) -> None:
+        for step, own in zip(self.steps, masks, strict=True):
+            if own is not None:
+                assert step is not None, "masks of a shard without a plan"
+                step.bind_masks(own)
 
     def result(self) -> tuple[StepResult | None, ...]:
-        return self.answers
+        return tuple(None if step is None else step.result() for step in self.steps)
 
 
 class FakeShards(FakeBackend):
@@ -342,7 +381,7 @@ class FakeShards(FakeBackend):
         assert len(plans) == len(self.shards)
         assert any(plan is not None for plan in plans), "a step of nobody"
         return FakeShardsPending(
-            tuple(None if plan is None else shard.execute(plan).answer for shard, plan in zip(self.shards, plans))
+            tuple(None if plan is None else shard.execute(plan) for shard, plan in zip(self.shards, plans))
         )
 
 

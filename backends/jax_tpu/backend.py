@@ -7,8 +7,7 @@ host waits only in `result()`, by which time the next step is queued.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import (
+    Plans,
     check_tables,
     make_batch,
     make_embeds,
@@ -48,9 +48,16 @@ from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.engine.kv_cache.sizing import stated_blocks
-from pagoda.common.engine.pending import FetchLogprobs, PendingShardSteps, PendingStep, PromptScores, score_prompts
+from pagoda.common.engine.pending import (
+    FetchLogprobs,
+    PendingShardSteps,
+    PendingStep,
+    PendingTokens,
+    PromptScores,
+    score_prompts,
+)
 from pagoda.common.engine.shapes import StepShapes
-from pagoda.common.engine.step import Int32, StepPlan
+from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
@@ -162,12 +169,15 @@ class JaxBackend:
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue a step of the only shard."""
-        (step,) = self.execute_shards((plan,)).steps
+        pending = self.execute_shards((plan,))
+        (step,) = pending.steps
         assert step is not None, "it has a plan"
+        if (sample := pending.sample) is not None:
+            step.sample = lambda masks: sample({0: masks})[0]
         return step
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShardSteps:
-        """Enqueue a step of every shard."""
+        """Enqueue a step of every shard; its sampling follows in `bind_masks` if a plan has `masked`."""
         programs, sampler = self._programs, self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
@@ -190,18 +200,34 @@ class JaxBackend:
         else:
             self._caches, hidden, logits = programs[Forward(shape)](*inputs)
         scores = {shard: self._score_prompts(shard, plan, hidden, programs, sampler) for shard, plan in active.items()}
-        sampled = sampler.sample(logits, active) if any(plan.samples.any() for plan in active.values()) else None
         recompiles = programs.recompiles - before
         steps: list[PendingStep | None] = [None] * shards
         for shard, (plan, order) in parts.items():
-            step = PendingStep(plan, prompt_scores=scores[shard], order=order, recompiles=recompiles)
+            steps[shard] = PendingStep(plan, prompt_scores=scores[shard], order=order, recompiles=recompiles)
             recompiles = 0  # counted once
-            if sampled is not None:
-                span = shard * shape.seqs, plan.num_seqs
-                fetch, logprobs = partial(sampled.fetch, *span), partial(sampled.logprobs, *span)
-                step = replace(step, tokens=fetch, logprobs=logprobs)
-            steps[shard] = step
-        return PendingShardSteps(tuple(steps))
+        pending = PendingShardSteps(tuple(steps))
+        if any(plan.masked is not None for plan in active.values()):
+            pending.sample = partial(self._sample, logits, active)
+        elif any(plan.samples.any() for plan in active.values()):
+            pending.set_tokens(self._sample(logits, active))
+        return pending
+
+    def _sample(
+        self, logits: jax.Array, plans: Plans, masks: Mapping[int, TokenMasks] | None = None
+    ) -> dict[int, PendingTokens]:
+        """Enqueue the sampling of every shard."""
+        programs, sampler = self._programs, self._sampler
+        assert programs is not None, "init_cache comes before execute"
+        assert sampler is not None
+        before = programs.recompiles
+        sampled = sampler.sample(logits, plans, masks)
+        recompiles, seqs = programs.recompiles - before, logits.shape[0] // self.model.shards
+        tokens: dict[int, PendingTokens] = {}
+        for shard, plan in plans.items():
+            span = shard * seqs, plan.num_seqs
+            tokens[shard] = PendingTokens(partial(sampled.fetch, *span), partial(sampled.logprobs, *span), recompiles)
+            recompiles = 0  # counted once
+        return tokens
 
     def close(self) -> None:
         """Release the device memory."""

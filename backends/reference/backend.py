@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +19,13 @@ from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
+from pagoda.common.engine.pending import unbound_masks
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import prompt_targets
-from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.errors import ConfigError
+
+ResultT = TypeVar("ResultT")
 
 CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
 
@@ -102,19 +107,19 @@ class ReferenceBackend:
                 )
             ).result()
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        return self._worker.submit(self._run_step, plan)
+    def execute(self, plan: StepPlan) -> WorkerStep:
+        """Submit a step; if the plan has `masked`, only its forward pass, and its sampling in `bind_masks`."""
+        return WorkerStep(self, plan)
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    @torch.inference_mode()
-    def _run_step(self, plan: StepPlan) -> StepResult:
-        # torch looks up `__torch_function__` on every packed weight by an exception: 17 us per linear layer
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._run(plan)
+    def submit(self, run: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run a part of a step on the worker thread, after those before."""
+        return self._worker.submit(_run_part, run)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def forward(self, plan: StepPlan) -> ForwardPass:
+        """Compute the logits of the sequences that sample, and the logprobs of prompt tokens."""
         assert self._decoder is not None, "load comes before execute"
         for start in plan.starts:
             self._sampler.start(start)
@@ -122,16 +127,20 @@ class ReferenceBackend:
         embedded = Embedded.of(plan, self.numerics.weights)
         hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches, embedded)
         prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        tokens = np.full(plan.num_seqs, -1, np.int32)
         sampling = np.flatnonzero(plan.samples)
-        if not len(sampling):
-            return StepResult(plan.step, tokens, {}, prompt_logprobs)
         newest = torch.from_numpy(plan.query_start[sampling + 1].astype(np.int64) - 1)
-        logits = self._decoder.logits(hidden[newest])
-        sampled, logprobs = self._sampler.sample(logits, plan)
+        return ForwardPass(self._decoder.logits(hidden[newest]) if len(sampling) else None, prompt_logprobs)
+
+    def sample(self, plan: StepPlan, forward: ForwardPass, masks: TokenMasks | None = None) -> StepResult:
+        """Sample the step's tokens. `masks`: of sequences in `plan.masked`."""
+        tokens = np.full(plan.num_seqs, -1, np.int32)
+        if forward.logits is None:
+            return StepResult(plan.step, tokens, {}, forward.prompt_logprobs)
+        sampling = np.flatnonzero(plan.samples)
+        sampled, logprobs = self._sampler.sample(forward.logits, plan, masks)
         tokens[sampling] = sampled.numpy()
         return StepResult(
-            plan.step, tokens, {int(sampling[i]): block for i, block in logprobs.items()}, prompt_logprobs
+            plan.step, tokens, {int(sampling[i]): block for i, block in logprobs.items()}, forward.prompt_logprobs
         )
 
     def _token_ids(self, plan: StepPlan) -> Tensor:
@@ -155,6 +164,46 @@ class ReferenceBackend:
             mode = self._sampler.options.logprobs_mode
             logprobs[scored.index] = token_logprobs(logits, targets, scored.best, mode)
         return logprobs
+
+
+@torch.inference_mode()
+def _run_part(run: Callable[[], ResultT]) -> ResultT:
+    # torch looks up `__torch_function__` on every packed weight by an exception: 17 us per linear layer
+    with torch._C.DisableTorchFunctionSubclass():
+        return run()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """The part of a step before sampling."""
+
+    logits: Tensor | None  # float32 [R, V] of the R sequences that sample
+    prompt_logprobs: dict[int, TokenLogprobs]
+
+
+class WorkerStep:
+    """A step on the worker thread. Implements common.backend.PendingResult."""
+
+    def __init__(self, backend: ReferenceBackend, plan: StepPlan) -> None:
+        self._backend, self._plan = backend, plan
+        self._forward: Future[ForwardPass] | None = None
+        self._result: Future[StepResult] | None = None
+        if plan.masked is None:
+            self._result = backend.submit(lambda: backend.sample(plan, backend.forward(plan)))
+        else:
+            self._forward = backend.submit(lambda: backend.forward(plan))
+
+    def bind_masks(self, masks: TokenMasks) -> None:
+        """Submit the sampling."""
+        backend, plan, forward = self._backend, self._plan, self._forward
+        assert forward is not None, "the plan has masked sequences"
+        self._result = backend.submit(lambda: backend.sample(plan, forward.result(), masks))
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what it raised, RuntimeError without masks for a plan with `masked`."""
+        if self._result is None:
+            raise unbound_masks(self._plan)
+        return self._result.result()
 
 
 def prepare_thread() -> None:

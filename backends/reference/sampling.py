@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.engine.sampling_state import RowTable, SampledRows, additions, banned_words, penalties
-from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenLogprobs
+from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenLogprobs, TokenMasks
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
@@ -40,14 +40,16 @@ class Sampler:
         self.rows.start(start, self.vocab)
         self.history[start.row, : len(start.token_ids)] = torch.tensor(start.token_ids)
 
-    def sample(self, logits: Tensor, plan: StepPlan) -> tuple[Tensor, dict[int, TokenLogprobs]]:
+    def sample(
+        self, logits: Tensor, plan: StepPlan, masks: TokenMasks | None = None
+    ) -> tuple[Tensor, dict[int, TokenLogprobs]]:
         """Return tokens int64 [R] and logprobs by row of logits, for the R sequences of `plan` that sample.
 
-        logits float32 [R, V], one row per sampling sequence; edited in place.
+        logits float32 [R, V], one row per sampling sequence; edited in place. masks: of sequences in `plan.masked`.
         """
         sampled = SampledRows.compact(plan, self.rows)
-        needs_edit = plan.masks is not None or self.options.processors or sampled.columns["needs_edit"].any()
-        shown = self._edit(logits, sampled, plan) if needs_edit else {}
+        needs_edit = masks is not None or self.options.processors or sampled.columns["needs_edit"].any()
+        shown = self._edit(logits, sampled, masks and _by_row_of_logits(masks, plan)) if needs_edit else {}
         # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
         if sampled.kind != "greedy":
@@ -61,22 +63,22 @@ class Sampler:
             for index, (best, row) in shown.items()
         }
 
-    def _edit(self, logits: Tensor, sampled: SampledRows, plan: StepPlan) -> dict[int, tuple[int, Tensor]]:
-        """Edit the logits in place.
+    def _edit(self, logits: Tensor, sampled: SampledRows, masks: TokenMasks | None) -> dict[int, tuple[int, Tensor]]:
+        """Edit the logits in place. `masks`: by row of logits.
 
         Returns, by row of logits, how many logprobs a sequence reports and the logits [V] that they are taken of.
         """
         best = {row.index: row.state.rules.logprobs or 0 for row in sampled.where("logprobs")}
         if self.options.logprobs_mode.startswith("processed"):
-            self._apply_rules(logits, sampled, plan)
+            self._apply_rules(logits, sampled, masks)
             rules = RowRules.unpack(torch.from_numpy(sampled.pack(len(logits), 0)))
             return {index: (count, drawn_from(logits[index], rules.take([index]))) for index, count in best.items()}
         raw = {index: (count, logits[index].clone()) for index, count in best.items()}
-        self._apply_rules(logits, sampled, plan)
+        self._apply_rules(logits, sampled, masks)
         return raw
 
-    def _apply_rules(self, logits: Tensor, sampled: SampledRows, plan: StepPlan) -> None:
-        """Apply the rows' rules, the plan's masks and the logits processors, in place."""
+    def _apply_rules(self, logits: Tensor, sampled: SampledRows, masks: TokenMasks | None) -> None:
+        """Apply the rows' rules, the masks and the logits processors, in place."""
         seqs = len(logits)
         if penalised := sampled.where("penalised"):
             penalise(logits, self.history, torch.from_numpy(penalties(penalised, len(penalised))))
@@ -87,9 +89,8 @@ class Sampler:
                 ban_words(logits, self.history, torch.from_numpy(words), torch.from_numpy(heads))
         for row in sampled.where("masked"):
             allow_only(logits[row.index], row.state.rules.allowed_token_ids or ())
-        if plan.masks is not None:
-            numbers = np.searchsorted(np.flatnonzero(plan.samples), plan.masks.sequences)  # rows of logits
-            mask(logits, torch.from_numpy(numbers), torch.from_numpy(plan.masks.bits.view(np.int32)))
+        if masks is not None and len(masks.sequences):
+            mask(logits, torch.from_numpy(masks.sequences), torch.from_numpy(masks.bits.view(np.int32)))
         if self.options.processors:
             self._process(logits, sampled)
 
@@ -99,6 +100,12 @@ class Sampler:
             state, tokens = self.rows[row], self.history[row, :known].tolist()
             for processor in self.options.processors:
                 processor.apply(logits[index].numpy(), tokens, len(state.prompt), state.rules.extra_args or {})
+
+
+def _by_row_of_logits(masks: TokenMasks, plan: StepPlan) -> TokenMasks:
+    """Return the masks by row of logits, of which only sequences that sample have one."""
+    rows = np.searchsorted(np.flatnonzero(plan.samples), masks.sequences)
+    return TokenMasks(rows.astype(np.int32), masks.bits)
 
 
 # Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling_state.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import torch
 
@@ -33,11 +33,14 @@ from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.pending import PendingStep
+from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.shapes import GraphSizes
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import check_attention_only
+
+InputT = TypeVar("InputT")
+QueuedT = TypeVar("QueuedT")
 
 logger = logging.getLogger(__name__)
 
@@ -196,13 +199,24 @@ class TorchCudaBackend:
         self._compiles.log_each = True
 
     def execute(self, plan: StepPlan) -> PendingStep:
-        """Queue a step."""
+        """Queue a step; its sampling follows in `bind_masks` if the plan has `masked`."""
         assert self._runner is not None, "init_cache comes before execute"
+        pending, recompiles = self._queue(self._runner.run, plan)
+        pending.recompiles = recompiles
+        if (sample := pending.sample) is not None:
+            pending.sample = lambda masks: self._sample_masked(sample, masks)
+        return pending
+
+    def _sample_masked(self, sample: Callable[[TokenMasks], PendingTokens], masks: TokenMasks) -> PendingTokens:
+        tokens, recompiles = self._queue(sample, masks)
+        return replace(tokens, recompiles=recompiles)
+
+    def _queue(self, queue: Callable[[InputT], QueuedT], work: InputT) -> tuple[QueuedT, int]:
+        """Call `queue(work)` on the stream. Return its result and how many programs were compiled or captured."""
         before = self._compiles.count + self._stream.captures
         with self._stream.running():
-            pending = self._runner.run(plan)
-        late = self._compiles.count + self._stream.captures - before
-        return replace(pending, recompiles=late) if late else pending
+            queued = queue(work)
+        return queued, self._compiles.count + self._stream.captures - before
 
     def sleep(self, level: int) -> None:
         """Release the memory of weights and KV cache; level 1 saves the weights in host memory.

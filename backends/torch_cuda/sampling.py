@@ -6,7 +6,7 @@ with the device except logits processors, which run Python on the host: the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from pagoda.common.engine.sampling_state import (
     grammar_masks,
     penalties,
 )
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
+from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
 
 
 class CudaSampler:
@@ -61,19 +61,20 @@ class CudaSampler:
         """Return tokens int32 [R] from logits float32 [R, V] and packed int32 [7, R]; records them. May be captured."""
         return sample_tokens(logits, packed, self.last, self.history, use_kernel=self.device.use_kernels)
 
-    def edit(self, logits: Tensor, plan: StepPlan) -> Tensor | None:
+    def edit(self, logits: Tensor, plan: StepPlan, masks: TokenMasks | None = None) -> Tensor | None:
         """Apply the rows' logit edits to logits float32 [R, V], before temperature, in place.
 
-        Return the logits [n, V] that logprobs are taken of, a row per sequence with logprobs; None if there are none.
+        masks: of sequences in `plan.masked`. Return the logits [n, V] that logprobs are taken of, a row per sequence
+        with logprobs; None if there are none.
         """
-        needs_edit = self.rows.columns["needs_edit"][plan.rows].any() or plan.masks is not None
+        needs_edit = self.rows.columns["needs_edit"][plan.rows].any() or masks is not None
         if not (self.options.processors or needs_edit):
             return None
         sampled = self._sampled_rows(plan)
         indices = [row.index for row in sampled.where("logprobs")]
         processed = self.options.logprobs_mode.startswith("processed")
         selected = logits[self._send(indices)] if indices and not processed else None
-        self._edit(logits, sampled, plan)
+        self._edit(logits, sampled, {} if masks is None else {0: masks})
         if indices and processed:
             rules = CudaSamplingRules.unpack(self._send(sampled.pack(len(logits), len(self.rows))[:, indices]))
             selected = rules.drawn_from(logits[self._send(indices)], use_kernel=self.device.use_kernels)
@@ -123,7 +124,7 @@ class CudaSampler:
     def _sampled_rows(self, plan: StepPlan) -> SampledRows:
         return SampledRows.of({0: plan}, plan.num_seqs, self.rows)
 
-    def _edit(self, logits: Tensor, sampled: SampledRows, plan: StepPlan) -> None:
+    def _edit(self, logits: Tensor, sampled: SampledRows, grammar: Mapping[int, TokenMasks]) -> None:
         seqs, use_kernel = len(logits), self.device.use_kernels
         if penalised := sampled.where("penalised"):
             packed = self._send(penalties(penalised, len(penalised)))
@@ -134,7 +135,7 @@ class CudaSampler:
             for words, heads in banned_words(edited, seqs):
                 packed_words = self._send(words), self._send(heads)
                 edit_logits.ban_words(logits, self.history, *packed_words, use_kernel=use_kernel)
-        if masks := allowed(sampled.where("masked"), grammar_masks({0: plan}, seqs), self.vocab):
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs), self.vocab):
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)

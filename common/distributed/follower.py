@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, cast
 
@@ -13,10 +14,12 @@ from pagoda.common.backend import (
     PendingResult,
     PendingShards,
     ShardedBackend,
+    ShardMasks,
 )
 from pagoda.common.distributed.leader import RankBackend, current_error
 from pagoda.common.distributed.messages import (
     AgreedBlocks,
+    BindMasks,
     BlockCount,
     End,
     Execute,
@@ -77,14 +80,13 @@ class FollowingBackend(RankBackend):
         while True:
             match self._leader.receive():
                 case Execute(plans):
-                    try:
+                    with self._leader_failure_first():
                         pending.append(self._start(plans))
                         if len(pending) > _MAX_IN_FLIGHT:
                             pending.popleft().result()
-                    except Exception:
-                        if (failure := self._leader.failure(self._leader.grace)) is not None:
-                            raise failure  # noqa: B904 (the local error is its consequence, and stays its context)
-                        raise
+                case BindMasks(masks):
+                    with self._leader_failure_first():
+                        _bind(pending[-1], masks)
                 case SleepRanks() | WakeUpRanks() as change:
                     assert sleeper is not None, "the leader and its followers have the same sleep mode"
                     while pending:
@@ -95,6 +97,16 @@ class FollowingBackend(RankBackend):
                     return
                 case other:
                     raise EngineDeadError(f"{self._leader.name} sent {type(other).__name__} instead of a step")
+
+    @contextmanager
+    def _leader_failure_first(self) -> Iterator[None]:
+        """Raise the leader's failure in place of a local error, which is its consequence and stays its context."""
+        try:
+            yield
+        except Exception:
+            if (failure := self._leader.failure(self._leader.grace)) is not None:
+                raise failure  # noqa: B904
+            raise
 
     def _start(self, plans: tuple[StepPlan | None, ...]) -> PendingResult | PendingShards:
         if len(plans) == 1 and plans[0] is not None:
@@ -112,6 +124,13 @@ class FollowingBackend(RankBackend):
         if self._ended_by_leader and not reason:
             self._leave()
         self._leader.close()
+
+
+def _bind(pending: PendingResult | PendingShards, masks: ShardMasks) -> None:
+    if len(masks) == 1 and masks[0] is not None:  # as in `_start`
+        cast(PendingResult, pending).bind_masks(masks[0])
+    else:
+        cast(PendingShards, pending).bind_masks(masks)
 
 
 def _apply(sleeper: Sleeper, change: SleepRanks | WakeUpRanks) -> SleepResult:

@@ -17,8 +17,8 @@ from pagoda.common.backend import (
     Backend,
     Capabilities,
     MemoryPlan,
-    Pending,
     PendingResult,
+    PendingSample,
     PendingShards,
     ShardedBackend,
     SleepingBackend,
@@ -26,6 +26,7 @@ from pagoda.common.backend import (
 )
 from pagoda.common.distributed.messages import (
     AgreedBlocks,
+    BindMasks,
     BlockCount,
     Execute,
     MessageT,
@@ -39,7 +40,7 @@ from pagoda.common.distributed.messages import (
 )
 from pagoda.common.engine.core import KV_CACHE, WEIGHTS
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError, ModelError, PagodaError
 
 
@@ -93,6 +94,7 @@ class PeerFailure:
             raise
 
 
+MasksT = TypeVar("MasksT", contravariant=True)
 ResultT = TypeVar("ResultT", covariant=True)
 
 logger = logging.getLogger(__name__)
@@ -171,14 +173,14 @@ class LeadingBackend(RankBackend):
         """Start a step on every host. Raises EngineDeadError if one has failed."""
         self._broadcast(Execute((plan,)))
         with self._failure.as_cause(self._grace):
-            return _PendingOnAllHosts(self._backend.execute(plan), self._failure, self._grace)
+            return _PendingOnAllHosts(self._backend.execute(plan), self._broadcast, self._failure, self._grace)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """Start a step of all data-parallel replicas on every host."""
         self._broadcast(Execute(plans))
         with self._failure.as_cause(self._grace):
             pending = cast(ShardedBackend, self._backend).execute_shards(plans)
-            return _PendingOnAllHosts(pending, self._failure, self._grace)
+            return _PendingOnAllHosts(pending, self._broadcast, self._failure, self._grace)
 
     def sleep(self, level: int) -> None:
         """Release the memory of all hosts. Raises MemoryError if one cannot; then all are awake again."""
@@ -240,7 +242,7 @@ class LeadingBackend(RankBackend):
         with self._failure.as_cause():
             return peer.expect(kind)
 
-    def _broadcast(self, message: AgreedBlocks | Execute | SleepRanks | WakeUpRanks) -> None:
+    def _broadcast(self, message: AgreedBlocks | Execute | BindMasks | SleepRanks | WakeUpRanks) -> None:
         data = encode(message)
         with self._failure.as_cause():
             for peer in self._followers:
@@ -248,12 +250,19 @@ class LeadingBackend(RankBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingOnAllHosts(Generic[ResultT]):
+class _PendingOnAllHosts(Generic[MasksT, ResultT]):
     """A step in flight on every host."""
 
-    pending: Pending[ResultT]
+    pending: PendingSample[MasksT, ResultT]
+    broadcast: Callable[[BindMasks], None]
     failure: PeerFailure
     grace: float
+
+    def bind_masks(self, masks: MasksT) -> None:
+        """Hand over the masks on every host. If one has failed, raise its failure."""
+        self.broadcast(BindMasks(masks if isinstance(masks, tuple) else (cast(TokenMasks, masks),)))
+        with self.failure.as_cause(self.grace):
+            self.pending.bind_masks(masks)
 
     def result(self) -> ResultT:
         """Wait for the step. If it failed because a peer failed, raise the peer's failure."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError
 
 HANDSHAKE_BYTES: Final = 1 << 16  # maximum size of a message before the handshake is complete
@@ -197,6 +197,12 @@ class Execute(msgspec.Struct, tag="step", frozen=True):
     plans: tuple[StepPlan | None, ...]
 
 
+class BindMasks(msgspec.Struct, tag="masks", frozen=True):
+    """Hand the token masks to the step that was started last: one per data-parallel replica, None without any."""
+
+    masks: tuple[TokenMasks | None, ...]
+
+
 class SleepRanks(msgspec.Struct, tag="sleep", frozen=True):
     """Release device memory at this sleep level. Answered by SleepResult."""
 
@@ -222,7 +228,17 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 Message = (
-    Hello | Verdict | BlockCount | AgreedBlocks | WarmedUp | Execute | SleepRanks | WakeUpRanks | SleepResult | End
+    Hello
+    | Verdict
+    | BlockCount
+    | AgreedBlocks
+    | WarmedUp
+    | Execute
+    | BindMasks
+    | SleepRanks
+    | WakeUpRanks
+    | SleepResult
+    | End
 )
 
 

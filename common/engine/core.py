@@ -1,6 +1,9 @@
 """The step loop of an engine: requests in, outputs out, with the next step planned while one runs on the device.
 
-    plan 1, start 1, plan 2, start 2 | wait for 1, report 1 | plan 3, start 3 | wait for 2, report 2 | ...
+    plan 1, start 1, plan 2, start 2 | wait for 1, report 1, masks of 2 | plan 3, start 3 | wait for 2, ...
+
+The token masks of a step depend on the result of the step before. They are handed over while the step runs, before
+its logits are sampled, and before the next step is started.
 
 Generation, pooling and data parallelism share this loop. They differ in the scheduler, which plans steps and turns
 results into outputs, and in the backend method that executes its plans. `Sleeper` offloads an idle engine's memory.
@@ -12,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
-from pagoda.common.backend import Backend, Pending, SleepingBackend, Weight
+from pagoda.common.backend import Backend, Pending, PendingSample, SleepingBackend, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import no_tokenizer, refused
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
@@ -29,6 +32,7 @@ from pagoda.common.errors import ConfigError, ModelError, RequestError, SleepErr
 
 PlanT = TypeVar("PlanT")
 ResultT_contra = TypeVar("ResultT_contra", contravariant=True)
+MasksT_co = TypeVar("MasksT_co", covariant=True)
 
 GRAMMAR_WAIT_SECONDS: Final = 0.005
 """How long a step waits for a grammar when there is nothing else to do, so that commands are still read."""
@@ -37,7 +41,7 @@ CHECK_INTERVAL: Final = 256
 """Steps between two integrity checks under load. A check costs about 1 ns per KV block."""
 
 
-class StepScheduler(Protocol[PlanT, ResultT_contra]):
+class StepScheduler(Protocol[PlanT, ResultT_contra, MasksT_co]):
     """Plans steps and takes their results, in the same order. Plug-in schedulers implement this interface; most
     subclass scheduler.Scheduler.
     """
@@ -59,6 +63,10 @@ class StepScheduler(Protocol[PlanT, ResultT_contra]):
         """Return the next step; None if nothing can be computed until a result or a request arrives."""
         ...
 
+    def token_masks(self, plan: PlanT) -> MasksT_co | None:
+        """Return the token masks of the oldest step in flight; None if no sequence samples under a grammar."""
+        ...
+
     def update(self, plan: PlanT, result: ResultT_contra) -> StepOutputs:
         """Apply the result of the oldest step in flight and return its outputs."""
         ...
@@ -72,7 +80,7 @@ class StepScheduler(Protocol[PlanT, ResultT_contra]):
         ...
 
 
-GenerationScheduler = StepScheduler[StepPlan, StepResult]
+GenerationScheduler = StepScheduler[StepPlan, StepResult, TokenMasks]
 MakeScheduler = Callable[[Limits, KvManager], GenerationScheduler]
 
 
@@ -145,7 +153,7 @@ class EngineCore:
     def __init__(
         self,
         execute: Callable[[Any], Pending[Any]],
-        scheduler: StepScheduler[Any, Any],
+        scheduler: StepScheduler[Any, Any, Any],
         limits: Limits,
         *,
         kv_managers: Sequence[KvManager] = (),
@@ -187,6 +195,8 @@ class EngineCore:
         refusals = self._grammars.admit()
         while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
             self._pending.append((plan, self._execute(plan)))
+            if len(self._pending) == 1:
+                self._bind_masks()
         if not self._pending:
             if self._scheduler.num_unfinished:
                 raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
@@ -195,11 +205,19 @@ class EngineCore:
             return StepOutputs(outputs=refusals, stats=self.stats)
         plan, pending = self._pending.popleft()
         outputs = self._scheduler.update(plan, pending.result())
+        if self._pending:
+            self._bind_masks()
         self._unchecked_steps += 1
         idle = not self.has_work
         if idle or self._unchecked_steps >= CHECK_INTERVAL:
             self._check_kv_cache(idle)
         return replace(outputs, outputs=refusals + outputs.outputs) if refusals else outputs
+
+    def _bind_masks(self) -> None:
+        """Hand the token masks to the oldest step in flight; the result of the step before has been applied."""
+        plan, pending = self._pending[0]
+        if (masks := self._scheduler.token_masks(plan)) is not None:
+            cast("PendingSample[Any, Any]", pending).bind_masks(masks)
 
     def _check_kv_cache(self, idle: bool) -> None:
         """Raise RuntimeError if KV blocks are not accounted for. Runs when the engine becomes idle, and under load."""

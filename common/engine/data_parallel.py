@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from pagoda.common.backend import ShardedBackend
+from pagoda.common.backend import ShardedBackend, ShardMasks
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeScheduler, make_kv_manager
 from pagoda.common.engine.kv_cache.manager import KvManager
@@ -76,6 +76,14 @@ class ShardedScheduler:
         """Return the next step of every shard; None if no shard can compute anything."""
         plans = tuple(shard.scheduler.schedule() for shard in self.shards)
         return None if all(plan is None for plan in plans) else plans
+
+    def token_masks(self, plan: ShardPlans) -> ShardMasks | None:
+        """Return the token masks of every shard's oldest step in flight; None if no shard has any."""
+        masks = tuple(
+            None if own_plan is None else shard.scheduler.token_masks(own_plan)
+            for shard, own_plan in zip(self.shards, plan, strict=True)
+        )
+        return None if all(each is None for each in masks) else masks
 
     def update(self, plan: ShardPlans, result: ShardResults) -> StepOutputs:
         """Apply the results of the oldest step in flight and return the outputs of all shards."""

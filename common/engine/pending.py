@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.sampling_state import RowTable, prompt_targets
-from pagoda.common.engine.step import Int32, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.step import Int32, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 FetchLogprobs = Callable[[], TokenLogprobs]
 """Waits for logprobs that were enqueued."""
@@ -52,31 +52,58 @@ def score_prompts(
     )
 
 
+def unbound_masks(plan: StepPlan) -> RuntimeError:
+    """Return the error of a result that was requested before the step's token masks were bound."""
+    return RuntimeError(f"step {plan.step} samples under a grammar: call bind_masks before result")
+
+
 @dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """The sampled tokens of a step and their logprobs, on their way to the host."""
+
+    fetch: Callable[[], Int32]  # waits for the tokens int32 [>= S]
+    logprobs: Callable[[], Mapping[int, TokenLogprobs]] = dict  # waits for logprobs by sequence of the plan
+    recompiles: int = 0  # programs compiled for sampling
+
+
+@dataclass(slots=True)
 class PendingStep:
     """A step that is queued on a device. Implements common.backend.PendingResult."""
 
     plan: StepPlan
-    tokens: Callable[[], Int32] | None = None  # waits for the sampled tokens int32 [>= S]; None: no sequence samples
-    logprobs: Callable[[], Mapping[int, TokenLogprobs]] = dict  # waits for logprobs by sequence of the plan
+    tokens: PendingTokens | None = None  # None: no sequence samples, or masks are to be bound
+    sample: Callable[[TokenMasks], PendingTokens] | None = None  # enqueues the sampling of a plan with `masked`
     prompt_scores: tuple[PromptScores, ...] = ()
     order: npt.NDArray[np.intp] | None = None  # [S] the engine's number of each sequence; None: that of the plan
     recompiles: int = 0  # programs compiled or captured for this step
 
+    def bind_masks(self, masks: TokenMasks) -> None:
+        """Enqueue the sampling. `masks`: by the engine's numbers of sequences."""
+        assert self.sample is not None, "the plan has masked sequences"
+        self.tokens = self.sample(self.in_plan_order(masks))
+
+    def in_plan_order(self, masks: TokenMasks) -> TokenMasks:
+        """Return the masks by sequence of the plan."""
+        if self.order is None:
+            return masks
+        new_index = np.argsort(self.order)[masks.sequences]
+        ascending = np.argsort(new_index)
+        return TokenMasks(new_index[ascending].astype(np.int32), masks.bits[ascending])
+
     def result(self) -> StepResult:
-        """Wait for the step. Raises what the device raised."""
-        tokens = np.full(self.plan.num_seqs, -1, np.int32)
+        """Wait for the step. Raises what the device raised, RuntimeError without masks for a plan with `masked`."""
+        token_ids = np.full(self.plan.num_seqs, -1, np.int32)
+        logprobs: dict[int, TokenLogprobs] = {}
+        recompiles = self.recompiles
         if self.tokens is not None:
-            sampled = np.where(self.plan.samples, self.tokens()[: self.plan.num_seqs], -1)
-            tokens[slice(None) if self.order is None else self.order] = sampled
+            sampled = np.where(self.plan.samples, self.tokens.fetch()[: self.plan.num_seqs], -1)
+            token_ids[slice(None) if self.order is None else self.order] = sampled
+            logprobs = self._in_order(self.tokens.logprobs())
+            recompiles += self.tokens.recompiles
+        elif self.plan.masked is not None:
+            raise unbound_masks(self.plan)
         prompt_logprobs = {scores.index: scores.fetch() for scores in self.prompt_scores}
-        return StepResult(
-            self.plan.step,
-            tokens,
-            self._in_order(self.logprobs()),
-            self._in_order(prompt_logprobs),
-            self.recompiles,
-        )
+        return StepResult(self.plan.step, token_ids, logprobs, self._in_order(prompt_logprobs), recompiles)
 
     def _in_order(self, blocks: Mapping[int, TokenLogprobs]) -> dict[int, TokenLogprobs]:
         if self.order is None:
@@ -84,12 +111,29 @@ class PendingStep:
         return {int(self.order[index]): block for index, block in blocks.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingShardSteps:
     """A step of every shard; None for shards without a plan. Implements common.backend.PendingShards."""
 
     steps: tuple[PendingStep | None, ...]
+    sample: Callable[[Mapping[int, TokenMasks]], Mapping[int, PendingTokens]] | None = None  # by shard; as PendingStep
+
+    def bind_masks(self, masks: tuple[TokenMasks | None, ...]) -> None:
+        """Enqueue the sampling of all shards. `masks`: of each shard, None if it has none."""
+        assert self.sample is not None, "a plan has masked sequences"
+        by_shard = {
+            shard: step.in_plan_order(own)
+            for shard, (step, own) in enumerate(zip(self.steps, masks, strict=True))
+            if step is not None and own is not None
+        }
+        self.set_tokens(self.sample(by_shard))
+
+    def set_tokens(self, tokens: Mapping[int, PendingTokens]) -> None:
+        """Set the sampled tokens of the steps, by shard."""
+        for shard, step in enumerate(self.steps):
+            if step is not None:
+                step.tokens = tokens[shard]
 
     def result(self) -> tuple[StepResult | None, ...]:
-        """Wait for the step. Raises what the device raised."""
+        """Wait for the step. Raises as PendingStep does."""
         return tuple(None if step is None else step.result() for step in self.steps)

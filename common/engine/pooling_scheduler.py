@@ -104,6 +104,9 @@ class PoolingScheduler:
             batch.append(request)
         return tuple(batch)
 
+    def token_masks(self, plan: PoolPlan) -> None:
+        """Return None: nothing is sampled."""
+
     def update(self, plan: PoolPlan, result: PoolResult) -> StepOutputs:
         """Apply the result of the oldest step in flight and return its outputs."""
         batch = self._in_flight.popleft()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.sampling import SamplingRules, noise_keys
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, UInt32
+from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenMasks, UInt32
 
 Kind = Literal["greedy", "random", "filtered"]
 KINDS: Final[tuple[Kind, ...]] = ("greedy", "random", "filtered")
@@ -301,13 +301,12 @@ def allowed(rows: Sequence[SampledRow], masks: Mapping[int, UInt32], vocab: int)
     return both
 
 
-def grammar_masks(plans: Mapping[int, StepPlan], seqs: int) -> dict[int, UInt32]:
-    """Return the masks of every shard's plan by row of logits. `seqs`: rows of logits per shard."""
+def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int) -> dict[int, UInt32]:
+    """Return the masks of every shard by row of logits. `seqs`: rows of logits per shard."""
     return {
         shard * seqs + sequence: bits
-        for shard, plan in plans.items()
-        if plan.masks is not None
-        for sequence, bits in zip(plan.masks.sequences.tolist(), plan.masks.bits)
+        for shard, own in masks.items()
+        for sequence, bits in zip(own.sequences.tolist(), own.bits)
     }
 
 

@@ -40,10 +40,6 @@ from pagoda.common.errors import RequestError
 RUNNING: Final = RequestStatus.RUNNING
 Ending: TypeAlias = tuple[Request, RequestStatus]
 
-MAX_BLOCKED_SHARE: Final = 8
-"""When planning ahead, skip at most 1/8 of the running rows (those whose mask needs a token in flight). A skipped row
-runs at half speed; not planning ahead costs every row about a tenth of a step."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlightStep:
@@ -147,8 +143,6 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
-        if self._in_flight and self._num_masked and self._too_many_blocked():
-            return None
         preemptions = self._preemptions
         budget = self._budget_running()
         if self.kv.snapshot_tokens:
@@ -165,20 +159,11 @@ class Scheduler:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
         while True:
             rows = self._running_rows()
-            budget = split_budget(self._batch, rows, self.limits, self._blocked(rows), self.kv.snapshot_tokens)
+            budget = split_budget(self._batch, rows, self.limits, self.kv.snapshot_tokens)
             end = self._batch.computed[budget.rows] + budget.tokens
             short = np.flatnonzero(end > self._batch.capacity[budget.rows])
             if all(self._ensure_blocks(int(budget.rows[i]), int(end[i])) for i in short):
                 return budget
-
-    def _too_many_blocked(self) -> bool:
-        """True if too many rows are blocked on tokens in flight to plan ahead."""
-        rows = self._running_rows()
-        return len(self._blocked(rows)) * MAX_BLOCKED_SHARE > len(rows)
-
-    def _blocked(self, rows: Int32) -> list[int]:
-        """Return the indices in `rows` that cannot be planned before a token in flight is known."""
-        return blocked_by_masks(self._batch, rows) if self._num_masked else []
 
     def _running_rows(self) -> Int32:
         if self._order is None:
@@ -292,7 +277,7 @@ class Scheduler:
             block_tables=self.kv.tables(rows, int(end.max())),
             samples=samples,
             state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
-            masks=token_masks(batch, rows, samples) if self._num_masked else None,
+            masked=masked_sequences(batch, rows, samples) if self._num_masked else None,
             embeds=batch.embeds(rows, counts) if self._num_embedded else None,
         )
         self._in_flight.append(_InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows]))
@@ -301,6 +286,15 @@ class Scheduler:
         return plan
 
     # --- results ---
+
+    def token_masks(self, plan: StepPlan) -> TokenMasks | None:
+        """Return the masks of the oldest step in flight; None if no sequence samples under a grammar."""
+        if plan.masked is None:
+            return None
+        step = self._in_flight[0]
+        if step.plan is not plan:
+            raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
+        return token_masks(step.requests, plan.masked)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take the result of the oldest step in flight. Returns the outputs of its requests."""
@@ -375,16 +369,13 @@ class TokenBudget:
     tokens: Int32  # [n], all positive
 
 
-def split_budget(
-    batch: RunningBatch, rows: Int32, limits: Limits, blocked: list[int], max_chunk: int = 0
-) -> TokenBudget:
+def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, max_chunk: int = 0) -> TokenBudget:
     """Give one token to every row that wants one, then chunks in the order of `rows` until the budget is spent.
 
-    `blocked`: indices in `rows` that get nothing in this step. `max_chunk`: chunks end at multiples of it; 0: anywhere.
+    `max_chunk`: chunks end at multiples of it; 0: anywhere.
     """
     total = batch.total[rows]
     want = (total - batch.computed[rows]) * (total < batch.limit[rows])
-    want[blocked] = 0
     if (want == 1).all():
         return TokenBudget(rows, want)
     single, longer = rows[want == 1], rows[want > 1]
@@ -521,26 +512,31 @@ def _positions(block: TokenLogprobs, only: Sequence[int] = ()) -> list[PositionL
 # Token masks of grammars and reasoning budgets. Only called while a request with a mask is unfinished.
 
 
-def blocked_by_masks(batch: RunningBatch, rows: Int32) -> list[int]:
-    """Return the indices in `rows` [n] whose next mask depends on a token in flight."""
-    unknown = batch.inflight[rows]
-    return [
+def masked_sequences(batch: RunningBatch, rows: Int32, samples: Bool) -> Int32 | None:
+    """Return the indices in `rows` [n] of those that sample under a mask, or may once the tokens in flight are known.
+
+    `samples` bool [n]: they sample. None if there are none.
+    """
+    indices = [
         index
-        for index in np.flatnonzero(unknown * batch.masked[rows]).tolist()
+        for index in np.flatnonzero(samples & batch.masked[rows]).tolist()
         if (state := batch.request_at(int(rows[index])).mask_state) is not None
-        and state.depends_on(int(unknown[index]))
+        and (state.bits is not None or state.depends_on(int(batch.inflight[rows[index]])))
     ]
+    return np.array(indices, np.int32) if indices else None
 
 
-def token_masks(batch: RunningBatch, rows: Int32, samples: Bool) -> TokenMasks | None:
-    """Return the masks of those of `rows` [n] that sample (`samples` bool [n]); None: every token is allowed."""
+def token_masks(requests: Sequence[Request], masked: Int32) -> TokenMasks:
+    """Return the masks of `masked`, indices in the requests of a step; none for requests that ended since."""
     masks = [
         (index, state.bits)
-        for index in np.flatnonzero(samples & batch.masked[rows]).tolist()
-        if (state := batch.request_at(int(rows[index])).mask_state) is not None and state.bits is not None
+        for index in masked.tolist()
+        if (state := requests[index].mask_state) is not None
+        and state.bits is not None
+        and not requests[index].is_finished
     ]
     if not masks:
-        return None
+        return TokenMasks(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
     sequences, bits = zip(*masks)
     return TokenMasks(np.array(sequences, np.int32), np.stack(bits))
 

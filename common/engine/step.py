@@ -49,7 +49,7 @@ class RowStart:
 class TokenMasks:
     """The tokens that some sequences of a step may sample. Token t is bit t % 32 of word t // 32."""
 
-    sequences: Int32  # [n] indices in the plan, ascending
+    sequences: Int32  # [n] indices in the plan, ascending, of those in `masked`; the others may sample any token
     bits: UInt32  # [n, ceil(V/32)]
 
 
@@ -76,7 +76,7 @@ class StepPlan:
     block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     state_copies: tuple[Int32, ...] = ()  # (source, destination) blocks [n, 2] of each pool; () without copies
-    masks: TokenMasks | None = None  # of sequences that sample under a grammar; the others may sample any token
+    masked: Int32 | None = None  # [n > 0] indices of the sequences whose TokenMasks follow while the step runs
     embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
 
     @property

@@ -39,13 +39,13 @@ class _HostArray:
         return self._tensor.numpy()
 
 
-def run(sampler, logits, plan, room=None):
+def run(sampler, logits, plan, room=None, masks=None):
     """A step through the sampler as a backend runs it: tokens int32 [S], logprobs. Padding is full of NaN."""
     seqs = room or plan.num_seqs
     padded = torch.full((seqs, logits.shape[1]), torch.nan)
     padded[: plan.num_seqs] = torch.from_numpy(logits)
     packed = torch.from_numpy(sampler.pack(plan, seqs))
-    shown = sampler.edit(padded, plan)
+    shown = sampler.edit(padded, plan, masks)
     tokens = sampler.sample(padded, packed)
     found = sampler.logprobs(shown, tokens, plan, Now())
     return tokens[: plan.num_seqs].numpy(), found()

@@ -6,7 +6,7 @@ argmax. Never waits for the device; `Sampled.logprobs` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -28,7 +28,7 @@ from pagoda.common.engine.sampling_state import (
     grammar_masks,
     penalties,
 )
-from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs
+from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs, TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,14 @@ class JaxSampler:
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[SetHistoryRow()](self.history, np.int32(start.row), tokens)
 
-    def sample(self, logits: jax.Array, plans: Plans) -> Sampled:
-        """Sample from logits float32 [R, V]: each shard's sequences, padded to R / shards rows per shard."""
+    def sample(self, logits: jax.Array, plans: Plans, masks: Mapping[int, TokenMasks] | None = None) -> Sampled:
+        """Sample from logits float32 [R, V]: each shard's sequences, padded to R / shards rows per shard.
+
+        `masks`: of sequences in `masked` of the plans, by shard.
+        """
         seqs = logits.shape[0] // self._shards
         sampled = SampledRows.of(plans, seqs, self.rows)
-        edited = self._edit(logits, sampled, plans)
+        edited = self._edit(logits, sampled, masks or {})
         rules = sampled.pack(logits.shape[0], len(self.rows))
         tokens, self.history, processed = self._programs[Sample(seqs, sampled.kind)](edited, self.history, rules)
         tokens.copy_to_host_async()
@@ -117,7 +120,7 @@ class JaxSampler:
         needs_logits = any(not 0 <= n <= MAX_LOGPROBS for n in num_logprobs)
         return DeviceLogprobs(self.mode, tokens, top_logprobs, logits if needs_logits else None)
 
-    def _edit(self, logits: jax.Array, sampled: SampledRows, plans: Plans) -> jax.Array:
+    def _edit(self, logits: jax.Array, sampled: SampledRows, grammar: Mapping[int, TokenMasks]) -> jax.Array:
         """Apply penalties, bias, bans and token masks."""
         rows, programs = logits.shape[0], self._programs
         seqs = rows // self._shards
@@ -128,7 +131,7 @@ class JaxSampler:
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
             for words, heads in banned_words(edited, rows):
                 logits = programs[LogitsProgram("ban_words", seqs)](logits, self.history, words, heads)
-        if masks := allowed(sampled.where("masked"), grammar_masks(plans, seqs), logits.shape[1]):
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs), logits.shape[1]):
             bits = allowed_bits({}, rows, logits.shape[1])
             bits[list(masks)] = np.stack(list(masks.values()))
             logits = programs[LogitsProgram("mask", seqs)](logits, bits)

@@ -13,7 +13,7 @@ from pagoda.backends.jax_tpu.execution.step_input import pack_step
 from pagoda.common.config.defaults import TPU_TABLE_ENTRIES
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.shapes import StepShape, StepShapes
-from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
+from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.errors import ConfigError
 
 
@@ -101,13 +101,7 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
         token_ids=plan.token_ids[tokens],
         block_tables=tuple(table[order] for table in plan.block_tables),
         samples=plan.samples[order],
-        masks=plan.masks and _reorder_masks(plan.masks, order),
+        masked=None if plan.masked is None else np.flatnonzero(np.isin(order, plan.masked)).astype(np.int32),
         embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],
     )
     return reordered, order
-
-
-def _reorder_masks(masks: TokenMasks, order: npt.NDArray[np.intp]) -> TokenMasks:
-    new_index = np.argsort(order)[masks.sequences]
-    ascending = np.argsort(new_index)
-    return TokenMasks(new_index[ascending].astype(np.int32), masks.bits[ascending])

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -29,9 +30,9 @@ from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PromptScores, score_prompts
+from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PendingTokens, PromptScores, score_prompts
 from pagoda.common.engine.shapes import GraphSizes
-from pagoda.common.engine.step import Int32, StepPlan
+from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Runner:
         self._staging = Staging(stream)
 
     def run(self, plan: StepPlan) -> PendingStep:
-        """Queue a step. Call inside `stream.running`."""
+        """Queue a step; its sampling follows in `bind_masks` if the plan has `masked`. Call in `stream.running`."""
         parts = self.programs.parts
         for start in plan.starts:
             parts.sampler.start(start)
@@ -147,12 +148,20 @@ class Runner:
         hidden = self._forward(step, packed)
         scores = self._score_prompts(plan, hidden) if hidden is not None else ()
         self._staging.mark_read()
-        if not plan.samples.any():
-            return PendingStep(plan, prompt_scores=scores)
-        raw = parts.sampler.edit(parts.buffers.logits[: step.shape.rows], plan)
-        tokens = self.programs.sample(step.shape.rows)
-        logprobs = parts.sampler.logprobs(raw, tokens, plan, self.stream)
-        return PendingStep(plan, self.stream.fetch(tokens).array, logprobs, scores)
+        pending = PendingStep(plan, prompt_scores=scores)
+        if plan.masked is not None:
+            pending.sample = partial(self._sample, step)
+        elif plan.samples.any():
+            pending.tokens = self._sample(step)
+        return pending
+
+    def _sample(self, step: QueuedStep, masks: TokenMasks | None = None) -> PendingTokens:
+        """Queue logit edits, sampling and logprobs of the logits in the buffers, which no later step has changed."""
+        parts, rows = self.programs.parts, step.shape.rows
+        raw = parts.sampler.edit(parts.buffers.logits[:rows], step.plan, masks)
+        tokens = self.programs.sample(rows)
+        logprobs = parts.sampler.logprobs(raw, tokens, step.plan, self.stream)
+        return PendingTokens(self.stream.fetch(tokens).array, logprobs)
 
     def _padded(self, plan: StepPlan) -> QueuedStep:
         groups, width = len(plan.block_tables), table_width(plan)

@@ -30,6 +30,7 @@ from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, l
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import sampling_state
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.pending import PendingStep
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
@@ -183,10 +184,9 @@ def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, row
             rules = replace(rules, allowed_token_ids=tuple(sorted(own)))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
     bits = sampling_state.allowed_bits({0: masked}, 1, VOCAB)
-    plan = replace(
-        step([len(history) for _, history, _ in rows]), masks=TokenMasks(np.array([len(rows) - 1], np.int32), bits)
-    )
-    tokens = np.asarray(sampler.sample(padded(logits), {0: plan}).tokens)[: len(rows)].tolist()
+    masks = TokenMasks(np.array([len(rows) - 1], np.int32), bits)
+    plan = replace(step([len(history) for _, history, _ in rows]), masked=masks.sequences)
+    tokens = np.asarray(sampler.sample(padded(logits), {0: plan}, {0: masks}).tokens)[: len(rows)].tolist()
     assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
 
 
@@ -197,10 +197,13 @@ def test_masks_move_with_their_sequences() -> None:
         query_start=np.array([0, 1, 2, 7], np.int32),
         context=np.array([3, 4, 1], np.int32),
         token_ids=np.zeros(7, np.int32),
-        masks=TokenMasks(np.array([1, 2], np.int32), np.array([[1], [2]], np.uint32)),
+        masked=np.array([1], np.int32),
     )
     moved, order = writers_first(plan)
     assert order.tolist() == [0, 2, 1]
-    assert moved.masks is not None
-    assert moved.masks.sequences.tolist() == [1, 2]
-    assert moved.masks.bits.tolist() == [[2], [1]]
+    assert moved.masked is not None
+    assert moved.masked.tolist() == [2]
+    masks = TokenMasks(np.array([1, 2], np.int32), np.array([[1], [2]], np.uint32))
+    in_order = PendingStep(moved, order=order).in_plan_order(masks)
+    assert in_order.sequences.tolist() == [1, 2]
+    assert in_order.bits.tolist() == [[2], [1]]

@@ -192,26 +192,24 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
     rng = np.random.default_rng(seed)
     sampler, reference = make(), ReferenceSampler(VOCAB, ROOM, LENGTH)
     logits, want = noisy(seed, len(rows)), []
-    masks = {row: rng.permutation(VOCAB)[:count] for row in range(0, len(rows), 2)}
+    allowed = {row: rng.permutation(VOCAB)[:count] for row in range(0, len(rows), 2)}
     for row, (rules, history, prompt) in enumerate(rows):
         num_prompt = min(prompt, len(history))
         start = RowStart(row, np.array(history, np.int32), num_prompt, rules)
         sampler.start(start)
         reference.start(start)
-        if row in masks:
+        if row in allowed:
             own = (
-                masks[row]
+                allowed[row]
                 if rules.allowed_token_ids is None
-                else set(rules.allowed_token_ids) & set(masks[row].tolist())
+                else set(rules.allowed_token_ids) & set(allowed[row].tolist())
             )
             rules = replace(rules, allowed_token_ids=tuple(sorted(map(int, own))))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    bits = sampling_state.allowed_bits(dict(enumerate(masks.values())), len(masks), VOCAB)
-    plan = replace(
-        decode_step([len(history) for _, history, _ in rows]),
-        masks=TokenMasks(np.array(list(masks), np.int32), bits),
-    )
-    tokens, _ = run(sampler, logits, plan, ROOM)
+    bits = sampling_state.allowed_bits(dict(enumerate(allowed.values())), len(allowed), VOCAB)
+    masks = TokenMasks(np.array(list(allowed), np.int32), bits)
+    plan = replace(decode_step([len(history) for _, history, _ in rows]), masked=masks.sequences)
+    tokens, _ = run(sampler, logits, plan, ROOM, masks)
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
-    same, _ = reference.sample(torch.from_numpy(logits.copy()), plan)
+    same, _ = reference.sample(torch.from_numpy(logits.copy()), plan, masks)
     assert [t for t, w in zip(same.tolist(), want) if w is not None] == [w for w in want if w is not None]

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
+from support.scripted_masks import add_masked
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.distributed.follower import FollowingBackend
@@ -98,7 +99,10 @@ def answers(engine: EngineCore) -> dict[str, list[int]]:
             max_tokens=6,
             prompt_embeds=rows,
         )
-        engine.add_request(engine_request)
+        if number in (2, 3):
+            engine.add_request(engine_request)
+        else:
+            add_masked(engine, engine_request, 64)
     tokens_of: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step().outputs:
@@ -115,7 +119,8 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
     starts = [start.token_ids for start in plan.starts]
     embeds = [] if plan.embeds is None else [plan.embeds]
     numbers = [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples]
-    return [*numbers, *plan.block_tables, *starts, *embeds]
+    masked = [] if plan.masked is None else [plan.masked]
+    return [*numbers, *plan.block_tables, *starts, *masked, *embeds]
 
 
 def test_every_host_runs_the_same_steps(make: Make) -> None:
@@ -128,6 +133,11 @@ def test_every_host_runs_the_same_steps(make: Make) -> None:
     assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, (40,)))
     assert len(pair.there.plans) == len(pair.here.plans) > 6
     assert any(plan.embeds is not None for plan in pair.there.plans)
+    assert pair.here.masks.keys() == pair.there.masks.keys()
+    assert len(pair.here.masks) > 3
+    for step, masks in pair.here.masks.items():
+        np.testing.assert_array_equal(masks.sequences, pair.there.masks[step].sequences)
+        np.testing.assert_array_equal(masks.bits, pair.there.masks[step].bits)
     for ours, theirs in zip(pair.here.plans, pair.there.plans):
         assert [start.rules for start in ours.starts] == [start.rules for start in theirs.starts]
         for mine, other in zip(arrays(ours), arrays(theirs), strict=True):
@@ -150,6 +160,8 @@ def test_every_copy_of_the_model_runs_on_every_host(make: Make) -> None:
     assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, (48,)))
     for ours, theirs in zip(pair.here.shards, pair.there.shards, strict=True):
         assert len(ours.plans) == len(theirs.plans) > 3
+        assert ours.masks.keys() == theirs.masks.keys()
+    assert all(shard.masks for shard in pair.there.shards)
 
 
 def test_the_host_with_least_memory_sets_the_block_count(make: Make) -> None:

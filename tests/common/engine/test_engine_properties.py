@@ -13,6 +13,7 @@ from fakes import FakeBackend, FakeShards, full_layout, hybrid_layout, mixed_lay
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.scripted_masks import FINAL, add_masked, allowed
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -53,14 +54,25 @@ REQUEST = st.builds(
 )
 
 
-def alone(request: EngineRequest, room: int) -> list[int]:
-    """What the request must answer: the scripted tokens, up to a stop, its limit or the end of the room."""
+VOCAB = 64
+"""Of masked requests; scripted tokens are below 50."""
+
+
+def alone(request: EngineRequest, room: int, masked: bool = False) -> list[int]:
+    """What the request must answer: the scripted tokens, up to a stop, its limit or the end of the room.
+
+    With `masked` each is the scripted token or the next one that the mask allows.
+    """
     history, answer = list(request.prompt_token_ids), []
     while len(answer) < request.max_tokens and len(history) < room:
         token = scrambled(history)
+        if masked:
+            token = min(allowed(answer, VOCAB), key=lambda each: (each < token, each))
         history.append(token)
         answer.append(token)
         if token in request.stop_token_ids and len(answer) >= request.rules.min_tokens:
+            break
+        if masked and token == FINAL:
             break
     return answer
 
@@ -113,15 +125,18 @@ class Traffic(RuleBasedStateMachine):
         """The manager of any shard."""
         return engine._kv_managers[0]
 
-    @rule(requests=st.lists(REQUEST, min_size=2, max_size=6))
+    @rule(requests=st.lists(st.tuples(REQUEST, st.booleans()), min_size=2, max_size=6))
     def add(self, requests):
-        for drawn in requests:
+        for drawn, masked in requests:
             if not self.kv(self.engine).fits(len(drawn.prompt_token_ids) + 1):
                 continue
             request = replace(drawn, request_id=str(len(self.expected)))
-            self.engine.add_request(request)
+            if masked:
+                add_masked(self.engine, request, VOCAB)
+            else:
+                self.engine.add_request(request)
             self.requests[request.request_id] = request
-            self.expected[request.request_id] = alone(request, self.room)
+            self.expected[request.request_id] = alone(request, self.room, masked)
             self.answers[request.request_id] = []
 
     @rule(count=st.integers(1, 6))
@@ -171,7 +186,7 @@ class Traffic(RuleBasedStateMachine):
         assert set(self.ended) | self.gone == set(self.expected)
         for name, reason in self.ended.items():
             assert self.answers[name] == self.expected[name]
-            stopped = self.answers[name][-1] in STOPS and reason == "stop"
+            stopped = self.answers[name][-1] in STOPS | {FINAL} and reason == "stop"
             assert stopped or reason == "length"
         assert self.engine.stats.kv_blocks_used == 0
         self.engine.check_integrity()

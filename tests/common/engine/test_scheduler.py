@@ -548,13 +548,13 @@ def test_results_must_come_in_order():
 class TestSplitBudget:
     """`split_budget` of rows with so many tokens to compute, in order."""
 
-    def split(self, wants: list[int], budget: int, blocked: tuple[int, ...] = (), **settings) -> dict[int, int]:
+    def split(self, wants: list[int], budget: int, **settings) -> dict[int, int]:
         batch, rows = RunningBatch(len(wants)), np.arange(len(wants), dtype=np.int32)
         batch.computed[:] = 7
         batch.total[:] = batch.computed + wants
         batch.limit[:] = 50
         limits = Limits(max_model_len=64, max_num_batched_tokens=budget, max_num_seqs=8, block_size=4, **settings)
-        split = split_budget(batch, rows, limits, list(blocked))
+        split = split_budget(batch, rows, limits)
         return dict(zip(split.rows.tolist(), split.tokens.tolist()))
 
     @pytest.mark.parametrize(
@@ -572,14 +572,11 @@ class TestSplitBudget:
     def test_single_tokens_first_then_chunks_in_order(self, wants, budget, split):
         assert list(self.split(wants, budget).items()) == list(split.items())
 
-    def test_blocked_rows_get_nothing(self):
-        assert self.split([1, 4, 1], 9, blocked=(0, 1)) == {2: 1}
-
     def test_rows_at_their_limit_get_nothing(self):
         batch = RunningBatch(3)
         batch.computed[:], batch.total[:], batch.limit[:] = 8, 9, [8, 9, 10]
         limits = Limits(max_model_len=64, max_num_batched_tokens=9, max_num_seqs=8, block_size=4)
-        split = split_budget(batch, np.arange(3, dtype=np.int32), limits, [])
+        split = split_budget(batch, np.arange(3, dtype=np.int32), limits)
         assert split.tokens[split.tokens > 0].tolist() == [1]
         assert split.rows[split.tokens > 0].tolist() == [2]
 
@@ -665,7 +662,13 @@ class TestMasks:
         asked = EngineRequest(request_id=name, prompt_token_ids=[ord(name)] * prompt, **settings)
         bench.scheduler.add(asked, state)
 
-    def test_a_plan_has_the_masks_of_rows_that_sample(self):
+    def masks(self, bench: Bench, plan: StepPlan) -> dict[int, list[int]]:
+        """Return what a backend is handed: bits by sequence."""
+        masks = bench.scheduler.token_masks(plan)
+        assert masks is not None
+        return dict(zip(masks.sequences.tolist(), masks.bits.tolist(), strict=True))
+
+    def test_a_plan_names_the_rows_that_sample_under_a_mask(self):
         bench = Bench(limits={"max_num_batched_tokens": 8})
         bench.add("a", 1)
         self.add(bench, "b", MaskState())
@@ -675,42 +678,70 @@ class TestMasks:
         self.add(bench, "d", MaskState(), 9)
         plan = bench.plan()
         assert (counts(plan), plan.samples.tolist()) == ([1, 3, 2, 2], [True, True, True, False])
-        assert plan.masks.sequences.tolist() == [1]
-        assert plan.masks.bits.tolist() == [[1]]
+        assert plan.masked.tolist() == [1]
+        assert self.masks(bench, plan) == {1: [1]}
         bench.report(plan, 5)
         plan = bench.plan()
-        assert plan.masks.sequences.tolist() == [1, 2]
-        assert plan.masks.bits.tolist() == [[501], [501]]
+        assert plan.masked.tolist() == [1, 2]
+        assert self.masks(bench, plan) == {1: [501], 2: [501]}
 
-    def test_a_row_waits_for_the_token_that_its_mask_needs(self):
+    def test_masked_rows_are_planned_ahead_and_their_masks_follow(self):
         bench = Bench(limits={"max_num_seqs": 8, "max_num_batched_tokens": 64})
-        for name in "abcdefg":
-            bench.add(name, 1)
-        self.add(bench, "x", MaskState())
+        bench.add("a", 1)
+        for name in "xyz":
+            self.add(bench, name, MaskState())
         one = bench.plan()
+        assert self.masks(bench, one) == {1: [1], 2: [1], 3: [1]}
         two = bench.plan()
-        assert (len(one.rows), len(two.rows)) == (8, 7), "one of eight is left out"
-        assert two.masks is None
+        assert (two.token_ids.tolist(), two.masked.tolist()) == ([PREVIOUS] * 4, [1, 2, 3])
+        with pytest.raises(RuntimeError, match="the token masks of step 1 depend on the result of step 0"):
+            bench.scheduler.token_masks(two)
+        bench.report(one, [5, 6, 7, 8])
+        assert self.masks(bench, two) == {1: [601], 2: [701], 3: [801]}
+
+    def test_a_row_that_has_no_mask_yet_is_named_because_it_may_get_one(self):
+        bench = Bench()
+        states = MaskState(), MaskState(depends=False)
+        for name, state in zip("xy", states):
+            state.bits = None
+            self.add(bench, name, state)
+        one, two = bench.plan(), bench.plan()
+        assert one.masked is None
+        assert bench.scheduler.token_masks(one) is None
+        assert two.masked.tolist() == [0]
+
+    def test_rows_that_ended_meanwhile_may_sample_any_token(self):
+        bench = Bench()
+        self.add(bench, "a", MaskState(last=9))
+        self.add(bench, "b", MaskState(bad=9))
+        self.add(bench, "c", MaskState())
+        self.add(bench, "d", MaskState())
+        one, two = bench.plan(), bench.plan()
+        assert two.masked.tolist() == [0, 1, 2, 3]
+        bench.report(one, 9)
+        bench.scheduler.abort(["d"])
+        assert self.masks(bench, two) == {2: [901]}
+        bench.scheduler.abort(["c"])
+        assert self.masks(bench, two) == {}
+        bench.report(two, 3)
+        assert [len(bench.outputs[name]) for name in "abcd"] == [1, 1, 1, 1]
+
+    def test_a_preempted_row_keeps_its_mask(self):
+        """Its token counts: it is not sampled again."""
+        bench = Bench()
+        self.add(bench, "a", MaskState())
+        one, two = bench.plan(), bench.plan()
+        bench.scheduler._preempt(bench.scheduler.running[-1])
         bench.report(one, 5)
+        assert self.masks(bench, two) == {0: [501]}
         bench.report(two, 6)
-        three = bench.plan()
-        assert (len(three.rows), three.masks.bits.tolist()) == (8, [[501]])
+        assert bench.outputs["a"][-1].new_token_ids == [6]
 
-    def test_with_more_such_rows_no_step_is_planned_ahead(self):
-        bench = Bench(limits={"max_num_seqs": 8})
-        for name in "abcdef":
-            bench.add(name, 1)
-        self.add(bench, "x", MaskState())
-        plan = bench.plan()
-        assert bench.scheduler.schedule() is None, "one of seven is more than an eighth"
-        bench.report(plan, 5)
-        assert len(bench.plan().rows) == 7
-
-    def test_a_mask_that_is_known_ahead_does_not_wait(self):
+    def test_a_mask_that_is_known_ahead_is_named(self):
         bench = Bench()
         self.add(bench, "x", MaskState(depends=False))
         one, two = bench.plan(), bench.plan()
-        assert (one.masks.bits.tolist(), two.masks.bits.tolist()) == ([[1]], [[1]])
+        assert (one.masked.tolist(), two.masked.tolist()) == ([0], [0])
 
     def test_states_follow_the_tokens_that_do_not_end_the_request(self):
         bench = Bench()
@@ -746,16 +777,16 @@ class TestMasks:
         assert bench.running == "c"
         bench.scheduler.check_integrity()
 
-    def test_after_the_last_request_with_a_mask_steps_are_planned_ahead_again(self):
+    def test_after_the_last_request_with_a_mask_no_row_is_masked(self):
         bench = Bench()
         bench.add("b", 1)
         self.add(bench, "a", MaskState())
         bench.step()
         plan = bench.plan()
-        assert bench.scheduler.schedule() is None
+        assert plan.masked.tolist() == [1]
         bench.scheduler.abort(["a"])
         bench.report(plan)
-        assert (bench.plan().masks, bench.plan().masks) == (None, None)
+        assert (bench.plan().masked, bench.plan().masked) == (None, None)
         assert bench.scheduler._num_masked == 0
 
 

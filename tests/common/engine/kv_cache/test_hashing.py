@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from pagoda.common.engine.kv_cache.manager import ExtraKeys, extend_hashes, page_digest, root_digest
+from pagoda.common.engine.kv_cache.manager import extend_hashes, page_digest, root_digest
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.sampling import SamplingRules
@@ -20,7 +20,7 @@ def request(prompt: list[int], salt: str | None = None) -> Request:
 
 def test_a_digest_covers_its_parent_and_its_tokens():
     one, two = extend_hashes(request([1, 2, 3, 4, 5]), 2, 2)
-    root = root_digest(ExtraKeys())
+    root = root_digest(None)
     assert one == sha256(root + np.array([1, 2], np.int32).tobytes()).digest()
     assert two == page_digest(one, np.array([3, 4], np.int32).tobytes())
 
@@ -63,18 +63,14 @@ def test_a_digest_covers_the_rows_of_its_page_and_those_before():
     assert (moved[0], moved[1] == second) == (first, False)
 
 
-def test_extras_never_run_together():
-    roots = {
-        root_digest(extras)
-        for extras in (
-            ExtraKeys(),
-            ExtraKeys(cache_salt=""),
-            ExtraKeys(cache_salt="ab"),
-            ExtraKeys(lora="ab"),
-            ExtraKeys(cache_salt="a", lora="b"),
-            ExtraKeys(media=(b"ab",)),
-            ExtraKeys(media=(b"a", b"b")),
-        )
-    }
-    assert len(roots) == 7
+def test_a_difference_behind_a_placeholder_leaves_the_pages_before_it_shared():
+    """Not the root but the page that the embedding stands in differs."""
+    prompt = [1, 2, EMBEDDED, 4, 5, 6]
+    one, other = (extend_hashes(embedded(prompt, rows), 2, 3) for rows in (b"aa", b"ab"))
+    assert [left == right for left, right in zip(one, other)] == [True, False, False]
+
+
+def test_parts_of_the_root_never_run_together():
+    parts = [(None,), ("",), ("ab",), (None, "ab"), ("a", "b"), ("ab", None), ("ab", "")]
+    assert len({root_digest(*each) for each in parts}) == 7
     assert extend_hashes(request([1, 2], "x"), 2, 1) != extend_hashes(request([1, 2]), 2, 1)

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from fakes import FakeBackend, FakeShards, full_layout, scrambled
+from fakes import FakeBackend, FakePending, FakeShards, full_layout, scrambled
 from llguidance import gbnf_to_lark
 from support.grammars import END_THINK, EOS, SPECIAL, TEXTS, asking, grammar, text_of, vocabulary
 
@@ -14,7 +14,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import PREVIOUS, StepPlan, StepResult, TokenMasks
 from pagoda.common.engine.structured_output.compiler import MAX_GRAMMARS, Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
 from pagoda.common.engine.structured_output.guidance import guidance_text
@@ -79,32 +79,69 @@ def test_constrained_answers_fit_and_others_are_unchanged(structured, ahead, num
         assert tokens(outputs_of[f"free {number}"]) == tokens(expected[f"free {number}"])
 
 
-def plans_of(structured: Structured, free: int) -> list[StepPlan]:
-    """Return the plans of one constrained answer beside `free` others."""
+def plans_of(structured: Structured, free: int) -> tuple[list[StepPlan], int]:
+    """Return the plans of one constrained answer beside `free` others, and its number of tokens."""
     core = engine(structured, max_num_seqs=16, max_num_batched_tokens=64)
     core.add_request(asking(grammar(choice=["aaaaaaab"]), name="constrained"))
     for _, state in core._grammars._compiling.values():
         state.result(10)  # it is compiled, so that all begin together
     for number in range(free):
         core.add_request(plain(str(number), max_tokens=20, prompt_token_ids=[number, 7]))
-    drain(core)
-    return core._execute.__self__.plans
+    answer = tokens(drain(core)["constrained"])
+    return core._execute.__self__.plans, len(answer)
 
 
-def test_a_few_masked_rows_wait_while_others_are_planned_ahead(structured):
-    plans = plans_of(structured, 9)
-    masked = [plan for plan in plans if plan.masks is not None]
-    assert masked
-    assert all(plan.token_ids[plan.masks.sequences[0]] >= 0 for plan in masked), "its newest token is known"
-    assert any((plan.token_ids < 0).any() for plan in plans), "another's is not"
-    assert any(plan.masks is None for plan in plans[: plans.index(masked[-1])]), "a step without it"
+@pytest.mark.parametrize("free", [0, 3, 9])
+def test_masked_rows_are_planned_ahead_as_others_are(structured, free):
+    plans, length = plans_of(structured, free)
+    masked = [plan for plan in plans if plan.masked is not None]
+    assert len(masked) == length + 1 > 4, "one of them was planned before the last token was known"
+    assert all((plan.token_ids == PREVIOUS).all() for plan in masked[1:]), "each step but the first is planned ahead"
+    assert all(plan.num_seqs == free + 1 for plan in masked)
 
 
-def test_steps_with_many_masked_rows_are_not_planned_ahead(structured):
-    plans = plans_of(structured, 3)
-    masked = [index for index, plan in enumerate(plans) if plan.masks is not None]
-    assert masked == list(range(masked[0], masked[-1] + 1)), "no step skips the masked row"
-    assert all(plan.num_seqs == 4 for plan in plans[masked[0] : masked[-1]])
+class Recorder:
+    """A fake backend's steps, recording the order of calls by step."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.backend = backend
+        self.calls: list[tuple[str, int]] = []
+
+    def execute(self, plan: StepPlan) -> RecordedStep:
+        self.calls.append(("execute", plan.step))
+        return RecordedStep(self, self.backend.execute(plan))
+
+
+class RecordedStep:
+    def __init__(self, recorder: Recorder, step: FakePending) -> None:
+        self.recorder, self.step = recorder, step
+
+    def bind_masks(self, masks: TokenMasks) -> None:
+        self.recorder.calls.append(("bind", self.step.plan.step))
+        self.step.bind_masks(masks)
+
+    def result(self) -> StepResult:
+        self.recorder.calls.append(("result", self.step.plan.step))
+        return self.step.result()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_masks_are_bound_after_the_result_before_and_before_the_own_result(structured, ahead):
+    core = engine(structured, async_scheduling=ahead)
+    recorder = Recorder(core._execute.__self__)
+    core._execute = recorder.execute
+    core.add_request(asking(grammar(choice=["aaaaaaab"]), name="constrained"))
+    answer = tokens(drain(core)["constrained"])
+    steps = [step for call, step in recorder.calls if call == "execute"]
+    order = {call: index for index, call in enumerate(recorder.calls)}
+    assert len(order) == len(recorder.calls) == 3 * len(steps), "each step has each call once"
+    assert len(steps) == len(answer) + ahead > 2, "one step was planned before the last token was known"
+    for step in steps:
+        assert order["execute", step] < order["bind", step] < order["result", step]
+        if step:
+            assert order["result", step - 1] < order["bind", step]
+            assert order["bind", step - 1] < order["execute", step]
+            assert (order["execute", step] < order["result", step - 1]) == ahead
 
 
 def test_prefix_cache_serves_a_constrained_answer(structured):

@@ -1,0 +1,49 @@
+"""Token masks that depend on every token of an answer, without a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineRequest
+
+FINAL = 5
+"""The token that ends a masked answer."""
+
+
+def allowed(outputs: Sequence[int], vocab: int) -> list[int]:
+    """Return the tokens that may follow `outputs`: about a third, others after each token."""
+    digest = 11
+    for token in outputs:
+        digest = (digest * 29 + token + 1) % 10_007
+    return [token for token in range(vocab) if (token * 7 + digest) % 3 == 0]
+
+
+class ScriptedMask:
+    """A mask state (structured_output.token_mask.TokenMaskState) with the masks of `allowed`."""
+
+    consults_grammar = False
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self.finished, self.error = False, None
+        self.refresh(None, ())
+
+    def depends_on(self, unknown: int) -> bool:
+        return unknown > 0
+
+    def accept(self, token: int) -> None:
+        assert self.bits[token // 32] >> (token % 32) & 1, f"token {token} was not allowed"
+        self.finished = token == FINAL
+
+    def refresh(self, grammar: None, outputs: Sequence[int]) -> None:
+        self.bits = np.zeros(-(-self.vocab // 32), np.uint32)
+        for token in allowed(outputs, self.vocab):
+            self.bits[token // 32] |= np.uint32(1 << token % 32)
+
+
+def add_masked(core: EngineCore, request: EngineRequest, vocab: int) -> None:
+    """Add a request that samples under a ScriptedMask."""
+    core._grammars._add(request, ScriptedMask(vocab))
