@@ -218,6 +218,13 @@ class TorchCudaBackend:
             queued = queue(work)
         return queued, self._compiles.count + self._stream.captures - before
 
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        """Replace parameters in place. Raise WeightError."""
+        assert self._model is not None, "load comes first"
+        with self._stream.running():
+            self._model.loader.update(weights)
+        self._stream.synchronize()
+
     def sleep(self, level: int) -> None:
         """Release the memory of weights and KV cache; level 1 saves the weights in host memory.
 
