@@ -144,6 +144,7 @@ class TorchCudaBackend:
             usage = self._measured_usage(weight_bytes)
         else:
             usage = cpu_usage(weight_bytes, config.limits, config.layout, block)
+        usage = replace(usage, quantised=config.quantised)
         plan = plan_blocks(usage, config.limits, config.layout, config.cache, block)
         logger.info("Memory %s, KV cache %.2f in %s blocks", usage, plan.kv_cache / GIB, per_pool(plan.num_blocks))
         return plan
