@@ -170,7 +170,7 @@ class Loader:
         matrix = self.params.matrix(placement.tensor)
         assert isinstance(matrix, PackedMatrix), "allocated as such"
         if not isinstance(value, QuantizedTensor) or packing_of(value.scheme) != matrix.scheme:
-            raise WeightError(f"parameter {name} is not {matrix.scheme}, as config.json states; download it again")
+            raise WeightError(f"parameter {name} is not {matrix.scheme}, as its config.json states; download it again")
         part = value[placement.cut]
         scales = part.channel_scales()
         assert scales is not None, "a packing scheme has scales per channel"

@@ -213,7 +213,7 @@ def test_numbers_of_a_quantised_checkpoint_are_replaced(backend: str) -> None:
 def test_a_dense_matrix_does_not_replace_a_quantised_one_in_torch_cuda() -> None:
     d = driver("torch_cuda", weights=stored(0).items(), schemes=SCHEMES)
     name = "layers.0.mixers.0.k"
-    with pytest.raises(WeightError, match=f"parameter {name} is not fp8, as config.json states"):
+    with pytest.raises(WeightError, match=f"parameter {name} is not fp8, as its config.json states"):
         d.backend.update_weights([(name, dict(random_weights(SPEC))[name])])
     d.backend.close()
 
