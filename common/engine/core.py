@@ -237,8 +237,11 @@ class EngineCore:
         return True
 
     def update_weights(self, update: Callable[[], None]) -> None:
-        """Call `update`, which replaces weights of the backend, and drop all cached prefixes, even if it raises."""
-        assert not self._pending, "weights change between steps"
+        """Call `update`, which replaces weights of the backend, and drop all cached prefixes, even if it raises.
+
+        The engine is idle: KV of running requests would enter the prefix cache later.
+        """
+        assert not self.has_work, "requests end first"
         try:
             update()
         finally:
