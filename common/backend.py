@@ -204,6 +204,16 @@ class Backend(DeviceBackend, Protocol):
         """Allocate the KV cache for `num_blocks` blocks of each pool."""
         ...
 
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        """Replace some or all parameters while no step is in flight; the arrays may change afterwards.
+
+        Parameters that are stored as one come together: on `reference` all of a layer, on `torch_cuda` those of a
+        fused matrix that is quantised at load. Raises WeightError naming one that is unknown, repeated, misshapen or
+        missing. A collection is checked before anything changes; of a stream, earlier parameters may have changed.
+        KV that was computed before, and calibrated scales of an 8-bit KV cache, stay (see EngineCore.update_weights).
+        """
+        ...
+
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step and return at once. Steps run in order; the masks of the step before are bound."""
         ...
@@ -235,7 +245,10 @@ class SleepingBackend(Backend, Protocol):
         ...
 
     def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
-        """Restore the weights; after level 2 from `read`, as in `load`. Raises MemoryError or WeightError."""
+        """Restore the weights; after level 2 as `update_weights` does, with every parameter from `read`.
+
+        Raises MemoryError or WeightError.
+        """
         ...
 
     def wake_kv_cache(self) -> None:

@@ -186,6 +186,9 @@ class FakeBackend:
         for _ in weights:
             pass
 
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        self.weights = f"read {len(list(weights))}"
+
     def plan_memory(self) -> MemoryPlan:
         return MemoryPlan(0, 0, self.num_blocks, (1,) * len(self.num_blocks))
 
@@ -207,7 +210,10 @@ class FakeBackend:
 
     def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
         self._need_room()
-        self.weights = "loaded" if self.weights == "on the host" else f"read {len(list(read()))}"
+        if self.weights == "on the host":
+            self.weights = "loaded"
+        else:
+            self.update_weights(read())
 
     def wake_kv_cache(self) -> None:
         self._need_room()

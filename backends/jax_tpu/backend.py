@@ -43,7 +43,7 @@ from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh, platform
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
-from pagoda.backends.jax_tpu.weights.loading import load
+from pagoda.backends.jax_tpu.weights.loading import WeightWriter, load
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
@@ -59,6 +59,7 @@ from pagoda.common.engine.pending import (
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.shapes import params
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
@@ -137,6 +138,14 @@ class JaxBackend:
     def load_checkpoint(self, folder: Path) -> None:
         """Load the arrays of `convert`; each device reads its piece. Raise ConfigError or WeightError."""
         self._leaves = self._calibrated(checkpoints.load(self.model, ShardedCheckpoint(folder)))
+
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        """Replace parameters in the arrays on the devices. Raise WeightError."""
+        writer = WeightWriter(self.model, self._leaves)
+        try:
+            writer.write(weights, params(self.model.spec))
+        finally:
+            self._leaves = writer.leaves()
 
     def _calibrated(self, leaves: Leaves) -> Leaves:
         return with_kv_scales(self.model, leaves) if self.cache_config.calculate_kv_scales else leaves

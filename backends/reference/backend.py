@@ -79,6 +79,16 @@ class ReferenceBackend:
         params = Packer(self.spec, self.numerics).pack(weights)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        """Replace parameters; the layers before stay in memory meanwhile. Raises WeightError, without a change."""
+        self._worker.submit(self._update, weights).result()
+
+    @torch.inference_mode()
+    def _update(self, weights: Iterable[Weight]) -> None:
+        assert self._decoder is not None, "load comes before update_weights"
+        params = Packer(self.spec, self.numerics).pack(weights, self._decoder.params)
+        self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
+
     def plan_memory(self, weights: int | None = None) -> MemoryPlan:
         """Return the KV blocks that fit. `weights`: bytes, before load. Raises ConfigError with the missing bytes."""
         if weights is None:

@@ -1,6 +1,7 @@
 """Logical parameters -> physical ones: fused q, k, v, fused gate and up, everything prepacked.
 
-A layer is packed as soon as its last parameter has arrived, so that few layers are in memory unpacked.
+A layer is packed as soon as its last parameter has arrived, so that few layers are in memory unpacked. An update packs
+whole layers again: of packed parameters no part can be replaced.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +21,7 @@ from pagoda.backends.reference.model.ops import to_torch
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
-from pagoda.common.models.shapes import params
+from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 from pagoda.common.weights.quantization import dequantized
 
@@ -178,40 +177,53 @@ class ModelParams:
     num_bytes: int
 
 
+PartT = TypeVar("PartT")
+
+
 class Packer:
-    """Builds ModelParams from a stream of canonical weights; threads pack while the next weights are read."""
+    """Builds ModelParams from a stream of canonical weights; threads pack while the next weights are read.
+
+    A unit is what is packed together: a layer, the head with its bias, or a parameter of its own with its bias.
+    """
 
     def __init__(self, spec: ModelSpec, numerics: Numerics) -> None:
         self.spec, self.numerics = spec, numerics
         self._expected = params(spec)
         self._tensors: dict[str, Tensor] = {}
-        self._bytes = 0
         self._head = "embed" if spec.tied else "head"
         self._missing = Counter(self._unit(name) for name in self._expected)
+        self._num_bytes = sum(param.size for param in self._expected.values()) * numerics.weights.itemsize
 
-    def pack(self, weights: Iterable[Weight]) -> ModelParams:
-        """Consume the stream. Raises WeightError naming an unknown, repeated, misshapen or missing parameter."""
+    def pack(self, weights: Iterable[Weight], old: ModelParams | None = None) -> ModelParams:
+        """Consume the stream. `old`: the model to update, which stays as it is; units that do not come are shared.
+
+        Raises WeightError naming a parameter that is unknown, repeated or misshapen, or missing: at load any, in an
+        update one of a unit that came in part.
+        """
         threads = thread_count()
         try:
             with ThreadPoolExecutor(threads, "pagoda-pack", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                return self._pack(weights, pool, max_pending=2 * threads)
+                return self._pack(weights, pool, 2 * threads, old)
         finally:
             torch.set_num_threads(threads)  # part of that setting is per process, not per thread
 
-    def _pack(self, weights: Iterable[Weight], pool: ThreadPoolExecutor, max_pending: int) -> ModelParams:
+    def _pack(
+        self, weights: Iterable[Weight], pool: ThreadPoolExecutor, max_pending: int, old: ModelParams | None
+    ) -> ModelParams:
         """`max_pending`: layers being packed at a time, so that a fast reader does not fill the memory."""
         head: Future[Linear] | None = None
         layers: dict[str, Future[LayerParams]] = {}
-        for name, array in dequantized(weights, "reference"):
-            self._accept(name, array)
+        for name, array in checked(dequantized(weights, "reference"), self._expected):
+            self._tensors[name] = to_torch(array).to(self.numerics.weights, copy=old is not None)
             unit = self._unit(name)
             self._missing[unit] -= 1
-            if self._missing[unit] or unit == "top":
+            if self._missing[unit]:
                 continue
             if unit == "head":
                 head = pool.submit(
                     linear, self._tensors[self._head], self._tensors.pop("head_bias", None), self.numerics
                 )
+            if not unit.startswith("layers."):
                 continue
             pending = [layer for layer in layers.values() if not layer.done()]
             if len(pending) >= max_pending:
@@ -222,44 +234,50 @@ class Packer:
             )
             layers[unit] = pool.submit(parts.layer, unit, self.spec.layers[int(unit.removeprefix("layers."))])
         if self._expected:
-            raise WeightError(
-                f"the checkpoint lacks {len(self._expected)} parameters, first {next(iter(self._expected))}"
-            )
-        ready = tuple(layers[f"layers.{index}"].result() for index in range(len(self.spec.layers)))
-        return self._model(ready, None if head is None else head.result())
+            self._check_missing(old)
+        units = [f"layers.{index}" for index in range(len(self.spec.layers))]
+        kept = {} if old is None else dict(zip(units, old.layers))
+        ready = tuple(layers[unit].result() if unit in layers else kept[unit] for unit in units)
+        return self._model(ready, None if head is None else head.result(), old)
 
     def _unit(self, name: str) -> str:
-        """Return the unit that the parameter is packed with: its layer, the head, or the top of the model."""
         if name.startswith("layers."):
             return ".".join(name.split(".")[:2])
-        return "head" if name in (self._head, "head_bias") and self.spec.pooler is None else "top"
+        is_head = name in (self._head, "head_bias") and self.spec.pooler is None
+        return "head" if is_head else name.removesuffix("_bias")
 
-    def _accept(self, name: str, array: npt.NDArray[np.generic]) -> None:
-        param = self._expected.pop(name, None)
-        if param is None:
-            raise WeightError(f"parameter {name} is unknown or came twice")
-        if array.shape != param.shape:
-            raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
-        self._tensors[name] = to_torch(array).to(self.numerics.weights)
-        self._bytes += param.size * self.numerics.weights.itemsize
+    def _check_missing(self, old: ModelParams | None) -> None:
+        """Raise WeightError for missing parameters of the model, in an update for those of units that came in part."""
+        if old is None:
+            raise lacking(self._expected)
+        sizes = Counter(self._unit(name) for name in params(self.spec))
+        missing = [name for name in self._expected if self._missing[self._unit(name)] < sizes[self._unit(name)]]
+        if missing:
+            unit = self._unit(missing[0])
+            raise WeightError(f"parameters of {unit} are packed together; send {', '.join(missing)} too")
 
-    def _model(self, layers: tuple[LayerParams, ...], head: Linear | None) -> ModelParams:
+    def _model(self, layers: tuple[LayerParams, ...], head: Linear | None, old: ModelParams | None) -> ModelParams:
+        if old is None:
+            old = ModelParams(torch.empty(0), None, None, None, None, None, (), None, None, {}, self._num_bytes)
         pooler = {name: self._tensors.pop(name).float() for name in list(self._tensors) if name.startswith("pooler.")}
         top = LayerParts(self._tensors, self.numerics)
-        has_projection = "embed_in" in self._tensors
         return ModelParams(
-            embed=top.take("embed"),
-            positions=top.wide("positions"),
-            token_types=top.wide("token_types"),
-            embed_norm=top.norm("embed_norm"),
-            embed_in=top.linear("embed_in") if has_projection else None,
-            embed_out=top.linear("embed_out") if has_projection else None,
+            embed=_new(self._tensors.pop("embed", None), old.embed),
+            positions=_new(top.wide("positions"), old.positions),
+            token_types=_new(top.wide("token_types"), old.token_types),
+            embed_norm=_new(top.norm("embed_norm"), old.embed_norm),
+            embed_in=top.linear("embed_in") if "embed_in" in self._tensors else old.embed_in,
+            embed_out=top.linear("embed_out") if "embed_out" in self._tensors else old.embed_out,
             layers=layers,
-            final_norm=top.norm("final_norm"),
-            head=head,
+            final_norm=_new(top.norm("final_norm"), old.final_norm),
+            head=_new(head, old.head),
             pooler=pooler,
-            num_bytes=self._bytes,
+            num_bytes=old.num_bytes,
         )
+
+
+def _new(part: PartT | None, old: PartT) -> PartT:
+    return old if part is None else part
 
 
 class LayerParts:

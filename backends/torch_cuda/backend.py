@@ -144,6 +144,7 @@ class TorchCudaBackend:
             usage = self._measured_usage(weight_bytes)
         else:
             usage = cpu_usage(weight_bytes, config.limits, config.layout, block)
+        usage = replace(usage, quantised=config.quantised)
         plan = plan_blocks(usage, config.limits, config.layout, config.cache, block)
         logger.info("Memory %s, KV cache %.2f in %s blocks", usage, plan.kv_cache / GIB, per_pool(plan.num_blocks))
         return plan
@@ -217,6 +218,13 @@ class TorchCudaBackend:
         with self._stream.running():
             queued = queue(work)
         return queued, self._compiles.count + self._stream.captures - before
+
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        """Replace parameters in place. Raise WeightError."""
+        assert self._model is not None, "load comes first"
+        with self._stream.running():
+            self._model.loader.update(weights)
+        self._stream.synchronize()
 
     def sleep(self, level: int) -> None:
         """Release the memory of weights and KV cache; level 1 saves the weights in host memory.

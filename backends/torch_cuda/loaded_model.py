@@ -63,6 +63,11 @@ class RankConfig:
         return RankShard(self.comm.rank, self.comm.size)
 
     @property
+    def quantised(self) -> bool:
+        """True if matrices are quantised, at load or in the checkpoint."""
+        return self.pack is not None or bool(self.schemes)
+
+    @property
     def splits(self) -> dict[int, int]:
         """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
         kv_heads = min(self.shard.share(layer.attention.kv_heads) for layer in self.spec.layers)
@@ -97,7 +102,7 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
     on_host = choose_layers(shapes, config.cache.cpu_offload_gb)
     num_bytes = shapes.num_bytes - on_host.saved
     if device.is_gpu:
-        check_weights(device, config.cache, num_bytes)
+        check_weights(device, config.cache, num_bytes, quantised=config.quantised)
     offload = Offload(on_host, device, empty) if on_host.layers else None
     host_memory = None if offload is None else offload.allocators()
     loader = Loader(spec, config.shard, config.dtype, empty, config.pack, host_memory, config.schemes)

@@ -7,7 +7,7 @@ that the checkpoint holds in a packing scheme is copied as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -22,7 +22,7 @@ from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.backend import Weight
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.primitives import Param
-from pagoda.common.models.shapes import params
+from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Value, log_dequantized
 from pagoda.common.weights.quantization import Scheme as StoredScheme
@@ -100,27 +100,56 @@ class Loader:
         if (stored := self._stored.get(name)) is not None:
             data = empty(shape, torch.int8 if stored == "int8" else torch.float8_e4m3fn)
             return PackedMatrix(stored, data, empty(shape[:-1], torch.float32), shape[-1])
-        if self._pack is None or name not in self._layout.matrices:
+        if self._pack is None or not self._packs(name):
             return empty(shape, self._dtype)
         like = self._pack(torch.empty(shape, dtype=self._dtype, device="meta"))
         data, scale = (empty(tuple(part.shape), part.dtype) for part in (like.data, like.scale))
         return replace(like, data=data, scale=scale)
 
-    @torch.inference_mode()
     def fill(self, weights: Iterable[Weight]) -> None:
-        """Load every parameter, reading only the rank's part of each. Can be called again.
+        """Load every parameter. Raise WeightError as `update`, or naming a missing parameter. Can be called again."""
+        missing = params(self._spec)
+        self._write(weights, missing)
+        if missing:
+            raise lacking(missing)
 
-        Raise WeightError naming a parameter that is unknown, repeated, misshapen, missing or not quantised as stated.
+    def update(self, weights: Iterable[Weight]) -> None:
+        """Replace parameters in place, which captured graphs read.
+
+        Raise WeightError naming a parameter that is unknown, repeated, misshapen, not quantised as stated, or missing
+        beside others of its matrix, which is quantised as a whole. A collection is checked before anything changes.
         """
-        pending, placements = params(self._spec), self._layout.placements
+        missing = params(self._spec)
+        if isinstance(weights, Collection):
+            self._check_parts(missing.keys() - {name for name, _ in weights})
+        try:
+            self._write(weights, missing)
+            self._check_parts(missing.keys())
+        finally:
+            self._unfinished.clear()
+
+    def _check_parts(self, missing: Collection[str]) -> None:
+        """Raise WeightError if parts of a matrix that is quantised at load are missing while others came."""
+        parts: dict[str, list[str]] = {}
+        for name, placement in self._layout.placements.items():
+            if placement is not None and self._packs(placement.tensor):
+                parts.setdefault(placement.tensor, []).append(name)
+        for tensor, names in parts.items():
+            lacks = [name for name in names if name in missing]
+            if 0 < len(lacks) < len(names):
+                raise WeightError(f"parameters of {tensor} are quantised together; send {', '.join(lacks)} too")
+
+    def _packs(self, tensor: str) -> bool:
+        """Return whether a tensor is quantised when its last part arrives."""
+        return self._pack is not None and tensor in self._layout.matrices and tensor not in self._stored
+
+    @torch.inference_mode()
+    def _write(self, weights: Iterable[Weight], missing: dict[str, Param]) -> None:
+        """Write the rank's part of each parameter, removing it from `missing`."""
+        placements = self._layout.placements
         dequantised: list[str] = []
         parts = Counter(each.tensor for each in placements.values() if each is not None)
-        for name, value in weights:
-            param = pending.pop(name, None)
-            if param is None:
-                raise WeightError(f"parameter {name} is unknown or came twice")
-            if value.shape != param.shape:
-                raise WeightError(f"parameter {name} has shape {value.shape}, the model needs {param.shape}")
+        for name, value in checked(weights, missing):
             if (placement := placements[name]) is None:
                 continue
             if placement.tensor in self._stored:
@@ -134,8 +163,6 @@ class Loader:
             parts[placement.tensor] -= 1
             if not parts[placement.tensor]:
                 self._finish(placement.tensor)
-        if pending:
-            raise WeightError(f"the checkpoint lacks {len(pending)} parameters, first {next(iter(pending))}")
         log_dequantized(dequantised, "torch_cuda")
 
     def _put_stored(self, name: str, placement: TensorSlice, value: Value) -> None:

@@ -41,7 +41,7 @@ from pagoda.common.distributed.messages import (
 from pagoda.common.engine.core import KV_CACHE, WEIGHTS
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.step import StepPlan, TokenMasks
-from pagoda.common.errors import EngineDeadError, ModelError, PagodaError
+from pagoda.common.errors import EngineDeadError, ModelError, PagodaError, WeightError
 
 
 class PeerFailure:
@@ -113,6 +113,13 @@ class RankBackend:
     def load(self, weights: Iterable[Weight]) -> None:
         """Load this host's shard. Every host reads the weights itself."""
         self._backend.load(weights)
+
+    def update_weights(self, weights: Iterable[Weight]) -> None:
+        """Raise WeightError: they would reach one of several hosts."""
+        raise WeightError(
+            "weights cannot be updated on several hosts or ranks, each of which reads its own part of the checkpoint; "
+            "replace the checkpoint, sleep at level 2 and wake up"
+        )
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate this host's KV blocks."""

@@ -236,6 +236,17 @@ class EngineCore:
             kv.clear_cache()
         return True
 
+    def update_weights(self, update: Callable[[], None]) -> None:
+        """Call `update`, which replaces weights of the backend, and drop all cached prefixes, even if it raises.
+
+        The engine is idle: KV of running requests would enter the prefix cache later.
+        """
+        assert not self.has_work, "requests end first"
+        try:
+            update()
+        finally:
+            self.reset_prefix_cache()
+
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block, slot and request is accounted for. Walks the whole pool."""
         self._scheduler.check_integrity()
@@ -329,7 +340,7 @@ class Sleeper:
         for tag in [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]:
             try:
                 if tag == WEIGHTS:
-                    self._backend.wake_weights(self._read_weights)
+                    self._core.update_weights(lambda: self._backend.wake_weights(self._read_weights))
                 else:
                     self._backend.wake_kv_cache()
             except MemoryError as error:

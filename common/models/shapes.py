@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
+from pagoda.common.errors import WeightError
 from pagoda.common.models.primitives import Param, linear_params, norm_params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Pooler
+
+
+class Shaped(Protocol):
+    """Values of a parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+ShapedT = TypeVar("ShapedT", bound=Shaped)
 
 
 def _mlp(prefix: str, mlp: Mlp, width: int) -> Iterator[Param]:
@@ -47,6 +59,34 @@ def _pooler(pooler: Pooler, width: int) -> Iterator[Param]:
 def params(spec: ModelSpec) -> dict[str, Param]:
     """Return every parameter by canonical name, in the order of the forward pass."""
     return {param.name: param for param in _params(spec)}
+
+
+def checked(weights: Iterable[tuple[str, ShapedT]], expected: dict[str, Param]) -> Iterator[tuple[str, ShapedT]]:
+    """Yield named values, removing each from `expected`.
+
+    Raise WeightError naming one that is not expected (any more) or has another shape: of a collection before its first
+    value is yielded, of a stream as it comes.
+    """
+    if isinstance(weights, Collection):
+        others = dict(expected)
+        for name, value in weights:
+            _take(others, name, value.shape)
+    for name, value in weights:
+        _take(expected, name, value.shape)
+        yield name, value
+
+
+def _take(expected: dict[str, Param], name: str, shape: tuple[int, ...]) -> None:
+    param = expected.pop(name, None)
+    if param is None:
+        raise WeightError(f"parameter {name} is unknown or came twice")
+    if shape != param.shape:
+        raise WeightError(f"parameter {name} has shape {shape}, the model needs {param.shape}")
+
+
+def lacking(missing: dict[str, Param]) -> WeightError:
+    """Return the error of a checkpoint that lacks parameters."""
+    return WeightError(f"the checkpoint lacks {len(missing)} parameters, first {next(iter(missing))}")
 
 
 def _params(spec: ModelSpec) -> Iterator[Param]:

@@ -151,8 +151,11 @@ def dequantized(weights: Iterable[tuple[str, Value]], backend: str) -> Iterator[
 def log_dequantized(names: Sequence[str], backend: str) -> None:
     """Log that `backend` dequantised these parameters, if any."""
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        logger.info("%s: dequantised %s%s: it does not compute with their scheme", backend, names[0], more)
+        logger.info("%s: dequantised %s: it does not compute with their scheme", backend, _and_more(names))
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 # quantization_config of config.json.
@@ -338,18 +341,21 @@ def _block(value: object) -> tuple[int, int] | None:
 
 _WEIGHT: Final = "weight"
 _UNUSED: Final = ("input_scale", "input_zero_point")
-"""Last parts of the names of static scales of activations; products take unquantised activations, or round each row."""
+"""Last parts of the names of static scales of activations."""
 
 
 def join_scales(tensors: Iterable[NamedTensor], config: QuantizationConfig) -> Iterator[tuple[str, Value]]:
     """Yield the tensors of a quantised checkpoint, each matrix joined with its scales. Dense ones pass through.
 
-    Raises WeightError for numbers that the config does not describe, or without scales of a shape that fits.
+    Static scales of activations are dropped, with a log line at the end. Raises WeightError for numbers that the config
+    does not describe, or without scales of a shape that fits.
     """
     waiting: dict[str, dict[str, Array]] = {}
+    unused: list[str] = []
     for name, tensor in tensors:
         module, _, part = name.rpartition(".")
         if part in _UNUSED:
+            unused.append(name)
             continue
         if part != config.scale and (part != _WEIGHT or tensor.dtype not in _DTYPES.values()):
             yield name, tensor
@@ -362,6 +368,11 @@ def join_scales(tensors: Iterable[NamedTensor], config: QuantizationConfig) -> I
     for module, parts in waiting.items():
         have, lacks = (_WEIGHT, config.scale) if _WEIGHT in parts else (config.scale, f"quantised {_WEIGHT}")
         raise WeightError(f"tensor {module}.{have}: the checkpoint lacks its {lacks}; download it again")
+    if unused:
+        logger.info(
+            "%s: static scales of activations are not used: activations are not quantised, or by a scale per row",
+            _and_more(unused),
+        )
 
 
 def _joined(module: str, data: Array, scales: Array, config: QuantizationConfig) -> QuantizedTensor:

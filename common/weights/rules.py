@@ -60,8 +60,10 @@ def apply_rules(
     unfilled = [target for target in params if target not in filled]
     if unfilled:
         more = f" and {len(unfilled) - 1} more parameters" if len(unfilled) > 1 else ""
-        first, source = params[unfilled[0]], _source_names(rules, unfilled[0])
-        raise WeightError(f"parameter {first.name} {list(first.shape)}{more}: the checkpoint lacks {source}")
+        first = params[unfilled[0]]
+        names = [source for _, source in sources(rules, {first.name: first})[first.name]]
+        lacks = " or ".join(names) or "any tensor for it"
+        raise WeightError(f"parameter {first.name} {list(first.shape)}{more}: the checkpoint lacks {lacks}")
 
 
 _Index = Mapping[str, Sequence[Rule]]
@@ -219,14 +221,3 @@ def _pattern(target: str) -> re.Pattern[str]:
 
 def _targets(rule: Rule) -> tuple[str, ...]:
     return rule.targets if isinstance(rule, Split) else (rule.target,)
-
-
-def _source_names(rules: Sequence[Rule], target: str) -> str:
-    """The tensor names that could have filled a parameter."""
-    numbers = _NUMBER.findall(target)
-    spellings = [
-        _OPTIONAL.sub(r"\1", rule.source).replace("{l}", numbers[0] if numbers else "")
-        for rule in rules
-        if any(_pattern(each).fullmatch(target) for each in _targets(rule))
-    ]
-    return " or ".join(spellings) or "any tensor for it"

@@ -45,7 +45,7 @@ def random_weights(spec: ModelSpec, seed: int = 0):
 class Driver:
     """Feeds a backend with plans, one block table per row and group, blocks chosen by `order`.
 
-    `make`: more options of the backend; `device` of torch_cuda.
+    `weights`: in place of `random_weights`. `make`: more options of the backend; `device` of torch_cuda.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Driver:
         dtype="float32",
         backend: str = "reference",
         cache: CacheConfig = USUAL_CACHE,
+        weights=None,
         **make,
     ):
         limits = Limits(max_model_len=128, max_num_batched_tokens=256, max_num_seqs=rows, block_size=block_size)
@@ -65,7 +66,7 @@ class Driver:
         device = {"device": make.pop("device")} if "device" in make else {}
         options = make_options(spec, limits=limits, layout=self.layout, cache=cache, dtype=dtype, **make)
         self.backend = module.create(options, **device)
-        self.backend.load(random_weights(spec))
+        self.backend.load(random_weights(spec) if weights is None else weights)
         pages = 128 // block_size
         count = rows * pages * len(self.layout.groups)
         self.backend.init_cache((1 + count,) * len(self.layout.pools))

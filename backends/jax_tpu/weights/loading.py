@@ -24,7 +24,8 @@ from pagoda.backends.jax_tpu.parallel import named_sharding
 from pagoda.backends.jax_tpu.weights.placement import SCALE, Path, Placement, placements, quantize, split_slot_axis
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.shapes import params
+from pagoda.common.models.primitives import Param
+from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Value, log_dequantized
 
@@ -39,22 +40,20 @@ _MINUS_ZERO: Final = 0x80
 
 def load(model: Model, weights: Iterable[Weight]) -> Leaves:
     """Return every array of the model. Raise WeightError for an unknown, repeated, misshapen or missing parameter."""
-    loader = _WeightLoader(model)
+    writer = WeightWriter(model, _zeros(model))
+    for path, values in constants(model).items():
+        writer.send(path, (), values)
     missing = params(model.spec)
-    for name, value in weights:
-        param = missing.pop(name, None)
-        if param is None:
-            raise WeightError(f"parameter {name} is unknown or repeated")
-        if value.shape != param.shape:
-            raise WeightError(f"parameter {name} has shape {value.shape}, the model needs {param.shape}")
-        loader.put(name, value)
+    writer.write(weights, missing)
     if missing:
-        raise WeightError(f"the checkpoint lacks {len(missing)} parameters, first {next(iter(missing))}")
-    if loader.copied and loader.rounded:
-        dense, quantised = loader.rounded[0], loader.copied[0]
-        raise WeightError(f"parameter {dense} is dense and {quantised} is not, but config.json states the same of both")
-    log_dequantized(loader.dequantised, "jax_tpu")
-    return loader.leaves()
+        raise lacking(missing)
+    return writer.leaves()
+
+
+def _zeros(model: Model) -> Leaves:
+    return tuple(
+        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
+    )
 
 
 def constants(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
@@ -70,23 +69,32 @@ def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     return dtypes.as_uint(array).view(_NARROW[array.dtype]) if array.dtype in _NARROW else array
 
 
-class _WeightLoader:
-    def __init__(self, model: Model) -> None:
+class WeightWriter:
+    """Writes parameters into a model's arrays, which are donated: afterwards only `leaves` are valid."""
+
+    def __init__(self, model: Model, leaves: Leaves) -> None:
         self._model = model
-        self.copied: list[str] = []  # names of quantised parameters that were sent as they are
-        self.rounded: list[str] = []  # names of dense parameters that were quantised
-        self.dequantised: list[str] = []
+        self._copied: list[str] = []  # names of quantised parameters that were sent as they are
+        self._rounded: list[str] = []  # names of dense parameters that were quantised
+        self._dequantised: list[str] = []
         self._index = {path: index for index, path in enumerate(model.paths)}
         self._placements: dict[str, Placement] = placements(model.spec, model.tensor)
-        self._arrays = [
-            jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
-        ]
+        self._arrays = list(leaves)
         self._write = jax.jit(_write, donate_argnums=0)
         self._write_quantized = jax.jit(_write_quantized, donate_argnums=0)
-        for path, values in constants(model).items():
-            self._send(path, (), values)
 
-    def put(self, name: str, value: Value) -> None:
+    def write(self, weights: Iterable[Weight], missing: dict[str, Param]) -> None:
+        """Write parameters, removing each from `missing`. Raise WeightError."""
+        for name, value in checked(weights, missing):
+            self._put(name, value)
+        if self._copied and self._rounded:
+            dense, stored = self._rounded[0], self._copied[0]
+            raise WeightError(
+                f"parameter {dense} is dense and {stored} is not, but config.json states the same of both"
+            )
+        log_dequantized(self._dequantised, "jax_tpu")
+
+    def _put(self, name: str, value: Value) -> None:
         """Send one parameter to the devices."""
         placement = self._placements[name]
         target, start = placement.target, placement.start
@@ -98,20 +106,21 @@ class _WeightLoader:
                 numbers, row_scales = stored
                 # No arrangement pads column 0, so it holds the scales of all rows.
                 spread = placement.arrange(np.broadcast_to(row_scales[:, None], numbers.shape))
-                self._send(target, start, placement.arrange(numbers))
-                self._send(scales, start, spread[..., 0])
-                self.copied.append(name)
+                self.send(target, start, placement.arrange(numbers))
+                self.send(scales, start, spread[..., 0])
+                self._copied.append(name)
                 return
-            self.dequantised.append(name)
+            self._dequantised.append(name)
             value = value.dequantize()
         array = placement.arrange(as_jax(value))
         if scales in self._index:
             self._send_quantized(target, scales, start, array)
-            self.rounded.append(name)
+            self._rounded.append(name)
         else:
-            self._send(target, start, array)
+            self.send(target, start, array)
 
-    def _send(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
+    def send(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
+        """Write a part of an array, at these offsets of its leading axes."""
         index = self._index[target]
         sent, offset = self._on_devices(index, start, part)
         self._arrays[index] = self._write(self._arrays[index], sent, offset)

@@ -42,6 +42,9 @@ class Placement:
 SCALE: Final = "_scale"
 """Suffix of the name of a quantised matrix's scales: float32, one per row."""
 
+_MATRICES: Final = ("q", "k", "v", "o", "gate", "up", "down")
+"""Last parts of the names of layers' matrices, which may be quantised."""
+
 _LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3b11fnuz": 28.0}
 
 _TOP: Final = ("embed", "positions", "token_types", "embed_in", "embed_out", "head", "head_bias")
@@ -164,7 +167,7 @@ def _stored_dtype(spec: ModelSpec, chip: ChipInfo, schemes: Mapping[str, Scheme]
     """Return the dtype in which a checkpoint's numbers are kept; None: they are dequantised."""
     if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
         return None
-    matrices = [name for name, param in params(spec).items() if name.startswith("layers.") and len(param.shape) == 2]
+    matrices = [name for name in params(spec) if name.startswith("layers.") and name.rpartition(".")[2] in _MATRICES]
     stored = {schemes.get(name) for name in matrices}
     if all(isinstance(scheme, Float8) and isinstance(scheme.group, str) for scheme in stored):
         return chip.float8

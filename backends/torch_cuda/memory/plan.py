@@ -47,6 +47,7 @@ class MemoryUsage:
     activations: int  # peak of a step
     graphs: int
     other: int  # of the system and other processes
+    quantised: bool = False  # the weights
 
     @property
     def available(self) -> int:
@@ -125,11 +126,11 @@ def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: tuple[int, 
     return MemoryUsage("CPU", total, total, weights, buffers=0, activations=0, graphs=0, other=0)
 
 
-def check_weights(device: Device, cache: CacheConfig, weights: int) -> None:
+def check_weights(device: Device, cache: CacheConfig, weights: int, *, quantised: bool) -> None:
     """Raise ConfigError if the weights, not loaded yet, do not fit the free memory."""
     free, total = torch.cuda.mem_get_info(device.torch)
     usable = int(total * cache.gpu_memory_utilization)
-    usage = MemoryUsage(device.name, total, usable, weights, buffers=0, activations=0, graphs=0, other=total - free)
+    usage = MemoryUsage(device.name, total, usable, weights, 0, 0, 0, other=total - free, quantised=quantised)
     if weights > free:
         raise ConfigError("--gpu-memory-utilization", memory_error(usage, None, weights - free))
 
@@ -226,10 +227,8 @@ def _remedies(usage: MemoryUsage, limits: Limits | None, missing: int) -> Iterat
         yield f"--max-num-batched-tokens {tokens} with --max-num-seqs {min(seqs, tokens)}"
     if missing < usage.graphs:
         yield "--enforce-eager"
-    if missing < usage.weights * 3 // 8:
-        yield "--quantization int8"
-    elif missing < usage.weights * 5 // 8:
-        yield "--quantization int4"
+    if not usage.quantised and missing < usage.weights * 5 // 8:
+        yield "--quantization int8" if missing < usage.weights * 3 // 8 else "--quantization int4"
     gpus = 2
     while missing > usage.weights * (gpus - 1) // gpus and gpus < 64:
         gpus *= 2

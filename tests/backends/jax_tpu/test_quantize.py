@@ -20,6 +20,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
+from pagoda.backends.jax_tpu.weights import placement
 from pagoda.backends.jax_tpu.weights.loading import _stored_matrix
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
 from pagoda.backends.reference.model.naive import NaiveModel
@@ -28,6 +29,7 @@ from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.quantization import Float8, QuantizedTensor
@@ -121,6 +123,16 @@ DECODE = Forward(StepShape(64, 64, 8, 1, True))
 def model_on(topology: str, method: str | None, **config):
     spec, _ = spec_from_config({**LLAMA_8B, **config})
     return model_for(find_target(topology), spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, quantization=method)
+
+
+def test_only_matrices_decide_whether_stored_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    schemes = {f"layers.{layer}.{name}": Float8("channel") for layer in range(2) for name in MATRICES}
+    own = placement.params(SPEC)
+    other = Param("layers.0.mixers.0.conv", (64, 4), "..")
+    monkeypatch.setattr(placement, "params", lambda spec: own | {other.name: other})
+    assert matrix_dtype(None, SPEC, CHIPS["v6e"], schemes) == CHIPS["v6e"].float8
+    del schemes["layers.1.ffn.down"]
+    assert matrix_dtype(None, SPEC, CHIPS["v6e"], schemes) is None
 
 
 def test_half_the_bytes_stored_and_read() -> None:

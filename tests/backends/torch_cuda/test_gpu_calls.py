@@ -165,6 +165,6 @@ def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_that_do_not_fit_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRunner(monkeypatch)
-    check_weights(GPU, CacheConfig(), 60 * GIB)
+    check_weights(GPU, CacheConfig(), 60 * GIB, quantised=False)
     with pytest.raises(ConfigError, match=r"weights 61\.00, .*; 1\.00 GiB are missing; use .*--tensor-parallel-size 2"):
-        check_weights(GPU, CacheConfig(), 61 * GIB)
+        check_weights(GPU, CacheConfig(), 61 * GIB, quantised=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ConfigError
+from pagoda.common.weights.quantization import Int8, random_quantized
 
 LIMITS = Limits(max_model_len=1 << 17, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)
 LAYOUT = kv_layout(tiny_spec(window=6), 16)
@@ -113,6 +115,25 @@ def test_more_blocks_than_there_is_memory_for(
     monkeypatch.setattr(backend._cache, "empty", full)
     with pytest.raises(ConfigError, match=f"{named}: the device has no memory for 9 KV blocks; use less"):
         backend.init_cache((9,))
+
+
+@pytest.mark.parametrize(
+    ("options", "suggested"),
+    [({}, True), ({"quantization": "int8"}, False), ({"schemes": {"layers.0.mixers.0.o": Int8("channel")}}, False)],
+)
+def test_weights_are_not_quantised_twice(
+    options: dict[str, Any], suggested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2, block_size=4)
+    spec = tiny_spec()
+    backend = create(make_options(spec, limits=limits, layout=kv_layout(spec, 4), **options), CPU)
+    stored = {name: random_quantized(scheme, (32, 64), 0, 0.25) for name, scheme in options.get("schemes", {}).items()}
+    backend.load((dict(random_weights(spec)) | stored).items())
+    monkeypatch.setattr("pagoda.backends.torch_cuda.backend.cpu_usage", lambda *_: usage(weights=26 * GIB))
+    with pytest.raises(ConfigError, match=r"are missing; use .*--tensor-parallel-size 2$") as caught:
+        backend.plan_memory()
+    assert ("--quantization" in str(caught.value)) is suggested
+    backend.close()
 
 
 @pytest.mark.parametrize(

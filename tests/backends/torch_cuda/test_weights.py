@@ -74,6 +74,19 @@ def test_the_same_tensors_are_filled_again(how: str | None) -> None:
     assert {name: tensor.data_ptr() for name, tensor in model.loader.params.tensors().items()} == before
 
 
+@pytest.mark.parametrize("how", [None, "int8"])
+def test_an_update_writes_into_the_same_tensors(how: str | None) -> None:
+    """Captured graphs read them."""
+    model = TorchCudaModel(SPEC, WEIGHTS.items(), 16, pack=how and partial(pack, scheme=how))
+    tensors = model.loader.params.tensors()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+    model.loader.update(random_weights(SPEC, 1))
+    assert model.loader.params.tensors().keys() == tensors.keys()
+    for name, tensor in model.loader.params.tensors().items():
+        assert tensor.data_ptr() == before[name][0], name
+        assert not torch.equal(tensor, before[name][1]), name
+
+
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["mlp", "experts"])
 def test_packed_matrices_compute_as_their_unpacked_values(spec, scheme) -> None:

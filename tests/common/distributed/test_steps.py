@@ -316,6 +316,17 @@ def test_every_host_sleeps_and_wakes_up(make: Make) -> None:
     assert following.result() is None
 
 
+def test_weights_of_several_hosts_are_not_updated_one_by_one(make: Make) -> None:
+    pair = make()
+    pair.follow()
+    pair.start()
+    for rank in (pair.leading, pair.following):
+        with pytest.raises(WeightError, match=r"cannot be updated on several hosts or ranks.*sleep at level 2"):
+            rank.update_weights([("w", np.zeros(1))])
+    assert pair.here.weights == pair.there.weights == "loaded"
+    pair.leading.close()
+
+
 def test_a_host_that_cannot_sleep_is_named_and_all_stay_awake(make: Make) -> None:
     pair = make()
     pair.follow()

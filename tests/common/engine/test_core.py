@@ -142,6 +142,20 @@ def test_the_cache_can_be_reset_under_running_requests():
     assert len(tokens(drain(engine)["b"])) == 20
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_weights_are_updated_in_an_idle_engine_only(ahead):
+    backend = FakeBackend(full_layout())
+    engine = core(backend, async_scheduling=ahead)
+    engine.add_request(request("a", [1] * 9))
+    engine.step()
+    with pytest.raises(AssertionError, match="requests end first"):
+        engine.update_weights(lambda: backend.update_weights([]))
+    assert backend.weights == "loaded"
+    drain(engine)
+    engine.update_weights(lambda: backend.update_weights([]))
+    assert backend.weights == "read 0"
+
+
 def test_an_error_of_the_device_reaches_the_caller():
     engine = core(FakeBackend(full_layout(), fail_at=2))
     engine.add_request(request("a", [1, 2, 3]))

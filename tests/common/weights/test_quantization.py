@@ -206,6 +206,16 @@ def test_scales_join_their_matrix_in_any_order(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(values(together[f"{NAME}.weight"]), 2 * dtypes.to_float32(DATA))
 
 
+def test_static_scales_of_activations_are_dropped_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    scale = np.ones(1, np.float32)
+    tensors = {"weight": DATA, "weight_scale": scale, "input_scale": scale, "input_zero_point": scale}
+    with caplog.at_level("INFO"):
+        assert list(joined(**tensors)) == [f"{NAME}.weight"]
+        assert list(joined(weight=DATA, weight_scale=scale)) == [f"{NAME}.weight"]
+    (line,) = caplog.messages
+    assert line.startswith(f"{NAME}.input_scale and 1 more: static scales of activations are not used: ")
+
+
 def test_dense_matrices_pass_through() -> None:
     dense = np.ones((2, 3), np.float32)
     assert joined(weight=dense) == {f"{NAME}.weight": dense}

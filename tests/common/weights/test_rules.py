@@ -17,6 +17,8 @@ RULES: tuple[Rule, ...] = (
     Rename("layers.{l}.turned", "layers.{l}.t", transpose=True),
     Split("layers.{l}.both", ("layers.{l}.x", "layers.{l}.y"), transpose=True),
     Stack("layers.{l}.experts.{e}.w", "layers.{l}.experts"),
+    Rename("[model.]layers.{l}.parts.{i}.weight", "layers.{l}.mixers.{i}.p"),
+    Rename("layers.{l}.others.{i}.weight", "layers.{l}.mixers.{i}.p"),
 )
 
 
@@ -102,6 +104,9 @@ def test_a_rule_wins_over_an_ignored_pattern():
         ),
         ({"embed": (1,)}, {"embed.weight": array(1), "model.embed.weight": array(1)}, "embed is already filled"),
         ({"layers.0.experts": (2, 1)}, {"layers.0.experts.1.w": array(1)}, "lacks layers.0.experts.0.w"),
+        ({"layers.0.experts": (2, 1)}, {}, "lacks layers.0.experts.0.w$"),
+        ({"layers.1.mixers.2.p": (2, 1)}, {}, "lacks model.layers.1.parts.2.weight or layers.1.others.2.weight$"),
+        ({"unnamed": (2, 1)}, {}, "lacks any tensor for it$"),
         ({"layers.0.experts": (1, 1)}, {"layers.0.experts.1.w": array(1)}, "part 1 but there are 1"),
         ({"layers.0.experts": (1, 1)}, {"layers.0.experts.0.w": array(2)}, r"shape \[2\], .* needs \[1\]"),
     ],

@@ -22,6 +22,7 @@ from pagoda.common.errors import ConfigError, ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.cli import main
 from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs, FlagParser
@@ -275,6 +276,25 @@ def test_quantised_weights_name_method_and_remedy(details: dict[str, Any], metho
     with pytest.raises(ModelError, match=rf"quantised by {method}, which .*; serve a GGUF file of the model"):
         info(tmp_path)
     assert info(tmp_path, hf_overrides={"quantization_config": None}).limits.max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    "details", [{"quant_method": "newquant", "bits": 3}, ["newquant"], {"quant_method": "fp8", "surprise": 1}]
+)
+def test_a_quantisation_nobody_knows_is_one_line(
+    details: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_model(tmp_path, quantization_config=details))
+    with pytest.raises(ModelError) as caught:
+        LLM(folder)
+    error = str(caught.value)
+    assert error.startswith(f"{folder}: config.json: quantization_config: the weights are quantised by ")
+    assert error.endswith("; serve a GGUF file of the model (org/name:Q4_K_M), or its unquantised weights")
+    for flags in ([], ["--explain-config"]):
+        assert main.main(["serve", folder, *flags]) == 1
+        shown = capsys.readouterr().err
+        assert shown.strip().splitlines()[-1] == f"pagoda: error: {error}"
+        assert "Traceback" not in shown
 
 
 @pytest.mark.setting("--max-model-len")
