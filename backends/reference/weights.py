@@ -102,7 +102,7 @@ def _fits_float16(weight: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """`qkv`: [D] -> [(N+2K)*H]; `out`: [N*H] -> [D]."""
+    """`qkv`: [D] -> [(N+2K)*H], or [N*H] without K and V of its own; `out`: [N*H] -> [D]."""
 
     qkv: Linear
     out: Linear
@@ -306,7 +306,7 @@ class LayerParts:
     def _mixer(self, prefix: str, mixer: Mixer) -> MixerParams:
         match mixer:
             case Attention():
-                return self._attention(prefix)
+                return self._attention(prefix, mixer)
             case LatentAttention():
                 return self._latent_attention(prefix, mixer)
 
@@ -327,9 +327,9 @@ class LayerParts:
             out=self.linear(f"{prefix}.o"),
         )
 
-    def _attention(self, prefix: str) -> AttentionParams:
+    def _attention(self, prefix: str, mixer: Attention) -> AttentionParams:
         return AttentionParams(
-            qkv=self.linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
+            qkv=self.linear(*(f"{prefix}.{part}" for part in ("qkv" if mixer.shares_cache_of is None else "q"))),
             out=self.linear(f"{prefix}.o"),
             q_norm=self.wide(f"{prefix}.q_norm"),
             k_norm=self.wide(f"{prefix}.k_norm"),

@@ -32,23 +32,31 @@ class Attention:
     qkv_bias: bool = False
     out_bias: bool = False
     causal: bool = True
+    shares_cache_of: int | None = None  # an earlier layer whose K and V are read; the mixer then projects queries only
 
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches kept per sequence: K and V."""
+        """Return the caches kept per sequence: K and V, unless they are another layer's."""
+        return (self.keys_and_values,) if self.shares_cache_of is None else ()
+
+    @property
+    def keys_and_values(self) -> FullCache | WindowCache:
+        """The cache that the mixer reads."""
         if self.window is None:
-            return (FullCache(self.kv_heads, self.head_dim),)
-        return (WindowCache(self.kv_heads, self.head_dim, self.window),)
+            return FullCache(self.kv_heads, self.head_dim)
+        return WindowCache(self.kv_heads, self.head_dim, self.window)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield from linear_params("q", q, width, "ND", self.qkv_bias)
-        yield from linear_params("k", kv, width, "KD", self.qkv_bias)
-        yield from linear_params("v", kv, width, "KD", self.qkv_bias)
+        if self.shares_cache_of is None:
+            yield from linear_params("k", kv, width, "KD", self.qkv_bias)
+            yield from linear_params("v", kv, width, "KD", self.qkv_bias)
         yield from linear_params("o", width, q, "DN", self.out_bias)
         per_head = self.qk_norm_over == "per_head"
         yield from norm_params("q_norm", self.qk_norm, self.head_dim if per_head else q, "H" if per_head else "N")
-        yield from norm_params("k_norm", self.qk_norm, self.head_dim if per_head else kv, "H" if per_head else "K")
+        if self.shares_cache_of is None:
+            yield from norm_params("k_norm", self.qk_norm, self.head_dim if per_head else kv, "H" if per_head else "K")
 
     def ropes(self) -> tuple[Rope, ...]:
         """Return the ropes whose tables the mixer reads."""

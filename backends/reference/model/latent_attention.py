@@ -101,7 +101,7 @@ class PackedLatentAttention:
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
         self.spec, self.project = spec.expanded(), LatentProjection(spec, params)
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
         """X [T, D] -> [T, D]."""
         keys, values = self.project.expand(self.project.latents(x, rotations))
         return self.project.out(attend(self.project.queries(x, rotations), keys, values, batch, self.spec))

@@ -43,6 +43,7 @@ class NaiveModel:
         self.dtype = dtype
         self.max_len = max_len or spec.max_positions
         self._weights = {name: ops.to_torch(array).to(dtype) for name, array in dequantized(weights, "naive")}
+        self._keys_values: dict[str, tuple[Tensor, Tensor]] = {}  # [T, K, H] each, by mixer
         missing = params(spec).keys() - self._weights.keys()
         if missing:
             raise WeightError(f"no weights for {', '.join(sorted(missing))}")
@@ -99,18 +100,25 @@ class NaiveModel:
                 return self._latent_attention(name, mixer, x)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
-        tokens = len(x)
-        q, k, v = (self._linear(f"{name}.{part}", x) for part in "qkv")
-        if mixer.qk_norm_over == "full":
-            q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
-        q, k, v = (part.view(tokens, -1, mixer.head_dim) for part in (q, k, v))  # [T, N or K, H]
-        if mixer.qk_norm_over == "per_head":
-            q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
-        if mixer.rope is not None:
-            q, k = self._rotate(mixer.rope, q), self._rotate(mixer.rope, k)
+        queries, owner = self._heads(f"{name}.q", mixer, x), name
+        if mixer.shares_cache_of is None:
+            values = self._linear(f"{name}.v", x).view(len(x), -1, mixer.head_dim)
+            self._keys_values[name] = self._heads(f"{name}.k", mixer, x), values
+        else:
+            owner = f"layers.{mixer.shares_cache_of}.mixers.0"
         group = mixer.heads // mixer.kv_heads
-        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [T, N, H]
-        return self._linear(f"{name}.o", self._attend(mixer, q, k, v))
+        k, v = (part.repeat_interleave(group, dim=1) for part in self._keys_values[owner])  # [T, N, H]
+        return self._linear(f"{name}.o", self._attend(mixer, queries, k, v))
+
+    def _heads(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
+        """Return queries or keys, normalised and rotated, [T, N or K, H]."""
+        heads = self._linear(name, x)
+        if mixer.qk_norm_over == "full":
+            heads = self._norm(f"{name}_norm", mixer.qk_norm, heads)
+        heads = heads.view(len(x), -1, mixer.head_dim)
+        if mixer.qk_norm_over == "per_head":
+            heads = self._norm(f"{name}_norm", mixer.qk_norm, heads)
+        return heads if mixer.rope is None else self._rotate(mixer.rope, heads)
 
     def _latent_attention(self, name: str, mixer: LatentAttention, x: Tensor) -> Tensor:
         if mixer.query_rank is None:
