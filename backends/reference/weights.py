@@ -111,6 +111,24 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True)
+class NormParams:
+    """Weight and bias [D]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerParams:
+    """`q`: low-rank queries -> [N*H]; `k`: [D] -> [H]; `weights`: [D] -> [N]."""
+
+    q: Linear
+    k: Linear
+    k_norm: NormParams
+    weights: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionParams:
     """R latent channels. `kv_b` and its parts `key_up`, `value_up` serve prefill and decode."""
 
@@ -123,6 +141,7 @@ class LatentAttentionParams:
     key_up: Tensor  # [N, keys without RoPE, R]
     value_up: Tensor  # [N, V, R]
     out: Linear  # [N*V] -> [D]
+    indexer: IndexerParams | None
 
 
 MixerParams = AttentionParams | LatentAttentionParams
@@ -142,14 +161,6 @@ class MoeParams:
 
     router: Linear
     experts: tuple[MlpParams, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NormParams:
-    """Weight and bias [D]."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +336,14 @@ class LayerParts:
             key_up=up[:, : mixer.nope_dim].contiguous(),
             value_up=up[:, mixer.nope_dim :].contiguous(),
             out=self.linear(f"{prefix}.o"),
+            indexer=None if mixer.indexer is None else self._indexer(f"{prefix}.indexer"),
         )
+
+    def _indexer(self, prefix: str) -> IndexerParams:
+        k_norm = self.norm(f"{prefix}.k_norm")
+        assert k_norm is not None
+        q, k, weights = (self.linear(f"{prefix}.{part}") for part in ("q", "k", "weights"))
+        return IndexerParams(q, k, k_norm, weights)
 
     def _attention(self, prefix: str, mixer: Attention) -> AttentionParams:
         return AttentionParams(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
 
@@ -79,6 +79,28 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sparse attention (DeepSeek-V3.2): a query attends to the `top_k` tokens with the highest scores, no others.
+
+    A token's score is the sum over heads of weight * relu(q.k). The queries are projected from the attention's
+    low-rank queries; the weights of a query, and one key per token, from x.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    rope: Rope  # on the first channels of queries and keys
+    norm: Norm  # of the keys, before RoPE
+
+    def parameters(self, width: int, query_rank: int) -> Iterator[Param]:
+        """Yield the parameters on a residual stream of `width` channels."""
+        yield from linear_params("indexer.q", self.heads * self.head_dim, query_rank, "..")
+        yield from linear_params("indexer.k", self.head_dim, width, ".D")
+        yield from norm_params("indexer.k_norm", self.norm, self.head_dim, ".")
+        yield from linear_params("indexer.weights", self.heads, width, ".D")
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
 
@@ -95,11 +117,16 @@ class LatentAttention:
     rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
     norm: Norm  # of the latent and of the low-rank queries
     bias: bool = False  # of q_a, kv_a and o
+    indexer: Indexer | None = None  # None: a query attends to all tokens before it
     causal: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        assert self.indexer is None or self.query_rank is not None, "an indexer reads the low-rank queries"
+
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches kept per sequence: the latent and the rotary key."""
-        return (LatentCache(self.latent_dim, self.rope.dim),)
+        """Return the caches kept per sequence: the latent with the rotary key, and the indexer's keys."""
+        latent = LatentCache(self.latent_dim, self.rope.dim)
+        return (latent,) if self.indexer is None else (latent, IndexCache(self.indexer.head_dim))
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
@@ -114,10 +141,12 @@ class LatentAttention:
         yield from norm_params("kv_a_norm", self.norm, self.latent_dim, ".")
         yield from linear_params("kv_b", self.heads * (self.nope_dim + self.value_dim), self.latent_dim, "N.")
         yield from linear_params("o", width, self.heads * self.value_dim, "DN", self.bias)
+        if self.indexer is not None and self.query_rank is not None:
+            yield from self.indexer.parameters(width, self.query_rank)
 
     def ropes(self) -> tuple[Rope, ...]:
         """Return the ropes whose tables the mixer reads."""
-        return (self.rope,)
+        return (self.rope,) if self.indexer is None else (self.rope, self.indexer.rope)
 
     def without_window(self) -> LatentAttention:
         """Return the mixer that sees all tokens: itself."""

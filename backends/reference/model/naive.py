@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.shapes import params
@@ -108,7 +108,7 @@ class NaiveModel:
             owner = f"layers.{mixer.shares_cache_of}.mixers.0"
         group = mixer.heads // mixer.kv_heads
         k, v = (part.repeat_interleave(group, dim=1) for part in self._keys_values[owner])  # [T, N, H]
-        return self._linear(f"{name}.o", self._attend(mixer, queries, k, v))
+        return self._linear(f"{name}.o", self._attend(mixer, queries, k, v, visible(len(x), mixer.window)))
 
     def _heads(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
         """Return queries or keys, normalised and rotated, [T, N or K, H]."""
@@ -121,17 +121,29 @@ class NaiveModel:
         return heads if mixer.rope is None else self._rotate(mixer.rope, heads)
 
     def _latent_attention(self, name: str, mixer: LatentAttention, x: Tensor) -> Tensor:
+        seen = visible(len(x), None)
         if mixer.query_rank is None:
             q = self._linear(f"{name}.q", x)
         else:
-            q = self._linear(f"{name}.q_b", self._norm(f"{name}.q_a_norm", mixer.norm, self._linear(f"{name}.q_a", x)))
+            low_rank = self._norm(f"{name}.q_a_norm", mixer.norm, self._linear(f"{name}.q_a", x))
+            q = self._linear(f"{name}.q_b", low_rank)
+            if mixer.indexer is not None:
+                seen = self._selected(f"{name}.indexer", mixer.indexer, x, low_rank, seen)
         q_nope, q_rope = q.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.rope.dim], -1)
         latent, k_rope = self._linear(f"{name}.kv_a", x).split([mixer.latent_dim, mixer.rope.dim], -1)
         kv = self._linear(f"{name}.kv_b", self._norm(f"{name}.kv_a_norm", mixer.norm, latent))
         k_nope, v = kv.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.value_dim], -1)
         q_rope, k_rope = self._rotate(mixer.rope, q_rope), self._rotate(mixer.rope, k_rope[:, None])
         q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
-        return self._linear(f"{name}.o", self._attend(mixer.expanded(), q, k, v))
+        return self._linear(f"{name}.o", self._attend(mixer.expanded(), q, k, v, seen))
+
+    def _selected(self, name: str, indexer: Indexer, x: Tensor, low_rank: Tensor, seen: Tensor) -> Tensor:
+        """Return which tokens (columns) of `seen` each token (row) attends to, bool [T, T]."""
+        q = self._rotate(indexer.rope, self._linear(f"{name}.q", low_rank).view(len(x), indexer.heads, -1))
+        k = self._norm(f"{name}.k_norm", indexer.norm, self._linear(f"{name}.k", x))
+        k, weights = self._rotate(indexer.rope, k[:, None])[:, 0], self._linear(f"{name}.weights", x)
+        products = torch.einsum("tnh,sh->tns", q.float(), k.float()).relu()
+        return ops.select(torch.einsum("tn,tns->ts", weights.float(), products), seen, indexer.top_k)
 
     def _rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """Rotate x [T, n, H] at positions 0 to T-1."""
@@ -139,12 +151,12 @@ class NaiveModel:
         cos, sin = (torch.from_numpy(table).to(self.dtype) for table in tables)
         return ops.apply_rope(ops.deinterleave(x, rope.dim) if rope.interleaved else x, cos, sin, rope.dim)
 
-    def _attend(self, spec: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return softmax attention [T, N*V] of q, k [T, N, H] and v [T, N, V]."""
+    def _attend(self, spec: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Return softmax attention [T, N*V] of q, k [T, N, H] and v [T, N, V]; `seen`: see `visible`."""
         scores = torch.einsum("tnh,snh->nts", q, k) * spec.scale
         if spec.softcap is not None:
             scores = ops.softcap(scores, spec.softcap)
-        scores = scores.masked_fill(~visible(len(q), spec.window), -torch.inf)
+        scores = scores.masked_fill(~seen, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
         return torch.einsum("nts,snh->tnh", weights, v).flatten(1)
 
