@@ -82,10 +82,12 @@ class IndexQueries:
         """
         if len(keys) <= self.spec.top_k:
             return None
-        columns = keys.float().T
-        tiles = zip(self.heads[rows].split(_QUERIES), self.weights[rows].split(_QUERIES))
-        scores = [torch.einsum("tn,tnc->tc", weights, (heads @ columns).relu_()) for heads, weights in tiles]
-        return select(torch.cat(scores), seen, self.spec.top_k)
+        columns, heads, weights = keys.float().T, self.heads[rows], self.weights[rows]
+        selected = []
+        for tile in (slice(start, start + _QUERIES) for start in range(0, len(heads), _QUERIES)):
+            scores = torch.einsum("tn,tnc->tc", weights[tile], (heads[tile] @ columns).relu_())
+            selected.append(select(scores, None if seen is None else seen[tile], self.spec.top_k))
+        return torch.cat(selected)
 
 
 class IndexProjection:

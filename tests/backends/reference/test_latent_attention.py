@@ -17,11 +17,12 @@ from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.errors import ModelError
-from pagoda.common.models.caches import LatentCache
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.caches import IndexCache, LatentCache
+from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.rope import Rope, YarnScaling
+from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec, Pooler
 
 LATENT = LatentAttention(
@@ -43,6 +44,8 @@ def model(*mixers: Mixer) -> ModelSpec:
 
 
 SPEC = model(LATENT, replace(LATENT, query_rank=None))
+INDEXER = Indexer(heads=16, head_dim=12, top_k=9, rope=Rope(1e4, 8), norm=Norm(1e-6, kind="layer", bias=True))
+SPARSE = model(replace(LATENT, indexer=INDEXER), LATENT, replace(LATENT, indexer=replace(INDEXER, top_k=5)))
 
 
 @pytest.mark.parametrize("blocks", [20, 90])
@@ -61,8 +64,41 @@ def test_the_cache_holds_one_latent_and_one_rotary_key_per_token() -> None:
     assert layout.pools[0].block_elements == 2 * 4 * (16 + 8)
 
 
+@pytest.mark.parametrize("blocks", [20, 90])
+def test_an_indexer_under_chunked_prefill_preemption_and_prefix_hits(blocks: int) -> None:
+    prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
+    core = engine(SPARSE, blocks)
+    naive = NaiveModel(SPARSE, random_weights(SPARSE), max_len=LIMITS.max_model_len)
+    expected = [naive.greedy(prompt, 9) for prompt in prompts]
+    assert generate(core, prompts, 9) == expected
+    assert (core.stats.preemptions > 0) == (blocks == 20)
+    assert core.stats.prefix_hits > 0
+    dense = model(LATENT, LATENT, LATENT)
+    weights = ((name, array) for name, array in random_weights(SPARSE) if name in params(dense))
+    naive = NaiveModel(dense, weights, max_len=LIMITS.max_model_len)
+    assert [naive.greedy(prompt, 9) for prompt in prompts] != expected, "the selection matters"
+
+
+def test_the_keys_of_an_indexer_have_a_cache_of_their_own() -> None:
+    layout = kv_layout(SPARSE, 4)
+    assert SPARSE.cache_numbers == (((0, 1),), ((2,),), ((3, 4),))
+    assert layout.groups == (KvGroup(LatentCache(16, 8), (0, 2, 3)), KvGroup(IndexCache(12), (1, 4), pool=1))
+    assert [pool.block_elements for pool in layout.pools] == [3 * 4 * (16 + 8), 2 * 4 * 12]
+
+
+def test_an_indexer_that_selects_every_token_changes_nothing() -> None:
+    spec = model(replace(LATENT, indexer=replace(INDEXER, top_k=len(PROMPT))))
+    weights = dict(random_weights(spec))
+    dense = NaiveModel(model(LATENT), weights.items()).logits(PROMPT)
+    torch.testing.assert_close(PagedModel(spec, weights.items(), 64).logits(PROMPT), dense, atol=3e-5, rtol=0)
+    fewer = model(replace(LATENT, indexer=replace(INDEXER, top_k=len(PROMPT) - 1)))
+    narrow = PagedModel(fewer, weights.items(), 64).logits(PROMPT)
+    torch.testing.assert_close(narrow[:-1], dense[:-1], atol=3e-5, rtol=0)
+    assert not torch.allclose(narrow[-1], dense[-1], atol=1e-3)
+
+
 def test_layers_of_both_kinds_of_attention() -> None:
-    spec = model(LATENT, tiny_spec().layers[0].attention, LATENT)
+    spec = model(LATENT, tiny_spec().layers[0].attention, replace(LATENT, indexer=INDEXER))
     paged = PagedModel(spec, random_weights(spec), 64).logits(PROMPT)
     torch.testing.assert_close(paged, NaiveModel(spec, random_weights(spec)).logits(PROMPT), atol=3e-5, rtol=0)
 
@@ -167,6 +203,42 @@ def test_the_published_config_with_dense_layers() -> None:
     assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert mixer.rope == Rope(1e4, 64, YarnScaling(40.0, 4096), interleaved=True)
     assert spec.max_positions == 163840
+
+
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+
+
+def test_the_published_config_with_an_indexer_and_dense_layers() -> None:
+    spec, _ = spec_from_config({**V32, "first_k_dense_replace": 61})
+    (mixer,) = set(spec.mixers)
+    assert isinstance(mixer, LatentAttention)
+    rope = Rope(1e4, 64, YarnScaling(40.0, 4096))
+    assert mixer.indexer == Indexer(64, 128, 2048, rope, Norm(1e-6, kind="layer", bias=True))
+    assert mixer.rope == replace(rope, interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"index_topk": None}, "index_topk is missing"),
+        ({"index_topk": 0}, "index_topk is 0; it must be at least 1"),
+        ({"index_head_dim": 32}, "index_head_dim is 32; it must be at least qk_rope_head_dim, 64"),
+        ({"q_lora_rank": None}, "q_lora_rank is null; the indexer needs low-rank queries"),
+        ({"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+        ({"layer_types": ["full_attention"] * 61}, "layer_types is "),
+        ({"mlp_layer_types": ["dense"] * 60 + ["sparse"]}, "mlp_layer_types is "),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace is 3 of 61 layers"),
+    ],
+)
+def test_configs_of_an_indexer_that_are_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        spec_from_config({**V32, "first_k_dense_replace": 61, **change})
 
 
 def test_pooling_elsewhere_is_refused_by_name() -> None:
