@@ -64,19 +64,33 @@ def test_the_cache_holds_one_latent_and_one_rotary_key_per_token() -> None:
     assert layout.pools[0].block_elements == 2 * 4 * (16 + 8)
 
 
+FULL = tiny_spec().layers[0].attention
+EVERY_CACHE = model(
+    replace(LATENT, indexer=INDEXER),
+    replace(FULL, window=6),
+    FULL,
+    replace(FULL, window=6, shares_cache_of=1),
+    replace(FULL, shares_cache_of=2),
+)
+
+
+@pytest.mark.parametrize("spec", [SPARSE, EVERY_CACHE], ids=["latent", "every cache"])
 @pytest.mark.parametrize("blocks", [20, 90])
-def test_an_indexer_under_chunked_prefill_preemption_and_prefix_hits(blocks: int) -> None:
+def test_an_indexer_under_chunked_prefill_preemption_and_prefix_hits(spec: ModelSpec, blocks: int) -> None:
     prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-    core = engine(SPARSE, blocks)
-    naive = NaiveModel(SPARSE, random_weights(SPARSE), max_len=LIMITS.max_model_len)
-    expected = [naive.greedy(prompt, 9) for prompt in prompts]
-    assert generate(core, prompts, 9) == expected
+    core = engine(spec, blocks)
+    naive = NaiveModel(spec, random_weights(spec), max_len=LIMITS.max_model_len)
+    assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
     assert (core.stats.preemptions > 0) == (blocks == 20)
     assert core.stats.prefix_hits > 0
+
+
+def test_the_selection_matters_in_the_step_loop() -> None:
+    prompt = PROMPT * 2
+    sparse = generate(engine(SPARSE, 90), [prompt], 9)
     dense = model(LATENT, LATENT, LATENT)
     weights = ((name, array) for name, array in random_weights(SPARSE) if name in params(dense))
-    naive = NaiveModel(dense, weights, max_len=LIMITS.max_model_len)
-    assert [naive.greedy(prompt, 9) for prompt in prompts] != expected, "the selection matters"
+    assert [NaiveModel(dense, weights, max_len=LIMITS.max_model_len).greedy(prompt, 9)] != sparse
 
 
 def test_the_keys_of_an_indexer_have_a_cache_of_their_own() -> None:

@@ -95,3 +95,4 @@ def test_select_takes_the_highest_scores_and_of_equal_ones_the_earlier():
     seen = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]).bool()
     assert ops.select(scores, seen, 3).int().tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
     assert ops.select(scores, seen, 1).int().tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert ops.select(torch.zeros(1, 5000), None, 2000)[0].nonzero().flatten().tolist() == list(range(2000))
