@@ -117,7 +117,7 @@ def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...]) -> Mix
             return PagedAttention(spec, params, *caches)
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
-            return PagedLatentAttention(spec, params, *caches)
+            return PagedLatentAttention(spec, params, caches)
         case _:
             assert_never(spec)
 

@@ -75,13 +75,11 @@ class IndexQueries:
     heads: Tensor  # float32 [T, N, H]
     weights: Tensor  # float32 [T, N]
 
-    def select(self, rows: slice, keys: Tensor, seen: Tensor | None) -> Tensor | None:
-        """Return which of the keys [C, H] the queries of `rows` attend to, bool [T, C]; None: to all they see.
+    def select(self, rows: slice, keys: Tensor, seen: Tensor | None) -> Tensor:
+        """Return which of the keys [C, H] the queries of `rows` attend to, bool [T, C].
 
         `seen`: bool [T, C]; None: every query sees all.
         """
-        if len(keys) <= self.spec.top_k:
-            return None
         columns, heads, weights = keys.float().T, self.heads[rows], self.weights[rows]
         selected = []
         for tile in (slice(start, start + _QUERIES) for start in range(0, len(heads), _QUERIES)):
@@ -110,17 +108,21 @@ class IndexProjection:
         return IndexQueries(self.spec, heads.float(), self.params.weights(x).float())
 
 
+def index_projection(spec: LatentAttention, params: LatentAttentionParams) -> IndexProjection | None:
+    """Return the projections of the layer's indexer, None if it has none."""
+    if spec.indexer is None or params.indexer is None:
+        return None
+    return IndexProjection(spec.indexer, params.indexer)
+
+
 class PagedLatentAttention:
     """One layer's latent attention over the paged cache."""
 
-    def __init__(
-        self, spec: LatentAttention, params: LatentAttentionParams, number: int, index_number: int | None = None
-    ) -> None:
-        """`number`: of the cache of latents; `index_number`: of the indexer's keys."""
-        self.spec, self.params, self.project, self.number = spec, params, LatentProjection(spec, params), number
-        self.indexer = None
-        if spec.indexer is not None and params.indexer is not None and index_number is not None:
-            self.indexer = PagedIndexer(IndexProjection(spec.indexer, params.indexer), index_number)
+    def __init__(self, spec: LatentAttention, params: LatentAttentionParams, caches: tuple[int, ...]) -> None:
+        """`caches`: the numbers of the latents' cache and, with an indexer, of its keys'."""
+        self.spec, self.params, self.project, self.number = spec, params, LatentProjection(spec, params), caches[0]
+        projection = index_projection(spec, params)
+        self.indexer = None if projection is None else PagedIndexer(projection, caches[1])
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
@@ -174,11 +176,14 @@ class PagedIndexer:
         self, x: Tensor, low_rank: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations
     ) -> list[Tensor | None]:
         """Return for each sequence which tokens of its span its queries attend to, bool [T, C]; None: all they see."""
+        top_k = self.project.spec.top_k
         (cached,), view = caches[self.number].arrays, batch.views[caches[self.number].view]
         cached.index_copy_(1, view.write_slots, self.project.keys(x, rotations)[None])
         queries = self.project.queries(x, low_rank, rotations)
         return [
             queries.select(slice(sequence.begin, sequence.end), span.read(cached)[0], _seen(span))
+            if span.length > top_k
+            else None
             for sequence, span in zip(batch.sequences, view.spans)
         ]
 
@@ -197,9 +202,7 @@ class PackedLatentAttention:
 
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
         self.spec, self.project = spec.expanded(), LatentProjection(spec, params)
-        self.indexer = None
-        if spec.indexer is not None and params.indexer is not None:
-            self.indexer = IndexProjection(spec.indexer, params.indexer)
+        self.indexer = index_projection(spec, params)
 
     def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
         """X [T, D] -> [T, D]."""
@@ -220,6 +223,6 @@ def _packed_masks(
     for group in batch.groups:
         if group.length > indexer.spec.top_k:
             seen = _causal(group.length)
-            prompts = (queries.select(rows, keys[rows], seen) for rows in group.prompts)
-            masks[group.length] = torch.stack([mask for mask in prompts if mask is not None])[:, None]
+            prompts = [queries.select(rows, keys[rows], seen) for rows in group.prompts]
+            masks[group.length] = torch.stack(prompts)[:, None]
     return masks
