@@ -17,7 +17,7 @@ from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from pagoda.common.models.caches import FullCache, LatentCache, StateCache, WindowCache
+from pagoda.common.models.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
@@ -63,6 +63,7 @@ def mixed_layout(block_size: int = 4, snapshot_tokens: int = 4) -> KvLayout:
         LatentCache(8, 4): [4],
         FullCache(1, 8): [5],
         StateCache(32): [6],
+        IndexCache(8): [8],
     }
     layout = layout_of(kinds, block_size)
     second = KvGroup(StateCache(64), (7,), pool=1)

@@ -7,6 +7,7 @@ gathered. Prompts to pool are concatenated without padding; those of one length 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,6 +24,9 @@ from pagoda.common.models.mixers import Attention
 
 QUERIES: Final = 256
 """Queries whose attention scores are materialised at a time."""
+
+
+NO_MASKS: Final[Mapping[int, Tensor]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,13 @@ class SameLength:
     length: int
     rows: Tensor | slice  # tokens of each prompt, int64 [n, length]; a slice for a single prompt
 
+    @property
+    def prompts(self) -> tuple[slice, ...]:
+        """The tokens of each prompt."""
+        if isinstance(self.rows, slice):
+            return (self.rows,)
+        return tuple(slice(begin, begin + self.length) for begin in self.rows[:, 0].tolist())
+
     def take(self, x: Tensor) -> Tensor:
         """[T, heads, H] -> [n, heads, length, H]."""
         taken = x[self.rows]
@@ -219,15 +230,28 @@ def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPro
     )
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, batch: PackedPrompts, spec: Attention) -> Tensor:
-    """Softmax attention within each prompt: queries [T, N, H], keys [T, K, H], values [T, K, V] -> [T, N*V]."""
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PackedPrompts,
+    spec: Attention,
+    masks: Mapping[int, Tensor] = NO_MASKS,
+) -> Tensor:
+    """Softmax attention within each prompt: queries [T, N, H], keys [T, K, H], values [T, K, V] -> [T, N*V].
+
+    `masks`: by length, bool [n, 1, length, length] in place of what the spec lets a token see.
+    """
     out = queries.new_empty(*queries.shape[:2], values.shape[-1])
     repeats = spec.heads // spec.kv_heads
     for group in batch.groups:
         q, k, v = group.take(queries), group.take(keys), group.take(values)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        mixed = _attend(q, k, v, batch, spec).transpose(1, 2)
+        if (mask := masks.get(group.length)) is None:
+            mixed = _attend(q, k, v, batch, spec).transpose(1, 2)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale).transpose(1, 2)
         out[group.rows] = mixed[0] if isinstance(group.rows, slice) else mixed
     return out.flatten(1)
 

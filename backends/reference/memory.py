@@ -22,7 +22,7 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30
@@ -71,7 +71,7 @@ def available_bytes() -> int:
 class LayerCache:
     """One layer's arrays, each [K, P*B, H], and the view (see KvLayout) that the layer reads.
 
-    K and V; or with K = 1 the latents, each followed by its rotary key.
+    K and V; or with K = 1 the latents, each followed by its rotary key, or the keys of an indexer.
     """
 
     arrays: tuple[Tensor, ...]
@@ -108,5 +108,7 @@ def array_shapes(spec: CacheSpec) -> ArrayShapes:
             return ((spec.kv_heads, spec.head_dim),) * 2
         case LatentCache():
             return ((1, spec.rank + spec.rope_dim),)
+        case IndexCache():
+            return ((1, spec.head_dim),)
         case _:
             raise ModelError(f"the reference backend has no cache for {type(spec).__name__}")

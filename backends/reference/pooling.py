@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import assert_never
@@ -84,9 +85,11 @@ class Encoder:
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.params = params
         self.embed = TokenEmbedding(spec, params, numerics)
+        readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
+        shared = frozenset(number for number, count in readers.items() if count > 1)
         self.layers = tuple(
-            DecoderLayer(layer, p, [make_mixer(m, q) for m, q in zip(layer.mixers, p.mixers)])
-            for layer, p in zip(spec.layers, params.layers)
+            DecoderLayer(layer, p, [make_mixer(m, q, c, shared) for m, q, c in zip(layer.mixers, p.mixers, caches)])
+            for layer, p, caches in zip(spec.layers, params.layers, spec.cache_numbers)
         )
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
@@ -95,18 +98,24 @@ class Encoder:
         """Return hidden states [T, D] after the last norm, the input of a head or a pooler."""
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
+        shared: SharedCaches = {}
         for layer in self.layers:
-            x = layer(x, batch, rotations)
+            x = layer(x, batch, rotations, shared)
         x = self.final_norm(x)
         return x if self.params.embed_out is None else self.params.embed_out(x)
 
 
-def make_mixer(spec: Mixer, params: MixerParams) -> MixerStep:
-    """Return the mixer within each prompt."""
+SharedCaches = dict[int, tuple[Tensor, Tensor]]
+"""K and V [T, K, H] of one step that later layers read, by the number of the cache (see ModelSpec.cache_numbers)."""
+
+
+def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...], shared: frozenset[int]) -> MixerStep:
+    """Return the mixer within each prompt. `caches`: those that it reads; `shared`: those that several mixers read."""
     match spec:
         case Attention():
             assert isinstance(params, AttentionParams)
-            return PackedAttention(spec, params)
+            (number,) = caches
+            return PackedAttention(spec, params, number if number in shared else None)
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
             return PackedLatentAttention(spec, params)
@@ -117,9 +126,18 @@ def make_mixer(spec: Mixer, params: MixerParams) -> MixerStep:
 class PackedAttention:
     """One layer's attention within each prompt."""
 
-    def __init__(self, spec: Attention, params: AttentionParams) -> None:
-        self.spec, self.project = spec, Projection(spec, params)
+    def __init__(self, spec: Attention, params: AttentionParams, shared: int | None) -> None:
+        """`shared`: the number of its cache if several layers read it."""
+        self.spec, self.project, self.shared = spec, Projection(spec, params), shared
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, shared: SharedCaches) -> Tensor:
         """X [T, D] -> [T, D]."""
-        return self.project.out(attend(*self.project(x, rotations[self.spec.rope]), batch, self.spec))
+        rotation = rotations[self.spec.rope]
+        if self.spec.shares_cache_of is not None:
+            assert self.shared is not None, "two layers read the cache"
+            queries, (keys, values) = self.project.queries(x, rotation), shared[self.shared]
+        else:
+            queries, keys, values = self.project(x, rotation)
+            if self.shared is not None:
+                shared[self.shared] = keys, values
+        return self.project.out(attend(queries, keys, values, batch, self.spec))

@@ -101,12 +101,30 @@ def _fits_float16(weight: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """`qkv`: [D] -> [(N+2K)*H]; `out`: [N*H] -> [D]."""
+    """`qkv`: [D] -> [(N+2K)*H], or [N*H] without K and V of its own; `out`: [N*H] -> [D]."""
 
     qkv: Linear
     out: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class NormParams:
+    """Weight and bias [D]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerParams:
+    """`q`: low-rank queries -> [N*H]; `k`: [D] -> [H]; `weights`: [D] -> [N]."""
+
+    q: Linear
+    k: Linear
+    k_norm: NormParams
+    weights: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +140,7 @@ class LatentAttentionParams:
     key_up: Tensor  # [N, keys without RoPE, R]
     value_up: Tensor  # [N, V, R]
     out: Linear  # [N*V] -> [D]
+    indexer: IndexerParams | None
 
 
 MixerParams = AttentionParams | LatentAttentionParams
@@ -141,14 +160,6 @@ class MoeParams:
 
     router: Linear
     experts: tuple[MlpParams, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NormParams:
-    """Weight and bias [D]."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +335,7 @@ class LayerParts:
     def _mixer(self, prefix: str, mixer: Mixer) -> MixerParams:
         match mixer:
             case Attention():
-                return self._attention(prefix)
+                return self._attention(prefix, mixer)
             case LatentAttention():
                 return self._latent_attention(prefix, mixer)
 
@@ -343,11 +354,18 @@ class LayerParts:
             key_up=up[:, : mixer.nope_dim].contiguous(),
             value_up=up[:, mixer.nope_dim :].contiguous(),
             out=self.linear(f"{prefix}.o"),
+            indexer=None if mixer.indexer is None else self._indexer(f"{prefix}.indexer"),
         )
 
-    def _attention(self, prefix: str) -> AttentionParams:
+    def _indexer(self, prefix: str) -> IndexerParams:
+        k_norm = self.norm(f"{prefix}.k_norm")
+        assert k_norm is not None
+        q, k, weights = (self.linear(f"{prefix}.{part}") for part in ("q", "k", "weights"))
+        return IndexerParams(q, k, k_norm, weights)
+
+    def _attention(self, prefix: str, mixer: Attention) -> AttentionParams:
         return AttentionParams(
-            qkv=self.linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
+            qkv=self.linear(*(f"{prefix}.{part}" for part in ("qkv" if mixer.shares_cache_of is None else "q"))),
             out=self.linear(f"{prefix}.o"),
             q_norm=self.wide(f"{prefix}.q_norm"),
             k_norm=self.wide(f"{prefix}.k_norm"),

@@ -1,4 +1,8 @@
-"""The kinds of cache that mixers keep per sequence, and the elements of each per block."""
+"""The kinds of cache that mixers keep per sequence, and the elements of each per block.
+
+A mixer may keep several. `block_elements` alone says how many entries a block holds for its tokens: one per token, or
+one for all.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,17 @@ class LatentCache:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexCache:
+    """One key of `head_dim` channels per token, with which an indexer selects the tokens that are attended to."""
+
+    head_dim: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Return the elements per block and layer."""
+        return self.head_dim * block_size
+
+
+@dataclass(frozen=True, slots=True)
 class StateCache:
     """Recurrent state: `elements` numbers per sequence, in one block. Never shared between sequences."""
 
@@ -53,4 +68,4 @@ class StateCache:
         return self.elements
 
 
-CacheSpec = FullCache | WindowCache | LatentCache | StateCache
+CacheSpec = FullCache | WindowCache | LatentCache | IndexCache | StateCache

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pagoda.common.models.caches import CacheSpec, FullCache, LatentCache, WindowCache
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
 
@@ -32,23 +32,31 @@ class Attention:
     qkv_bias: bool = False
     out_bias: bool = False
     causal: bool = True
+    shares_cache_of: int | None = None  # an earlier layer whose K and V are read; the mixer then projects queries only
 
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches kept per sequence: K and V."""
+        """Return the caches kept per sequence: K and V, unless they are another layer's."""
+        return (self.keys_and_values,) if self.shares_cache_of is None else ()
+
+    @property
+    def keys_and_values(self) -> FullCache | WindowCache:
+        """The cache that the mixer reads."""
         if self.window is None:
-            return (FullCache(self.kv_heads, self.head_dim),)
-        return (WindowCache(self.kv_heads, self.head_dim, self.window),)
+            return FullCache(self.kv_heads, self.head_dim)
+        return WindowCache(self.kv_heads, self.head_dim, self.window)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield from linear_params("q", q, width, "ND", self.qkv_bias)
-        yield from linear_params("k", kv, width, "KD", self.qkv_bias)
-        yield from linear_params("v", kv, width, "KD", self.qkv_bias)
+        if self.shares_cache_of is None:
+            yield from linear_params("k", kv, width, "KD", self.qkv_bias)
+            yield from linear_params("v", kv, width, "KD", self.qkv_bias)
         yield from linear_params("o", width, q, "DN", self.out_bias)
         per_head = self.qk_norm_over == "per_head"
         yield from norm_params("q_norm", self.qk_norm, self.head_dim if per_head else q, "H" if per_head else "N")
-        yield from norm_params("k_norm", self.qk_norm, self.head_dim if per_head else kv, "H" if per_head else "K")
+        if self.shares_cache_of is None:
+            yield from norm_params("k_norm", self.qk_norm, self.head_dim if per_head else kv, "H" if per_head else "K")
 
     def ropes(self) -> tuple[Rope, ...]:
         """Return the ropes whose tables the mixer reads."""
@@ -71,6 +79,28 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sparse attention (DeepSeek-V3.2): a query attends to the `top_k` tokens with the highest scores, no others.
+
+    A token's score is the sum over heads of weight * relu(q.k). The queries are projected from the attention's
+    low-rank queries; the weights of a query, and one key per token, from x.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    rope: Rope  # on the first channels of queries and keys
+    norm: Norm  # of the keys, before RoPE
+
+    def parameters(self, width: int, query_rank: int) -> Iterator[Param]:
+        """Yield the parameters on a residual stream of `width` channels."""
+        yield from linear_params("indexer.q", self.heads * self.head_dim, query_rank, "..")
+        yield from linear_params("indexer.k", self.head_dim, width, ".D")
+        yield from norm_params("indexer.k_norm", self.norm, self.head_dim, ".")
+        yield from linear_params("indexer.weights", self.heads, width, ".D")
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
 
@@ -87,11 +117,16 @@ class LatentAttention:
     rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
     norm: Norm  # of the latent and of the low-rank queries
     bias: bool = False  # of q_a, kv_a and o
+    indexer: Indexer | None = None  # None: a query attends to all tokens before it
     causal: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        assert self.indexer is None or self.query_rank is not None, "an indexer reads the low-rank queries"
+
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches kept per sequence: the latent and the rotary key."""
-        return (LatentCache(self.latent_dim, self.rope.dim),)
+        """Return the caches kept per sequence: the latent with the rotary key, and the indexer's keys."""
+        latent = LatentCache(self.latent_dim, self.rope.dim)
+        return (latent,) if self.indexer is None else (latent, IndexCache(self.indexer.head_dim))
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
@@ -106,10 +141,12 @@ class LatentAttention:
         yield from norm_params("kv_a_norm", self.norm, self.latent_dim, ".")
         yield from linear_params("kv_b", self.heads * (self.nope_dim + self.value_dim), self.latent_dim, "N.")
         yield from linear_params("o", width, self.heads * self.value_dim, "DN", self.bias)
+        if self.indexer is not None and self.query_rank is not None:
+            yield from self.indexer.parameters(width, self.query_rank)
 
     def ropes(self) -> tuple[Rope, ...]:
         """Return the ropes whose tables the mixer reads."""
-        return (self.rope,)
+        return (self.rope,) if self.indexer is None else (self.rope, self.indexer.rope)
 
     def without_window(self) -> LatentAttention:
         """Return the mixer that sees all tokens: itself."""

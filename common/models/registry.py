@@ -22,6 +22,7 @@ from pagoda.common.models.spec import Dense, ModelSpec, Pooler
 ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "DeepseekV2ForCausalLM": ("deepseek", "DEEPSEEK_V2"),
     "DeepseekV3ForCausalLM": ("deepseek", "DEEPSEEK_V3"),
+    "DeepseekV32ForCausalLM": ("deepseek", "DEEPSEEK_V32"),
     "GPT2LMHeadModel": ("gpt2", "GPT2"),
     "Gemma2ForCausalLM": ("gemma", "GEMMA2"),
     "Gemma3ForCausalLM": ("gemma", "GEMMA3"),

@@ -9,6 +9,7 @@ F ffn width, V vocab, E experts, L layers.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -155,6 +156,23 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the logits
     pooler: Pooler | None = None  # replaces the head; None: the model generates
 
+    def __post_init__(self) -> None:
+        """Raise ModelError if a layer shares a cache that it cannot read."""
+        for index, layer in enumerate(self.layers):
+            for mixer in layer.mixers:
+                if isinstance(mixer, Attention) and mixer.shares_cache_of is not None:
+                    self._check_shared_cache(index, mixer, mixer.shares_cache_of)
+
+    def _check_shared_cache(self, index: int, mixer: Attention, owner: int) -> None:
+        shares = f"layer {index} shares the cache of layer {owner}"
+        if not 0 <= owner < index:
+            raise ModelError(f"{shares}, which does not come before it")
+        mixers = self.layers[owner].mixers
+        if len(mixers) != 1 or not isinstance(mixers[0], Attention) or not mixers[0].caches():
+            raise ModelError(f"{shares}, which does not keep the K and V of one Attention")
+        if (mixers[0].keys_and_values, mixers[0].rope) != (mixer.keys_and_values, mixer.rope):
+            raise ModelError(f"{shares}, whose KV heads, head dim, window or RoPE differ from its own")
+
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         """Every mixer, layer by layer."""
@@ -166,6 +184,17 @@ class ModelSpec:
         return tuple(cache for mixer in self.mixers for cache in mixer.caches())
 
     @property
+    def cache_numbers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The numbers of the caches that each mixer reads, layer by layer: its own, or those of an earlier layer."""
+        layers: list[tuple[tuple[int, ...], ...]] = []
+        numbers = itertools.count()
+        for layer in self.layers:
+            own = (tuple(itertools.islice(numbers, len(mixer.caches()))) for mixer in layer.mixers)
+            shared = (_shared_layer(mixer) for mixer in layer.mixers)
+            layers.append(tuple(read if owner is None else layers[owner][0] for read, owner in zip(own, shared)))
+        return tuple(layers)
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct ropes, in order of appearance."""
         return tuple(dict.fromkeys(rope for mixer in self.mixers for rope in mixer.ropes()))
@@ -174,6 +203,11 @@ class ModelSpec:
     def hidden_width(self) -> int:
         """Width of the hidden state that the head or pooler reads."""
         return self.embedding.width or self.width
+
+
+def _shared_layer(mixer: Mixer) -> int | None:
+    """Return the layer whose cache the mixer reads instead of its own, None for its own."""
+    return mixer.shares_cache_of if isinstance(mixer, Attention) else None
 
 
 def check_attention_only(spec: ModelSpec, backend: str) -> None:
@@ -190,6 +224,8 @@ def _beyond_attention(layer: Layer) -> str | None:
             return f"a mixer of kind {type(mixer).__name__}"
         if mixer.rope is not None and mixer.rope.interleaved:
             return "RoPE on interleaved channels"
+        if mixer.shares_cache_of is not None:
+            return f"attention over the cache of layer {mixer.shares_cache_of}"
     if len(layer.mixers) > 1:
         return f"{len(layer.mixers)} mixers side by side"
     if layer.ffn is None:

@@ -42,13 +42,12 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
-from pagoda.common.engine.kv_cache.sizing import stated_blocks
+from pagoda.common.engine.kv_cache.sizing import longest_sequence, longest_sequence_blocks, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import FullCache, LatentCache
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -392,10 +391,7 @@ def _generation_core(
 
 def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...]) -> Limits:
     """Return limits whose longest sequence fits the KV cache. Raises ConfigError if a stated length does not fit."""
-    groups = [sum(isinstance(group.spec, FullCache | LatentCache) for group in pool) for pool in layout.groups_by_pool]
-    if not any(groups):
-        return limits
-    capacity = min((number - 1) // full * layout.block_size for number, full in zip(num_blocks, groups) if full)
+    capacity = longest_sequence(layout, limits, num_blocks)
     if capacity >= limits.max_model_len:
         return limits
     if config.model.max_model_len is None and capacity > 0:
@@ -403,8 +399,9 @@ def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: tup
     size = "--kv-cache-memory-bytes" if config.cache.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
     raise ConfigError(
         "--max-model-len",
-        f"a sequence of {limits.max_model_len} tokens does not fit the KV cache: {per_pool(num_blocks)} blocks have "
-        f"room for {capacity} tokens; lower --max-model-len to {capacity} or raise {size}",
+        f"a sequence of {limits.max_model_len} tokens does not fit the KV cache: it needs "
+        f"{per_pool(longest_sequence_blocks(layout, limits))} blocks, {per_pool(num_blocks)} have room for {capacity} "
+        f"tokens; {f'lower --max-model-len to {capacity} or ' if capacity else ''}raise {size}",
     )
 
 

@@ -92,6 +92,9 @@ YARN_LATENT = {
     "original_max_position_embeddings": 32,
 }
 
+SPARSE_LATENT: dict[str, Any] = {**LATENT, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
+"""With so many heads no token has a score of exactly 0, so no two are equal, for which torch's order is undefined."""
+
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 
 
@@ -235,6 +238,13 @@ TINY = (
         LATENT,
     ),
     Tiny("deepseek3-yarn", "DeepseekV3ForCausalLM", {"rope_parameters": YARN_LATENT}, LATENT),
+    Tiny("deepseek32", "DeepseekV32ForCausalLM", {}, SPARSE_LATENT),
+    Tiny(
+        "deepseek32-yarn",
+        "DeepseekV32ForCausalLM",
+        {"rope_parameters": YARN_LATENT, "attention_bias": True, "index_head_dim": 8},
+        SPARSE_LATENT,
+    ),
     Tiny("deepseek3-halves", "DeepseekV3ForCausalLM", {"rope_interleave": False, "attention_bias": True}, LATENT),
 )
 

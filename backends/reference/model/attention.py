@@ -19,6 +19,7 @@ from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.ops import deinterleave, norm, softcap
 from pagoda.backends.reference.weights import AttentionParams
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.spec import ModelSpec
 
@@ -85,33 +86,47 @@ class Projection:
             heads = rotation(heads)
         return heads[:, : spec.heads], heads[:, spec.heads :], projected[:, spec.heads + spec.kv_heads :]
 
+    def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """X [T, D] -> queries [T, N, H] of a mixer that reads another layer's K and V."""
+        spec, q_norm = self.spec, self.params.q_norm
+        queries = self.params.qkv(x).view(x.shape[0], spec.heads, spec.head_dim)
+        if spec.qk_norm is not None and q_norm is not None:
+            queries = self._normalise_part(queries, spec.qk_norm, q_norm)
+        return queries if rotation is None else rotation(queries)
+
     def _normalise(self, heads: Tensor) -> Tensor:
         """Apply the QK norm, if any, to heads [T, N+K, H]."""
         spec, params = self.spec, self.params
         if spec.qk_norm is None or params.q_norm is None or params.k_norm is None:
             return heads
         parts = (heads[:, : spec.heads], params.q_norm), (heads[:, spec.heads :], params.k_norm)
-        if spec.qk_norm_over == "full":
-            return torch.cat([norm(h.flatten(1), spec.qk_norm, w).view(h.shape) for h, w in parts], dim=1)
-        return torch.cat([norm(h, spec.qk_norm, w) for h, w in parts], dim=1)
+        return torch.cat([self._normalise_part(h, spec.qk_norm, w) for h, w in parts], dim=1)
+
+    def _normalise_part(self, heads: Tensor, spec: Norm, weight: Tensor) -> Tensor:
+        if self.spec.qk_norm_over == "full":
+            return norm(heads.flatten(1), spec, weight).view(heads.shape)
+        return norm(heads, spec, weight)
 
 
 class PagedAttention:
     """One layer's attention. N query heads, K KV heads, H head dim; head n reads KV head n // (N/K)."""
 
     def __init__(self, spec: Attention, params: AttentionParams, number: int) -> None:
-        """`number`: of its cache."""
+        """`number`: of the cache that it reads."""
         self.spec, self.project, self.number = spec, Projection(spec, params), number
         self.group = spec.heads // spec.kv_heads
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        queries, keys, values = self.project(x, rotations[self.spec.rope])
-        cache = caches[self.number]
-        cached_keys, cached_values = cache.arrays
+        rotation, cache = rotations[self.spec.rope], caches[self.number]
         view = batch.views[cache.view]
-        cached_keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
-        cached_values.index_copy_(1, view.write_slots, values.transpose(0, 1))
+        if self.spec.shares_cache_of is None:
+            queries, keys, values = self.project(x, rotation)
+            cached_keys, cached_values = cache.arrays
+            cached_keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
+            cached_values.index_copy_(1, view.write_slots, values.transpose(0, 1))
+        else:
+            queries = self.project.queries(x, rotation)
         return self.project.out(self._attend_all(queries, batch, view.spans, cache))
 
     def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:

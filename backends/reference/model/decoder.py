@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
@@ -78,10 +77,9 @@ class Decoder:
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.spec, self.params, self.numerics = spec, params, numerics
         self.embed = TokenEmbedding(spec, params, numerics)
-        numbers = itertools.count()  # of the caches
         self.layers = tuple(
-            DecoderLayer(layer, p, [make_mixer(m, q, next(numbers)) for m, q in zip(layer.mixers, p.mixers)])
-            for layer, p in zip(spec.layers, params.layers)
+            DecoderLayer(layer, p, list(map(make_mixer, layer.mixers, p.mixers, caches)))
+            for layer, p, caches in zip(spec.layers, params.layers, spec.cache_numbers)
         )
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
@@ -111,15 +109,15 @@ MixerStep = Callable[..., Tensor]
 """(x [T, D], its other inputs) -> [T, D]"""
 
 
-def make_mixer(spec: Mixer, params: MixerParams, number: int) -> MixerStep:
-    """Return the mixer over the paged cache `number`."""
+def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...]) -> MixerStep:
+    """Return the mixer over the paged caches of these numbers."""
     match spec:
         case Attention():
             assert isinstance(params, AttentionParams)
-            return PagedAttention(spec, params, number)
+            return PagedAttention(spec, params, *caches)
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
-            return PagedLatentAttention(spec, params, number)
+            return PagedLatentAttention(spec, params, caches)
         case _:
             assert_never(spec)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.shapes import params
@@ -43,6 +43,7 @@ class NaiveModel:
         self.dtype = dtype
         self.max_len = max_len or spec.max_positions
         self._weights = {name: ops.to_torch(array).to(dtype) for name, array in dequantized(weights, "naive")}
+        self._keys_values: dict[str, tuple[Tensor, Tensor]] = {}  # [T, K, H] each, by mixer
         missing = params(spec).keys() - self._weights.keys()
         if missing:
             raise WeightError(f"no weights for {', '.join(sorted(missing))}")
@@ -99,31 +100,50 @@ class NaiveModel:
                 return self._latent_attention(name, mixer, x)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
-        tokens = len(x)
-        q, k, v = (self._linear(f"{name}.{part}", x) for part in "qkv")
-        if mixer.qk_norm_over == "full":
-            q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
-        q, k, v = (part.view(tokens, -1, mixer.head_dim) for part in (q, k, v))  # [T, N or K, H]
-        if mixer.qk_norm_over == "per_head":
-            q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
-        if mixer.rope is not None:
-            q, k = self._rotate(mixer.rope, q), self._rotate(mixer.rope, k)
+        queries, owner = self._heads(f"{name}.q", mixer, x), name
+        if mixer.shares_cache_of is None:
+            values = self._linear(f"{name}.v", x).view(len(x), -1, mixer.head_dim)
+            self._keys_values[name] = self._heads(f"{name}.k", mixer, x), values
+        else:
+            owner = f"layers.{mixer.shares_cache_of}.mixers.0"
         group = mixer.heads // mixer.kv_heads
-        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [T, N, H]
-        return self._linear(f"{name}.o", self._attend(mixer, q, k, v))
+        k, v = (part.repeat_interleave(group, dim=1) for part in self._keys_values[owner])  # [T, N, H]
+        return self._linear(f"{name}.o", self._attend(mixer, queries, k, v, visible(len(x), mixer.window)))
+
+    def _heads(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
+        """Return queries or keys, normalised and rotated, [T, N or K, H]."""
+        heads = self._linear(name, x)
+        if mixer.qk_norm_over == "full":
+            heads = self._norm(f"{name}_norm", mixer.qk_norm, heads)
+        heads = heads.view(len(x), -1, mixer.head_dim)
+        if mixer.qk_norm_over == "per_head":
+            heads = self._norm(f"{name}_norm", mixer.qk_norm, heads)
+        return heads if mixer.rope is None else self._rotate(mixer.rope, heads)
 
     def _latent_attention(self, name: str, mixer: LatentAttention, x: Tensor) -> Tensor:
+        seen = visible(len(x), None)
         if mixer.query_rank is None:
             q = self._linear(f"{name}.q", x)
         else:
-            q = self._linear(f"{name}.q_b", self._norm(f"{name}.q_a_norm", mixer.norm, self._linear(f"{name}.q_a", x)))
+            low_rank = self._norm(f"{name}.q_a_norm", mixer.norm, self._linear(f"{name}.q_a", x))
+            q = self._linear(f"{name}.q_b", low_rank)
+            if mixer.indexer is not None:
+                seen = self._selected(f"{name}.indexer", mixer.indexer, x, low_rank, seen)
         q_nope, q_rope = q.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.rope.dim], -1)
         latent, k_rope = self._linear(f"{name}.kv_a", x).split([mixer.latent_dim, mixer.rope.dim], -1)
         kv = self._linear(f"{name}.kv_b", self._norm(f"{name}.kv_a_norm", mixer.norm, latent))
         k_nope, v = kv.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.value_dim], -1)
         q_rope, k_rope = self._rotate(mixer.rope, q_rope), self._rotate(mixer.rope, k_rope[:, None])
         q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
-        return self._linear(f"{name}.o", self._attend(mixer.expanded(), q, k, v))
+        return self._linear(f"{name}.o", self._attend(mixer.expanded(), q, k, v, seen))
+
+    def _selected(self, name: str, indexer: Indexer, x: Tensor, low_rank: Tensor, seen: Tensor) -> Tensor:
+        """Return which tokens (columns) of `seen` each token (row) attends to, bool [T, T]."""
+        q = self._rotate(indexer.rope, self._linear(f"{name}.q", low_rank).view(len(x), indexer.heads, -1))
+        k = self._norm(f"{name}.k_norm", indexer.norm, self._linear(f"{name}.k", x))
+        k, weights = self._rotate(indexer.rope, k[:, None])[:, 0], self._linear(f"{name}.weights", x)
+        products = torch.einsum("tnh,sh->tns", q.float(), k.float()).relu()
+        return ops.select(torch.einsum("tn,tns->ts", weights.float(), products), seen, indexer.top_k)
 
     def _rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """Rotate x [T, n, H] at positions 0 to T-1."""
@@ -131,12 +151,12 @@ class NaiveModel:
         cos, sin = (torch.from_numpy(table).to(self.dtype) for table in tables)
         return ops.apply_rope(ops.deinterleave(x, rope.dim) if rope.interleaved else x, cos, sin, rope.dim)
 
-    def _attend(self, spec: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return softmax attention [T, N*V] of q, k [T, N, H] and v [T, N, V]."""
+    def _attend(self, spec: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Return softmax attention [T, N*V] of q, k [T, N, H] and v [T, N, V]; `seen`: see `visible`."""
         scores = torch.einsum("tnh,snh->nts", q, k) * spec.scale
         if spec.softcap is not None:
             scores = ops.softcap(scores, spec.softcap)
-        scores = scores.masked_fill(~visible(len(q), spec.window), -torch.inf)
+        scores = scores.masked_fill(~seen, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
         return torch.einsum("nts,snh->tnh", weights, v).flatten(1)
 

@@ -79,6 +79,18 @@ def deinterleave(x: Tensor, dim: int) -> Tensor:
     return pairs if dim == x.shape[-1] else torch.cat((pairs, x[..., dim:]), -1)
 
 
+def select(scores: Tensor, seen: Tensor | None, top_k: int) -> Tensor:
+    """Return the `top_k` columns with the highest scores in each row of scores [T, C], as bool [T, C].
+
+    Of equal scores the earlier. `seen`: bool [T, C], the columns to choose from; None: all.
+    """
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    best = scores.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    return chosen if seen is None else chosen & seen
+
+
 def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:
     """Return weights float32 [T, k] and expert indices int64 [T, k] from router logits [T, E]."""
     weights, experts = logits.float().softmax(-1).topk(spec.top_k, dim=-1)

@@ -8,6 +8,7 @@ A model with one pool gets as many blocks as fit. With several, the bytes are di
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import le
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import group_rules
@@ -42,17 +43,33 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
         return total - sum(number * size for number, size in zip(blocks, block_bytes))
 
     if left(longest.blocks(1, 1)) < 0:  # the longest sequence does not fit: a single shorter one
-        pages = _largest(0, longest.pages, lambda pages: left(longest.blocks(1, 1, first=pages)) >= 0)
-        blocks = longest.blocks(1, 1, first=pages)
+        pages = _largest(0, longest.pages, lambda pages: left(longest.alone(pages)) >= 0)
+        blocks = longest.alone(pages)
     else:
         seqs = _largest(1, limits.max_num_seqs, lambda seqs: left(longest.blocks(seqs, 1)) >= 0)
         pages = _largest(1, longest.pages, lambda pages: left(longest.blocks(seqs, pages)) >= 0)
         blocks = longest.blocks(seqs, pages)
         sequences = left(blocks) // sum(number * size for number, size in zip(longest.cached, block_bytes))
         blocks = tuple(number + sequences * each for number, each in zip(blocks, longest.cached))
-    most = max(range(len(blocks)), key=longest.cached.__getitem__)
-    rest = max(left(blocks), 0) // block_bytes[most]
-    return tuple(number + rest * (pool == most) for pool, number in enumerate(blocks))
+    fullest = [cached == max(longest.cached) for cached in longest.cached]
+    rest = max(left(blocks), 0) // sum(size for size, most in zip(block_bytes, fullest) if most)
+    return tuple(number + rest * most for number, most in zip(blocks, fullest))
+
+
+def longest_sequence(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> int:
+    """Return the tokens, in whole pages up to `max_model_len`, of the longest sequence that fits when it runs alone."""
+    demand = _Demand(layout, limits)
+    return _largest(0, demand.pages, lambda pages: _fits(demand.alone(pages), num_blocks)) * limits.block_size
+
+
+def longest_sequence_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
+    """Return the blocks per pool of a sequence of `max_model_len` tokens that runs alone, and the null block."""
+    demand = _Demand(layout, limits)
+    return demand.alone(demand.pages)
+
+
+def _fits(needed: Sequence[int], num_blocks: Sequence[int]) -> bool:
+    return all(map(le, needed, num_blocks))
 
 
 class _Demand:
@@ -63,13 +80,19 @@ class _Demand:
         self._step_tokens = limits.max_num_batched_tokens
         self.pages = _pages(limits)
 
-    def blocks(self, seqs: int, pages: int, first: int | None = None) -> tuple[int, ...]:
-        """Return the blocks per pool for one sequence of `first` pages, by default the longest, that fills a step, for
-        `seqs` - 1 of `pages` pages, and the null block.
-        """
+    def alone(self, pages: int) -> tuple[int, ...]:
+        """Return the blocks per pool for one sequence of `pages` pages that fills a step, and the null block."""
         needed = [1] * self._num_pools
         for rule in self._rules:
-            needed[rule.pool] += rule.max_blocks(self.pages if first is None else first, self._step_tokens)
+            needed[rule.pool] += rule.max_blocks(pages, self._step_tokens)
+        return tuple(needed)
+
+    def blocks(self, seqs: int, pages: int) -> tuple[int, ...]:
+        """Return the blocks per pool for the longest sequence that fills a step, for `seqs` - 1 of `pages` pages, and
+        the null block.
+        """
+        needed = list(self.alone(self.pages))
+        for rule in self._rules:
             needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, 1)
         return tuple(needed)
 

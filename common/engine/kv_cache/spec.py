@@ -1,7 +1,8 @@
 """How the caches of layers are assigned to KV groups. Pure arithmetic on tokens, blocks and bytes.
 
 Caches with equal blocks share a pool; each pool numbers its blocks from 0. Layer j of every group of a pool uses array
-j of that pool, so a block id has the same bytes in every group of the pool:
+j of that pool, so a block id has the same bytes in every group of the pool. A layer with several caches is in several
+groups, one that reads the cache of an earlier layer in none:
 
     pool 0  group 0 (full)    layers 5, 11        block 7 -> arrays 0, 1
             group 1 (window)  layers 0, 1         block 8 -> arrays 0, 1
@@ -23,7 +24,7 @@ from pagoda.common.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share one block table."""
+    """Caches of layers that share one block table."""
 
     spec: CacheSpec
     layers: tuple[int, ...]  # cache numbers (see ModelSpec.caches); layers[j] uses cache array j
@@ -104,7 +105,7 @@ def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLay
 
     The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's
     padding. `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the
-    layers' K and V differ in shape.
+    caches differ in shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for index, cache in enumerate(spec.caches):
@@ -135,7 +136,7 @@ def _one_group(caches: tuple[CacheSpec, ...]) -> KvGroup:
     if len(whole) != 1 or len(keyed) < len(caches):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",
-            "the layers of this model keep K and V of different shapes, which one group cannot store; drop the flag",
+            "this model keeps caches of different shapes, which one group cannot store; drop the flag",
         )
     windows = tuple(cache.window if isinstance(cache, WindowCache) else None for cache in keyed)
     return KvGroup(whole.pop(), tuple(range(len(caches))), windows)

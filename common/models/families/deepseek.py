@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 with dense layers only, on the reference backend: multi-head latent attention."""
+"""DeepSeek-V2, V3 and V3.2 with dense layers only, on the reference backend: latent, and sparse latent attention."""
 
 from __future__ import annotations
 
@@ -17,25 +17,36 @@ from pagoda.common.models.family import (
     rms_norm,
 )
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.mixers import LatentAttention
+from pagoda.common.models.mixers import Indexer, LatentAttention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import ModelSpec
 
 
 def _deepseek_v2(config: HfConfig) -> ModelSpec:
-    return _model(config, interleaved=True, mlp_bias=config.opt("mlp_bias", bool, False), default_dense=0)
+    mlp_bias = config.opt("mlp_bias", bool, False)
+    return _model(config, _attention(config, interleaved=True), mlp_bias=mlp_bias, default_dense=0)
 
 
 def _deepseek_v3(config: HfConfig) -> ModelSpec:
     interleaved = config.opt("rope_interleave", bool, True)
     config.ignore("num_nextn_predict_layers")  # they only propose drafts
-    return _model(config, interleaved=interleaved, mlp_bias=False, default_dense=3)
+    return _model(config, _attention(config, interleaved), mlp_bias=False, default_dense=3)
 
 
-def _model(config: HfConfig, *, interleaved: bool, mlp_bias: bool, default_dense: int) -> ModelSpec:
+def _deepseek_v32(config: HfConfig) -> ModelSpec:
+    layers = config.size("num_hidden_layers")
+    config.expect("layer_types", ["indexed_attention"] * layers)
+    config.expect("rope_interleave", True)
+    config.ignore("num_nextn_predict_layers")
+    attention = _attention(config, interleaved=True)
+    spec = _model(config, replace(attention, indexer=_indexer(config, attention)), mlp_bias=False, default_dense=3)
+    config.expect("mlp_layer_types", ["dense"] * layers)
+    return spec
+
+
+def _model(config: HfConfig, attention: LatentAttention, *, mlp_bias: bool, default_dense: int) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     _refuse_experts(config, layers, default_dense)
-    attention = _attention(config, interleaved)
     return pre_norm_decoder(
         config, [attention] * layers, [gated_mlp(config, bias=mlp_bias)] * layers, rms_norm(config, 1e-6)
     )
@@ -75,6 +86,21 @@ def _attention(config: HfConfig, interleaved: bool) -> LatentAttention:
     )
 
 
+def _indexer(config: HfConfig, attention: LatentAttention) -> Indexer:
+    head_dim, rope_dim = config.size("index_head_dim"), attention.rope.dim
+    if attention.query_rank is None:
+        raise config.error("q_lora_rank", "is null; the indexer needs low-rank queries")
+    if head_dim < rope_dim:
+        raise config.error("index_head_dim", f"is {head_dim}; it must be at least qk_rope_head_dim, {rope_dim}")
+    return Indexer(
+        heads=config.size("index_n_heads"),
+        head_dim=head_dim,
+        top_k=config.size("index_topk"),
+        rope=replace(attention.rope, interleaved=False),
+        norm=Norm(1e-6, kind="layer", bias=True),
+    )
+
+
 _SOURCE, _TARGET = "[model.]layers.{l}.self_attn", "layers.{l}.mixers.0"
 
 RULES = (
@@ -90,6 +116,14 @@ RULES = (
     *linear(f"{_SOURCE}.kv_b_proj", f"{_TARGET}.kv_b"),
     *linear(f"{_SOURCE}.o_proj", f"{_TARGET}.o"),
 )
+INDEXER_RULES = (
+    Rename(f"{_SOURCE}.indexer.wq_b.weight", f"{_TARGET}.indexer.q"),
+    Rename(f"{_SOURCE}.indexer.wk.weight", f"{_TARGET}.indexer.k"),
+    Rename(f"{_SOURCE}.indexer.k_norm.weight", f"{_TARGET}.indexer.k_norm"),
+    Rename(f"{_SOURCE}.indexer.k_norm.bias", f"{_TARGET}.indexer.k_norm_bias"),
+    Rename(f"{_SOURCE}.indexer.weights_proj.weight", f"{_TARGET}.indexer.weights"),
+)
 
 DEEPSEEK_V2 = Family(_deepseek_v2, RULES)
 DEEPSEEK_V3 = Family(_deepseek_v3, RULES)
+DEEPSEEK_V32 = Family(_deepseek_v32, (*RULES, *INDEXER_RULES))

@@ -11,20 +11,18 @@ import torch
 from support.backend_options import make_options, make_pooling_options
 from support.paged_model import PagedModel
 from support.reference_driver import random_weights, tiny_spec
+from support.reference_engine import LIMITS, engine, generate
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
-from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
-from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ModelError
-from pagoda.common.models.caches import LatentCache
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.caches import IndexCache, LatentCache
+from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.rope import Rope, YarnScaling
+from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec, Pooler
 
 LATENT = LatentAttention(
@@ -46,35 +44,8 @@ def model(*mixers: Mixer) -> ModelSpec:
 
 
 SPEC = model(LATENT, replace(LATENT, query_rank=None))
-LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, block_size=4)
-
-
-def engine(spec: ModelSpec, blocks: int) -> EngineCore:
-    layout = kv_layout(spec, LIMITS.block_size)
-    backend = load_backend("reference").create(make_options(spec, limits=LIMITS, layout=layout))
-    backend.load(random_weights(spec))
-    backend.init_cache((blocks,))
-    return generation_core(backend, layout, LIMITS, (blocks,))
-
-
-def generate(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of each prompt; one request joins per step."""
-    rules = SamplingRules()
-    waiting = [
-        EngineRequest(request_id=str(index), prompt_token_ids=prompt, rules=rules, max_tokens=count)
-        for index, prompt in enumerate(prompts)
-    ]
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in waiting}
-    waiting.reverse()
-    finished = 0
-    while finished < len(prompts):
-        if waiting:
-            core.add_request(waiting.pop())
-        for output in core.step().outputs:
-            tokens[output.request_id] += output.new_token_ids
-            finished += output.finish_reason is not None
-    core.check_integrity()
-    return [tokens[str(index)] for index in range(len(prompts))]
+INDEXER = Indexer(heads=16, head_dim=12, top_k=9, rope=Rope(1e4, 8), norm=Norm(1e-6, kind="layer", bias=True))
+SPARSE = model(replace(LATENT, indexer=INDEXER), LATENT, replace(LATENT, indexer=replace(INDEXER, top_k=5)))
 
 
 @pytest.mark.parametrize("blocks", [20, 90])
@@ -93,8 +64,55 @@ def test_the_cache_holds_one_latent_and_one_rotary_key_per_token() -> None:
     assert layout.pools[0].block_elements == 2 * 4 * (16 + 8)
 
 
+FULL = tiny_spec().layers[0].attention
+EVERY_CACHE = model(
+    replace(LATENT, indexer=INDEXER),
+    replace(FULL, window=6),
+    FULL,
+    replace(FULL, window=6, shares_cache_of=1),
+    replace(FULL, shares_cache_of=2),
+)
+
+
+@pytest.mark.parametrize("spec", [SPARSE, EVERY_CACHE], ids=["latent", "every cache"])
+@pytest.mark.parametrize("blocks", [20, 90])
+def test_an_indexer_under_chunked_prefill_preemption_and_prefix_hits(spec: ModelSpec, blocks: int) -> None:
+    prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
+    core = engine(spec, blocks)
+    naive = NaiveModel(spec, random_weights(spec), max_len=LIMITS.max_model_len)
+    assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
+    assert (core.stats.preemptions > 0) == (blocks == 20)
+    assert core.stats.prefix_hits > 0
+
+
+def test_the_selection_matters_in_the_step_loop() -> None:
+    prompt = PROMPT * 2
+    sparse = generate(engine(SPARSE, 90), [prompt], 9)
+    dense = model(LATENT, LATENT, LATENT)
+    weights = ((name, array) for name, array in random_weights(SPARSE) if name in params(dense))
+    assert [NaiveModel(dense, weights, max_len=LIMITS.max_model_len).greedy(prompt, 9)] != sparse
+
+
+def test_the_keys_of_an_indexer_have_a_cache_of_their_own() -> None:
+    layout = kv_layout(SPARSE, 4)
+    assert SPARSE.cache_numbers == (((0, 1),), ((2,),), ((3, 4),))
+    assert layout.groups == (KvGroup(LatentCache(16, 8), (0, 2, 3)), KvGroup(IndexCache(12), (1, 4), pool=1))
+    assert [pool.block_elements for pool in layout.pools] == [3 * 4 * (16 + 8), 2 * 4 * 12]
+
+
+def test_an_indexer_that_selects_every_token_changes_nothing() -> None:
+    spec = model(replace(LATENT, indexer=replace(INDEXER, top_k=len(PROMPT))))
+    weights = dict(random_weights(spec))
+    dense = NaiveModel(model(LATENT), weights.items()).logits(PROMPT)
+    torch.testing.assert_close(PagedModel(spec, weights.items(), 64).logits(PROMPT), dense, atol=3e-5, rtol=0)
+    fewer = model(replace(LATENT, indexer=replace(INDEXER, top_k=len(PROMPT) - 1)))
+    narrow = PagedModel(fewer, weights.items(), 64).logits(PROMPT)
+    torch.testing.assert_close(narrow[:-1], dense[:-1], atol=3e-5, rtol=0)
+    assert not torch.allclose(narrow[-1], dense[-1], atol=1e-3)
+
+
 def test_layers_of_both_kinds_of_attention() -> None:
-    spec = model(LATENT, tiny_spec().layers[0].attention, LATENT)
+    spec = model(LATENT, tiny_spec().layers[0].attention, replace(LATENT, indexer=INDEXER))
     paged = PagedModel(spec, random_weights(spec), 64).logits(PROMPT)
     torch.testing.assert_close(paged, NaiveModel(spec, random_weights(spec)).logits(PROMPT), atol=3e-5, rtol=0)
 
@@ -199,6 +217,42 @@ def test_the_published_config_with_dense_layers() -> None:
     assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert mixer.rope == Rope(1e4, 64, YarnScaling(40.0, 4096), interleaved=True)
     assert spec.max_positions == 163840
+
+
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+
+
+def test_the_published_config_with_an_indexer_and_dense_layers() -> None:
+    spec, _ = spec_from_config({**V32, "first_k_dense_replace": 61})
+    (mixer,) = set(spec.mixers)
+    assert isinstance(mixer, LatentAttention)
+    rope = Rope(1e4, 64, YarnScaling(40.0, 4096))
+    assert mixer.indexer == Indexer(64, 128, 2048, rope, Norm(1e-6, kind="layer", bias=True))
+    assert mixer.rope == replace(rope, interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"index_topk": None}, "index_topk is missing"),
+        ({"index_topk": 0}, "index_topk is 0; it must be at least 1"),
+        ({"index_head_dim": 32}, "index_head_dim is 32; it must be at least qk_rope_head_dim, 64"),
+        ({"q_lora_rank": None}, "q_lora_rank is null; the indexer needs low-rank queries"),
+        ({"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+        ({"layer_types": ["full_attention"] * 61}, "layer_types is "),
+        ({"mlp_layer_types": ["dense"] * 60 + ["sparse"]}, "mlp_layer_types is "),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace is 3 of 61 layers"),
+    ],
+)
+def test_configs_of_an_indexer_that_are_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        spec_from_config({**V32, "first_k_dense_replace": 61, **change})
 
 
 def test_pooling_elsewhere_is_refused_by_name() -> None:

@@ -87,3 +87,12 @@ def test_mix_experts_runs_each_on_its_own_rows():
 
     assert ops.mix_experts(x, weights, experts, expert).flatten().tolist() == [1.5, 20.0, 275.0]
     assert {e: sorted(rows) for e, rows in seen.items()} == {0: [1, 10], 1: [1, 10, 100], 2: [100]}
+
+
+def test_select_takes_the_highest_scores_and_of_equal_ones_the_earlier():
+    scores = torch.tensor([[1.0, 3.0, 2.0, 2.0, 9.0], [-1.0, -1.0, 0.0, -0.0, 5.0]])
+    assert ops.select(scores, None, 3).int().tolist() == [[0, 1, 1, 0, 1], [0, 0, 1, 1, 1]]
+    seen = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]).bool()
+    assert ops.select(scores, seen, 3).int().tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
+    assert ops.select(scores, seen, 1).int().tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert ops.select(torch.zeros(1, 5000), None, 2000)[0].nonzero().flatten().tolist() == list(range(2000))

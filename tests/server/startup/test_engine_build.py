@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,48 @@ def test_unset_max_model_len_is_reduced_to_the_kv_cache(folder: Path) -> None:
         build(folder, block_size=16, num_gpu_blocks_override=4, max_model_len=128)
     with pytest.raises(ConfigError, match=r"lower --max-model-len to [0-9]+ or raise --kv-cache-memory-bytes"):
         build(folder, block_size=16, kv_cache_memory_bytes=1 << 14, max_model_len=128)
+
+
+SPARSE_LATENT = CONFIG | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_topk": 9,
+}
+WINDOWS = CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 40}
+
+
+def test_a_model_with_two_caches_per_layer(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SPARSE_LATENT))
+    info = build(folder, block_size=16, num_gpu_blocks_override=4).info
+    assert info.limits.max_model_len == 48
+    words = (
+        "--max-model-len: a sequence of 128 tokens does not fit the KV cache: it needs 9 + 9 blocks, 4 + 4 have room "
+        "for 48 tokens; lower --max-model-len to 48 or raise --num-gpu-blocks-override"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+        build(folder, block_size=16, num_gpu_blocks_override=4, max_model_len=128)
+
+
+def test_a_cache_without_room_for_a_window_and_a_step(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(WINDOWS))
+    more = {"block_size": 16, "max_num_batched_tokens": 16, "max_model_len": 128}
+    assert build(folder, num_gpu_blocks_override=6, **more).info.limits.max_model_len == 128
+    with pytest.raises(ConfigError, match="it needs 6 blocks, 5 have room for 64 tokens; lower --max-model-len to 64"):
+        build(folder, num_gpu_blocks_override=5, **more)
+
+
+def test_a_cache_without_room_for_a_single_page(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="1 have room for 0 tokens; raise --num-gpu-blocks-override"):
+        build(folder, block_size=16, num_gpu_blocks_override=1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.models.caches import LatentCache, WindowCache
+from pagoda.common.models.caches import IndexCache, LatentCache, WindowCache
 
 
 def manager(layout: KvLayout | None = None, num_blocks: int | tuple[int, ...] = 33, **settings) -> KvManager:
@@ -371,6 +371,38 @@ def test_latent_pages_are_kept_like_full_ones():
     kv = manager(KvLayout((KvGroup(LatentCache(8, 4), (0,)),), 4))
     admit(kv, request(10))
     assert kv.find_prefix(request(10)).num_tokens == 8
+
+
+class TestLatentsAndIndexKeys:
+    LAYOUT = KvLayout((KvGroup(LatentCache(8, 4), (0, 2)), KvGroup(IndexCache(6), (1, 3), pool=1)), 4)
+
+    def test_every_page_has_a_block_of_each(self):
+        kv = manager(self.LAYOUT, (9, 7))
+        r = request(9)
+        admit(kv, r)
+        assert tables(r) == [[1, 2, 3], [1, 2, 3]]
+        assert [pool.num_free for pool in kv.pools] == [5, 3]
+        assert kv.max_tokens == 6 * 4, "what the smaller pool holds"
+        kv.free(r, 0)
+        assert [pool.num_free for pool in kv.pools] == [8, 6]
+
+    def test_a_page_is_hit_if_both_its_blocks_are_cached(self):
+        kv = manager(self.LAYOUT, (9, 7))
+        r = request(12)
+        admit(kv, r)
+        kv.free(r, 0)
+        assert kv.find_prefix(request(20)).blocks == ([1, 2, 3], [1, 2, 3])
+        for _ in range(4):
+            kv.pools[1].allocate()  # evicts the keys of the last page
+        assert kv.find_prefix(request(20)).blocks == ([1, 2], [1, 2])
+
+    def test_too_few_blocks_of_one_pool_change_nothing(self):
+        kv = manager(self.LAYOUT, (9, 4))
+        r = request(13)
+        assert not kv.admit(r, 0, kv.find_prefix(r), 13, headroom=0)
+        admit(kv, r, num_tokens=12)
+        assert not kv.allocate(r, 0, 12, 13)
+        assert tables(r) == [[1, 2, 3], [1, 2, 3]]
 
 
 def test_what_fits_alone():

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
-from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
+from pagoda.common.engine.kv_cache.sizing import (
+    longest_sequence,
+    longest_sequence_blocks,
+    max_blocks,
+    min_blocks,
+    split_bytes,
+    stated_blocks,
+)
 from pagoda.common.engine.kv_cache.spec import KvLayout, layout_of
-from pagoda.common.models.caches import CacheSpec, FullCache, StateCache, WindowCache
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 
 GIB = 1 << 30
 LIMITS = Limits(max_model_len=32768, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)
@@ -124,6 +131,8 @@ KINDS: st.SearchStrategy[CacheSpec] = st.one_of(
     st.builds(FullCache, st.integers(1, 3), st.just(8)),
     st.builds(WindowCache, st.integers(1, 3), st.just(8), st.integers(1, 40)),
     st.builds(StateCache, st.integers(1, 2000)),
+    st.builds(LatentCache, st.integers(1, 64), st.just(8)),
+    st.builds(IndexCache, st.integers(1, 64)),
 )
 
 
@@ -143,8 +152,37 @@ def test_blocks_fit_the_bytes_and_more_bytes_never_shorten_the_context(kinds, co
     if any(number < least for number, least in zip(blocks, min_blocks(layout))):
         return
     assert used(layout, blocks) <= total
+    assert longest_sequence(layout, limits, blocks) == manager(layout, blocks, limits).max_tokens
     more = split_bytes(layout, limits, size, total + total // 3)
     assert manager(layout, more, limits).max_tokens >= manager(layout, blocks, limits).max_tokens
+
+
+def sparse_latent() -> KvLayout:
+    """The 61 layers of DeepSeek-V3.2."""
+    numbers = range(122)
+    return layout_of({LatentCache(512, 64): numbers[::2], IndexCache(128): numbers[1::2]}, 64)
+
+
+def test_latents_and_index_keys_get_equal_numbers_of_blocks():
+    layout, limits = sparse_latent(), replace(LIMITS, max_model_len=163840, block_size=64)
+    size = block_bytes(layout)
+    assert size == (2 * 61 * 576 * 64, 2 * 61 * 128 * 64)
+    latents, keys = split_bytes(layout, limits, size, 60 * GIB)
+    assert latents == keys
+    assert used(layout, (latents, keys)) > 60 * GIB - sum(size)
+
+
+def test_the_longest_sequence_fits_every_pool():
+    layout, limits = sparse_latent(), replace(LIMITS, max_model_len=1000, block_size=64)
+    assert longest_sequence_blocks(layout, limits) == (17, 17)
+    assert longest_sequence(layout, limits, (99, 17)) == 1024
+    assert longest_sequence(layout, limits, (99, 9)) == longest_sequence(layout, limits, (9, 99)) == 512
+    assert longest_sequence(layout, limits, (99, 1)) == 0
+    windows = layout_of({WindowCache(1, 8, 128): [0], FullCache(2, 8): [1]}, 64)
+    limits = replace(limits, max_num_batched_tokens=64)
+    assert longest_sequence_blocks(windows, limits) == (1 + 4, 17)
+    assert longest_sequence(windows, limits, (5, 17)) == 1024
+    assert longest_sequence(windows, limits, (4, 17)) == 3 * 64, "a longer sequence needs a fourth block for its window"
 
 
 def test_a_manager_needs_a_number_per_pool():

@@ -9,7 +9,10 @@ from fakes import tiny_spec
 
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, PoolSpec, kv_layout, layout_of
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import FullCache, LatentCache, StateCache, WindowCache
+from pagoda.common.models.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
+from pagoda.common.models.mixers import Attention, Indexer, LatentAttention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
 
 
@@ -76,6 +79,33 @@ def test_windows_of_another_shape_have_another_pool_and_group_size():
     assert [len(groups) for groups in layout.groups_by_pool] == [3, 1]
 
 
+def test_latents_index_keys_windows_and_full_attention():
+    """Latents and index keys have a pool each, K and V of equal shape share one."""
+    rope = Rope(1e4, 4)
+    indexer = Indexer(heads=2, head_dim=6, top_k=3, rope=rope, norm=Norm(1e-6, kind="layer", bias=True))
+    latent = LatentAttention(2, 8, 10, 4, 5, 0.5, rope, Norm(1e-6))
+    full = Attention(2, 1, 8, 0.5, None)
+    mixers = (latent, full, replace(latent, indexer=indexer), replace(full, window=5), replace(latent, indexer=indexer))
+    spec = tiny_spec(layers=len(mixers))
+    layers = tuple(replace(layer, mixers=(mixer,)) for layer, mixer in zip(spec.layers, mixers))
+    spec = replace(spec, layers=layers)
+    assert spec.cache_numbers == (((0,),), ((1,),), ((2, 3),), ((4,),), ((5, 6),))
+    layout = kv_layout(spec, 4)
+    assert layout.groups == (
+        KvGroup(LatentCache(10, 4), (0, 2, 5)),
+        KvGroup(FullCache(1, 8), (1,), pool=1),
+        KvGroup(IndexCache(6), (3, 6), pool=2),
+        KvGroup(WindowCache(1, 8, 5), (4,), pool=1),
+    )
+    assert layout.pools == (
+        PoolSpec(LatentCache(10, 4), 4, 3 * 14 * 4),
+        PoolSpec(FullCache(1, 8), 4, 2 * 8 * 4),
+        PoolSpec(IndexCache(6), 4, 2 * 6 * 4),
+    )
+    with pytest.raises(ConfigError, match=r"--disable-hybrid-kv-cache-manager: .* different shapes.*drop the flag"):
+        kv_layout(spec, 4, hybrid=False)
+
+
 def test_a_pool_has_blocks_of_one_kind():
     mixed = KvGroup(LatentCache(32, 8), (0,)), KvGroup(StateCache(500), (1,))
     with pytest.raises(ValueError, match="caches of one kind"):
@@ -87,4 +117,5 @@ def test_a_pool_has_blocks_of_one_kind():
 def test_blocks_of_a_cache():
     assert FullCache(3, 5).block_elements(7) == WindowCache(3, 5, 9).block_elements(7) == 2 * 3 * 5 * 7
     assert LatentCache(32, 8).block_elements(5) == 40 * 5
+    assert IndexCache(6).block_elements(5) == 6 * 5
     assert StateCache(500).block_elements(9) == 500

@@ -1,0 +1,47 @@
+"""An engine core over the reference backend with random weights."""
+
+from __future__ import annotations
+
+from support.backend_options import make_options
+from support.reference_driver import random_weights
+
+from pagoda.backends.registry import load_backend
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.models.spec import ModelSpec
+
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, block_size=4)
+"""Prompts longer than 10 tokens are prefilled in chunks."""
+
+
+def engine(spec: ModelSpec, blocks: int) -> EngineCore:
+    """`blocks`: of each pool."""
+    layout = kv_layout(spec, LIMITS.block_size)
+    backend = load_backend("reference").create(make_options(spec, limits=LIMITS, layout=layout))
+    backend.load(random_weights(spec))
+    num_blocks = (blocks,) * len(layout.pools)
+    backend.init_cache(num_blocks)
+    return generation_core(backend, layout, LIMITS, num_blocks)
+
+
+def generate(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of each prompt; one request joins per step."""
+    rules = SamplingRules()
+    waiting = [
+        EngineRequest(request_id=str(index), prompt_token_ids=prompt, rules=rules, max_tokens=count)
+        for index, prompt in enumerate(prompts)
+    ]
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in waiting}
+    waiting.reverse()
+    finished = 0
+    while finished < len(prompts):
+        if waiting:
+            core.add_request(waiting.pop())
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.new_token_ids
+            finished += output.finish_reason is not None
+    core.check_integrity()
+    return [tokens[str(index)] for index in range(len(prompts))]
