@@ -119,6 +119,19 @@ def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     return QuantizedTensor(first.scheme, data, scales, (1, *first.group_shape))
 
 
+def concatenate(parts: Sequence[Value]) -> Value:
+    """Return the rows of all parts. Raises WeightError where a group of a quantised part would be divided."""
+    dense = [part for part in parts if not isinstance(part, QuantizedTensor)]
+    if dense:
+        return np.concatenate(dense)
+    quantised = [part for part in parts if isinstance(part, QuantizedTensor)]
+    first = quantised[0]
+    if any(part.group_shape != first.group_shape or len(part.data) % part.group_shape[0] for part in quantised):
+        raise WeightError("quantised rows of interleaved parameters share scales; use a checkpoint with scales per row")
+    data, scales = (np.concatenate(arrays) for arrays in zip(*((part.data, part.scales) for part in quantised)))
+    return QuantizedTensor(first.scheme, data, scales, first.group_shape)
+
+
 def random_quantized(scheme: Scheme, shape: tuple[int, ...], seed: int, deviation: float) -> QuantizedTensor:
     """Return random values around 0 with this standard deviation. `shape` [..., O, I]."""
     numbers = np.random.default_rng(seed).integers(256, size=shape, dtype=np.uint8)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, GatedDelta, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.shapes import params
@@ -97,9 +97,11 @@ class NaiveModel:
                 return self._attention(name, mixer, x)
             case LatentAttention():
                 return self._latent_attention(name, mixer, x)
+            case GatedDelta():
+                return self._gated_delta(name, mixer, x)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
-        tokens = len(x)
+        tokens, h = len(x), x
         q, k, v = (self._linear(f"{name}.{part}", x) for part in "qkv")
         if mixer.qk_norm_over == "full":
             q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
@@ -110,7 +112,10 @@ class NaiveModel:
             q, k = self._rotate(mixer.rope, q), self._rotate(mixer.rope, k)
         group = mixer.heads // mixer.kv_heads
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [T, N, H]
-        return self._linear(f"{name}.o", self._attend(mixer, q, k, v))
+        x = self._attend(mixer, q, k, v)
+        if mixer.output_gate:
+            x = x * self._linear(f"{name}.gate", h).sigmoid()
+        return self._linear(f"{name}.o", x)
 
     def _latent_attention(self, name: str, mixer: LatentAttention, x: Tensor) -> Tensor:
         if mixer.query_rank is None:
@@ -124,6 +129,29 @@ class NaiveModel:
         q_rope, k_rope = self._rotate(mixer.rope, q_rope), self._rotate(mixer.rope, k_rope[:, None])
         q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
         return self._linear(f"{name}.o", self._attend(mixer.expanded(), q, k, v))
+
+    def _gated_delta(self, name: str, mixer: GatedDelta, x: Tensor) -> Tensor:
+        q, k, v = (self._convolved(name, part, x).unflatten(-1, (-1, dim)) for part, dim in zip("qkv", _dims(mixer)))
+        q, k = ops.l2_norm(q) * mixer.key_dim**-0.5, ops.l2_norm(k)
+        q, k = (part.repeat_interleave(mixer.value_heads // mixer.key_heads, dim=1) for part in (q, k))
+        beta = self._linear(f"{name}.beta", x).float().sigmoid()
+        softplus = F.softplus((self._linear(f"{name}.decay", x) + self._weights[f"{name}.decay_offset"]).float())
+        decay = torch.exp(-self._weights[f"{name}.decay_rate"].float().exp() * softplus)
+        state, heads = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
+        for t in range(len(x)):
+            state = state * decay[t, :, None, None]
+            delta = beta[t, :, None] * (v[t] - torch.einsum("nk,nkv->nv", k[t], state))
+            state = state + torch.einsum("nk,nv->nkv", k[t], delta)
+            heads.append(torch.einsum("nk,nkv->nv", q[t], state))
+        normed = self._norm(f"{name}.norm", mixer.norm, torch.stack(heads).to(self.dtype))
+        gate = F.silu(self._linear(f"{name}.gate", x).float()).view(normed.shape)
+        return self._linear(f"{name}.o", (normed * gate).to(self.dtype).flatten(1))
+
+    def _convolved(self, name: str, part: str, x: Tensor) -> Tensor:
+        """Project x [T, D], then return silu of the causal convolution of each channel in float32, [T, channels]."""
+        projected, taps = self._linear(f"{name}.{part}", x).float(), self._weights[f"{name}.{part}_conv"].float()[:, 0]
+        padded = F.pad(projected, (0, 0, taps.shape[1] - 1, 0))
+        return F.silu(torch.stack([padded[at : at + len(x)] * taps[:, at] for at in range(taps.shape[1])]).sum(0))
 
     def _rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """Rotate x [T, n, H] at positions 0 to T-1."""
@@ -146,9 +174,13 @@ class NaiveModel:
                 return self._mlp(name, ffn, x)
             case Moe():
                 weights, experts = ops.route(self._linear(f"{name}.router", x), ffn.router)
-                return ops.mix_experts(
+                mixed = ops.mix_experts(
                     x, weights, experts, lambda e, rows: self._mlp(f"{name}.experts", ffn.expert, rows, expert=e)
                 )
+                if ffn.shared is None:
+                    return mixed
+                shared = self._mlp(f"{name}.shared", ffn.shared, x)
+                return mixed + self._linear(f"{name}.shared_gate", x).sigmoid() * shared
 
     def _mlp(self, name: str, mlp: Mlp, x: Tensor, expert: int | None = None) -> Tensor:
         act = ops.activation(mlp.activation)
@@ -173,6 +205,11 @@ class NaiveModel:
         if norm is None:
             return x
         return ops.norm(x, norm, self._weights[name], self._weights.get(f"{name}_bias"))
+
+
+def _dims(mixer: GatedDelta) -> tuple[int, int, int]:
+    """Return the head dims of q, k and v."""
+    return mixer.key_dim, mixer.key_dim, mixer.value_dim
 
 
 def visible(tokens: int, window: int | None) -> Tensor:

@@ -11,14 +11,12 @@ import torch
 from support.backend_options import make_options, make_pooling_options
 from support.paged_model import PagedModel
 from support.reference_driver import random_weights, tiny_spec
+from support.reference_engine import generate, reference_engine
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
-from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ModelError
 from pagoda.common.models.caches import LatentCache
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
@@ -49,38 +47,10 @@ SPEC = model(LATENT, replace(LATENT, query_rank=None))
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, block_size=4)
 
 
-def engine(spec: ModelSpec, blocks: int) -> EngineCore:
-    layout = kv_layout(spec, LIMITS.block_size)
-    backend = load_backend("reference").create(make_options(spec, limits=LIMITS, layout=layout))
-    backend.load(random_weights(spec))
-    backend.init_cache((blocks,))
-    return generation_core(backend, layout, LIMITS, (blocks,))
-
-
-def generate(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of each prompt; one request joins per step."""
-    rules = SamplingRules()
-    waiting = [
-        EngineRequest(request_id=str(index), prompt_token_ids=prompt, rules=rules, max_tokens=count)
-        for index, prompt in enumerate(prompts)
-    ]
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in waiting}
-    waiting.reverse()
-    finished = 0
-    while finished < len(prompts):
-        if waiting:
-            core.add_request(waiting.pop())
-        for output in core.step().outputs:
-            tokens[output.request_id] += output.new_token_ids
-            finished += output.finish_reason is not None
-    core.check_integrity()
-    return [tokens[str(index)] for index in range(len(prompts))]
-
-
 @pytest.mark.parametrize("blocks", [20, 90])
 def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens(blocks: int) -> None:
     prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-    core = engine(SPEC, blocks)
+    core = reference_engine(SPEC, LIMITS, (blocks,))
     naive = NaiveModel(SPEC, random_weights(SPEC), max_len=LIMITS.max_model_len)
     assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
     assert (core.stats.preemptions > 0) == (blocks == 20)
