@@ -120,16 +120,18 @@ def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def concatenate(parts: Sequence[Value]) -> Value:
-    """Return the rows of all parts. Raises WeightError where a group of a quantised part would be divided."""
+    """Return the rows of all parts, all dense or all quantised. Rows whose groups would be divided get a scale each."""
     dense = [part for part in parts if not isinstance(part, QuantizedTensor)]
     if dense:
         return np.concatenate(dense)
     quantised = [part for part in parts if isinstance(part, QuantizedTensor)]
-    first = quantised[0]
-    if any(part.group_shape != first.group_shape or len(part.data) % part.group_shape[0] for part in quantised):
-        raise WeightError("quantised rows of interleaved parameters share scales; use a checkpoint with scales per row")
-    data, scales = (np.concatenate(arrays) for arrays in zip(*((part.data, part.scales) for part in quantised)))
-    return QuantizedTensor(first.scheme, data, scales, first.group_shape)
+    first, sizes = quantised[0], {part.group_shape[0] for part in quantised}
+    if len(sizes) == 1 and not any(len(part.data) % part.group_shape[0] for part in quantised[:-1]):
+        rows, scales = first.group_shape[0], [part.scales for part in quantised]
+    else:
+        rows, scales = 1, [np.repeat(p.scales, p.group_shape[0], 0)[: len(p.data)] for p in quantised]
+    data = np.concatenate([part.data for part in quantised])
+    return QuantizedTensor(first.scheme, data, np.concatenate(scales), (rows, *first.group_shape[1:]))
 
 
 def random_quantized(scheme: Scheme, shape: tuple[int, ...], seed: int, deviation: float) -> QuantizedTensor:
