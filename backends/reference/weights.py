@@ -131,7 +131,7 @@ class GatedDeltaParams:
     """N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32."""
 
     inner: Linear  # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
-    conv: Tensor  # [C, 1, taps]
+    conv: Tensor  # [taps, C, 1]
     decay_rate: Tensor  # [N] -exp of the parameter
     decay_offset: Tensor  # [N]
     norm: Tensor  # [V]
@@ -330,9 +330,10 @@ class LayerParts:
     def _gated_delta(self, prefix: str) -> GatedDeltaParams:
         norm = self.wide(f"{prefix}.norm")
         assert norm is not None
+        taps = torch.cat([self.take(f"{prefix}.{part}_conv").float() for part in "qkv"])
         return GatedDeltaParams(
             inner=self.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay"))),
-            conv=torch.cat([self.take(f"{prefix}.{part}_conv").float() for part in "qkv"]),
+            conv=taps.permute(2, 0, 1).contiguous(),
             decay_rate=-self.take(f"{prefix}.decay_rate").float().exp(),
             decay_offset=self.take(f"{prefix}.decay_offset").float(),
             norm=norm,

@@ -104,7 +104,7 @@ def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLay
 
     The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's
     padding. `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the
-    layers' K and V differ in shape.
+    layers' caches are not K and V of one shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for index, cache in enumerate(spec.caches):
@@ -135,7 +135,7 @@ def _one_group(caches: tuple[CacheSpec, ...]) -> KvGroup:
     if len(whole) != 1 or len(keyed) < len(caches):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",
-            "the layers of this model keep K and V of different shapes, which one group cannot store; drop the flag",
+            "the layers of this model keep caches of different shapes, which one group cannot store; drop the flag",
         )
     windows = tuple(cache.window if isinstance(cache, WindowCache) else None for cache in keyed)
     return KvGroup(whole.pop(), tuple(range(len(caches))), windows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -162,6 +163,32 @@ def test_requests_aborted_around_copies_leave_the_others_tokens() -> None:
         while core.has_work:
             core.step()
         assert generate(core, PROMPTS[1:2], 9) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_gives_the_naive_models_tokens(seed: int) -> None:
+    """Prompts with common beginnings, which join, are aborted and are preempted at random, few blocks for snapshots."""
+    random = Random(seed)
+    stem = [random.randrange(96) for _ in range(40)]
+    prompts = [stem[: random.randrange(1, 40)] + [random.randrange(96) for _ in range(3)] for _ in range(12)]
+    core = engine(SPEC, random.choice([8, 12, 30]), 26, snapshot_tokens=random.choice([4, 8, 12]))
+    waiting, answers, ended = dict(enumerate(prompts)), {str(index): [] for index in range(12)}, set[str]()
+    while waiting or core.has_work:
+        if waiting and random.random() < 0.6:
+            index, prompt = waiting.popitem()
+            core.add_request(greedy_request(str(index), prompt, 9))
+        if random.random() < 0.05:
+            core.abort([str(random.randrange(12))])
+        for output in core.step().outputs:
+            answers[output.request_id] += output.new_token_ids
+            ended |= {output.request_id} if output.finish_reason else set()
+        core.check_integrity()
+    assert core.stats.preemptions
+    assert core.stats.prefix_hits
+    assert len(ended) > 6
+    for (name, answer), expected in zip(answers.items(), naive(SPEC, prompts)):
+        assert answer == expected[: len(answer)]
+        assert name not in ended or len(answer) == 9
 
 
 def test_rows_reuse_blocks_of_states_that_are_not_cleared() -> None:
