@@ -1,6 +1,8 @@
-"""The step loop over the reference backend with random weights, and greedy tokens from it."""
+"""An engine core over the reference backend with random weights."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from support.backend_options import make_options
 from support.reference_driver import random_weights
@@ -8,20 +10,29 @@ from support.reference_driver import random_weights
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
-from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
+from pagoda.common.engine.kv_cache.spec import SNAPSHOT_TOKENS, kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.models.spec import ModelSpec
 
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, block_size=4)
+"""Prompts longer than 10 tokens are prefilled in chunks."""
 
-def reference_engine(
-    spec: ModelSpec, limits: Limits, blocks: tuple[int, ...], layout: KvLayout | None = None
+
+def engine(
+    spec: ModelSpec,
+    blocks: int | tuple[int, ...],
+    *,
+    limits: Limits = LIMITS,
+    snapshot_tokens: int = SNAPSHOT_TOKENS,
 ) -> EngineCore:
-    layout = layout or kv_layout(spec, limits.block_size)
+    """`blocks`: of each pool."""
+    layout = replace(kv_layout(spec, limits.block_size), snapshot_tokens=snapshot_tokens)
     backend = load_backend("reference").create(make_options(spec, limits=limits, layout=layout))
     backend.load(random_weights(spec))
-    backend.init_cache(blocks)
-    return generation_core(backend, layout, limits, blocks)
+    num_blocks = blocks if isinstance(blocks, tuple) else (blocks,) * len(layout.pools)
+    backend.init_cache(num_blocks)
+    return generation_core(backend, layout, limits, num_blocks)
 
 
 def greedy_request(name: str, prompt: list[int], count: int) -> EngineRequest:

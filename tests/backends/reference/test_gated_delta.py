@@ -10,16 +10,14 @@ import pytest
 import torch
 from support.backend_options import make_options, make_pooling_options
 from support.reference_driver import random_weights, tiny_spec
-from support.reference_engine import generate, greedy_request, reference_engine
+from support.reference_engine import LIMITS, engine, generate, greedy_request
 
 from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.backends.reference.memory import allocate, copy_states
 from pagoda.backends.reference.model.gated_delta import CHUNK, chunked_rule, recurrent_rule
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
-from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, kv_layout
 from pagoda.common.errors import ModelError
 from pagoda.common.models.caches import FullCache, StateCache
@@ -40,13 +38,7 @@ def model(*mixers: Mixer) -> ModelSpec:
 
 SPEC = model(DELTA, GATED, DELTA)
 STATES_ONLY = model(DELTA, DELTA)
-LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, block_size=4)
 PROMPTS = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-
-
-def engine(spec: ModelSpec, *blocks: int, snapshot_tokens: int = 8, **limits: int) -> EngineCore:
-    layout = replace(kv_layout(spec, LIMITS.block_size), snapshot_tokens=snapshot_tokens)
-    return reference_engine(spec, replace(LIMITS, **limits), blocks, layout)
 
 
 def naive(spec: ModelSpec, prompts: list[list[int]], count: int = 9) -> list[list[int]]:
@@ -117,7 +109,7 @@ def test_copies_read_all_sources_before_they_write() -> None:
 
 @pytest.mark.parametrize("blocks", [(30, 20), (8, 90), (60, 90)])
 def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens(blocks: tuple[int, ...]) -> None:
-    core = engine(SPEC, *blocks)
+    core = engine(SPEC, blocks, snapshot_tokens=8)
     assert generate(core, PROMPTS, 9) == naive(SPEC, PROMPTS)
     assert (core.stats.preemptions > 0) == (blocks == (30, 20))
     assert core.stats.prefix_hits > 0
@@ -127,7 +119,7 @@ def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens
 @pytest.mark.parametrize("length", [12, 13, 16, 17, 24, 25])
 def test_a_prompt_is_continued_from_the_last_snapshot_before_its_last_token(snapshot_tokens: int, length: int) -> None:
     prompt = PROMPTS[-1][:length]
-    core = engine(SPEC, 40, 90, snapshot_tokens=snapshot_tokens)
+    core = engine(SPEC, (40, 90), snapshot_tokens=snapshot_tokens)
     first = generate(core, [prompt], 9)
     assert core.stats.prefix_hits == 0
     assert generate(core, [prompt], 9) == first == naive(SPEC, [prompt])
@@ -136,12 +128,13 @@ def test_a_prompt_is_continued_from_the_last_snapshot_before_its_last_token(snap
 
 @pytest.mark.parametrize("tokens", [1, 3, 10, 64])
 def test_any_budget_of_tokens_per_step_gives_the_same_tokens(tokens: int) -> None:
-    core = engine(STATES_ONLY, 40, max_num_batched_tokens=tokens, max_num_seqs=min(6, tokens))
+    limits = replace(LIMITS, max_num_batched_tokens=tokens, max_num_seqs=min(6, tokens))
+    core = engine(STATES_ONLY, 40, limits=limits, snapshot_tokens=8)
     assert generate(core, PROMPTS, 9) == naive(STATES_ONLY, PROMPTS)
 
 
 def test_an_answer_continues_from_a_snapshot_of_generated_tokens() -> None:
-    core = engine(SPEC, 40, 90)
+    core = engine(SPEC, (40, 90), snapshot_tokens=8)
     (answer,) = generate(core, [PROMPT], 9)
     longer = [*PROMPT, *answer, 3]
     assert generate(core, [longer], 9) == naive(SPEC, [longer])
@@ -152,7 +145,7 @@ def test_requests_aborted_around_copies_leave_the_others_tokens() -> None:
     """Each of them in another step of its life: before, with and after copies from and to its blocks."""
     expected = naive(SPEC, PROMPTS[1:2])
     for steps in range(9):
-        core = engine(SPEC, 9, 40)
+        core = engine(SPEC, (9, 40), snapshot_tokens=8)
         generate(core, PROMPTS[:1], 9)
         for name, prompt in zip("abc", PROMPTS):
             core.add_request(greedy_request(name, prompt, 9))
@@ -171,7 +164,7 @@ def test_random_traffic_gives_the_naive_models_tokens(seed: int) -> None:
     random = Random(seed)
     stem = [random.randrange(96) for _ in range(40)]
     prompts = [stem[: random.randrange(1, 40)] + [random.randrange(96) for _ in range(3)] for _ in range(12)]
-    core = engine(SPEC, random.choice([8, 12, 30]), 26, snapshot_tokens=random.choice([4, 8, 12]))
+    core = engine(SPEC, (random.choice([8, 12, 30]), 26), snapshot_tokens=random.choice([4, 8, 12]))
     waiting, answers, ended = dict(enumerate(prompts)), {str(index): [] for index in range(12)}, set[str]()
     while waiting or core.has_work:
         if waiting and random.random() < 0.6:
@@ -193,7 +186,7 @@ def test_random_traffic_gives_the_naive_models_tokens(seed: int) -> None:
 
 def test_rows_reuse_blocks_of_states_that_are_not_cleared() -> None:
     """Two prompts without a common beginning, one after the other, in the only block of state."""
-    core = engine(STATES_ONLY, 2)
+    core = engine(STATES_ONLY, 2, snapshot_tokens=8)
     prompts = [PROMPT, [1], PROMPT[::-1]]
     assert [generate(core, [prompt], 9)[0] for prompt in prompts] == naive(STATES_ONLY, prompts)
 

@@ -11,11 +11,10 @@ import torch
 from support.backend_options import make_options, make_pooling_options
 from support.paged_model import PagedModel
 from support.reference_driver import random_weights, tiny_spec
-from support.reference_engine import generate, reference_engine
+from support.reference_engine import LIMITS, engine, generate
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
-from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.errors import ModelError
 from pagoda.common.models.caches import LatentCache
@@ -44,13 +43,12 @@ def model(*mixers: Mixer) -> ModelSpec:
 
 
 SPEC = model(LATENT, replace(LATENT, query_rank=None))
-LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, block_size=4)
 
 
 @pytest.mark.parametrize("blocks", [20, 90])
 def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens(blocks: int) -> None:
     prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-    core = reference_engine(SPEC, LIMITS, (blocks,))
+    core = engine(SPEC, blocks)
     naive = NaiveModel(SPEC, random_weights(SPEC), max_len=LIMITS.max_model_len)
     assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
     assert (core.stats.preemptions > 0) == (blocks == 20)
