@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded, make_batch
-from pagoda.backends.reference.memory import LayerCache, allocate, array_shapes, plan_memory
+from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
@@ -33,11 +33,9 @@ CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZ
 def create(options: BackendOptions) -> ReferenceBackend:
     """Return a backend without weights.
 
-    Raises ConfigError for a KV cache of another dtype than the activations, ModelError for an unknown kind of cache.
+    Raises ConfigError for a KV cache of another dtype than the activations.
     """
     options.cache.check_scales()
-    for group in options.layout.groups:
-        array_shapes(group.spec)
     if options.cache.cache_dtype != "auto":
         raise ConfigError(
             "--kv-cache-dtype",
@@ -133,6 +131,7 @@ class ReferenceBackend:
         assert self._decoder is not None, "load comes before execute"
         for start in plan.starts:
             self._sampler.start(start)
+        copy_states(plan.state_copies, self.layout, self._caches)
         batch = make_batch(plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches, embedded)

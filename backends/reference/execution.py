@@ -20,6 +20,7 @@ from pagoda.backends.reference.model.ops import softcap
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
+from pagoda.common.models.caches import StateCache
 from pagoda.common.models.mixers import Attention
 
 QUERIES: Final = 256
@@ -53,6 +54,14 @@ class ViewBatch:
 
     write_slots: Tensor  # int64 [T] of each token's K and V
     spans: tuple[CacheSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """A step as seen by the layers of one view whose caches are recurrent state."""
+
+    blocks: Tensor  # int64 [S] of each sequence
+    is_first: Tensor  # bool [S] the sequence has no context, so its state is 0 whatever the block holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,8 @@ class StepBatch:
 
     positions: Tensor  # int64 [T]
     sequences: tuple[Sequence, ...]
-    views: tuple[ViewBatch, ...]  # one per entry of the layout's views
+    views: dict[int, ViewBatch]  # by number of the layout's view
+    states: dict[int, StateBatch]  # likewise, for recurrent state
     num_decodes: int  # these first sequences have exactly one token
 
 
@@ -105,18 +115,22 @@ def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
     lengths = np.diff(plan.query_start)
     owner = np.repeat(np.arange(plan.num_seqs), lengths)
     positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
-    views = tuple(
-        ViewBatch(
-            torch.from_numpy(_slots(plan.block_tables[group], owner, positions, layout.block_size)),
-            _spans(plan.block_tables[group], plan.context, lengths, window, layout.block_size),
+    views, states = {}, {}
+    for number, (group, window) in enumerate(layout.views):
+        table = plan.block_tables[group]
+        if isinstance(layout.groups[group].spec, StateCache):
+            blocks = torch.from_numpy(table[:, 0].astype(np.int64))
+            states[number] = StateBatch(blocks, torch.from_numpy(plan.context == 0))
+            continue
+        views[number] = ViewBatch(
+            torch.from_numpy(_slots(table, owner, positions, layout.block_size)),
+            _spans(table, plan.context, lengths, window, layout.block_size),
         )
-        for group, window in layout.views
-    )
     starts = plan.query_start.tolist()
     sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist()))
     longer = np.flatnonzero(lengths != 1)
     num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
-    return StepBatch(torch.from_numpy(positions), sequences, views, num_decodes)
+    return StepBatch(torch.from_numpy(positions), sequences, views, states, num_decodes)
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

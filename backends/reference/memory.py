@@ -1,15 +1,16 @@
 """The CPU memory plan, and the paged KV cache.
 
-An array is [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which attention reads
-without a gather (a gather costs several times the attention itself).
+An array of keys or values is [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which
+attention reads without a gather (a gather costs several times the attention itself). Recurrent state is [P, elements].
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import lt, mul
-from typing import Final
+from typing import Final, assert_never
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
-from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
+from pagoda.common.engine.step import Int32
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30
@@ -35,7 +37,7 @@ def plan_memory(
     spec: ModelSpec, limits: Limits, layout: KvLayout, config: CacheConfig, numerics: Numerics, weights: int
 ) -> MemoryPlan:
     """Return bytes and blocks. `weights`: loaded bytes. Raises ConfigError with the missing bytes."""
-    block = tuple(pool.block_elements * numerics.compute.itemsize for pool in layout.pools)
+    block = tuple(pool.block_elements * cache_dtype(pool.kind, numerics.compute).itemsize for pool in layout.pools)
     if config.num_gpu_blocks_override is not None:
         num_blocks = stated_blocks(layout, limits, config.num_gpu_blocks_override)
     elif config.kv_cache_memory_bytes is not None:
@@ -69,9 +71,10 @@ def available_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's arrays, each [K, P*B, H], and the view (see KvLayout) that the layer reads.
+    """One layer's arrays and the view (see KvLayout) that the layer reads.
 
-    K and V; or with K = 1 the latents, each followed by its rotary key, or the keys of an indexer.
+    K and V, each [K, P*B, H]; or with K = 1 the latents, each followed by its rotary key, or the keys of an indexer; or
+    the states [P, elements].
     """
 
     arrays: tuple[Tensor, ...]
@@ -83,11 +86,11 @@ def allocate(layout: KvLayout, num_blocks: tuple[int, ...], dtype: torch.dtype) 
     arrays: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     caches: dict[int, LayerCache] = {}
     for number, group in enumerate(layout.groups):
-        slots = num_blocks[group.pool] * layout.pools[group.pool].block_tokens
         for index, (layer, window) in enumerate(zip(group.layers, group.seen)):
             key = (group.pool, index)
             if key not in arrays:
-                arrays[key] = tuple(_zeros((heads, slots, dim), dtype) for heads, dim in array_shapes(group.spec))
+                shapes = array_shapes(group.spec, num_blocks[group.pool], layout.block_size)
+                arrays[key] = tuple(_zeros(shape, cache_dtype(group.spec, dtype)) for shape in shapes)
             caches[layer] = LayerCache(arrays[key], layout.views.index((number, window)))
     return caches
 
@@ -98,17 +101,33 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(lazy).view(dtype)
 
 
-ArrayShapes = tuple[tuple[int, int], ...]
-
-
-def array_shapes(spec: CacheSpec) -> ArrayShapes:
-    """Return (heads, channels) of each array of a cache."""
+def array_shapes(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of each array of a cache."""
+    slots = num_blocks * block_size
     match spec:
         case FullCache() | WindowCache():
-            return ((spec.kv_heads, spec.head_dim),) * 2
+            return ((spec.kv_heads, slots, spec.head_dim),) * 2
         case LatentCache():
-            return ((1, spec.rank + spec.rope_dim),)
+            return ((1, slots, spec.rank + spec.rope_dim),)
         case IndexCache():
-            return ((1, spec.head_dim),)
+            return ((1, slots, spec.head_dim),)
+        case StateCache():
+            return ((num_blocks, spec.elements),)
         case _:
-            raise ModelError(f"the reference backend has no cache for {type(spec).__name__}")
+            assert_never(spec)
+
+
+def cache_dtype(spec: CacheSpec, compute: torch.dtype) -> torch.dtype:
+    """Return the dtype of a cache: float32 for recurrent state, whose error would grow with the sequence."""
+    return torch.float32 if isinstance(spec, StateCache) else compute
+
+
+def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int, LayerCache]) -> None:
+    """Make StepPlan.state_copies: in every array of a pool, all sources are read before a destination is written."""
+    for pairs, groups in zip(copies, layout.groups_by_pool):
+        if not len(pairs):
+            continue
+        source, to = torch.from_numpy(pairs.astype(np.int64)).unbind(1)
+        for layer in max((group.layers for group in groups), key=len):  # group.layers[j] uses array j
+            for array in caches[layer].arrays:
+                array.index_copy_(0, to, array[source])

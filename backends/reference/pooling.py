@@ -15,14 +15,22 @@ from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
 from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotations
 from pagoda.backends.reference.model.decoder import DecoderLayer, MixerStep, TokenEmbedding, make_norm
+from pagoda.backends.reference.model.gated_delta import PackedGatedDelta
 from pagoda.backends.reference.model.latent_attention import PackedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
-from pagoda.backends.reference.weights import AttentionParams, LatentAttentionParams, MixerParams, ModelParams, Packer
+from pagoda.backends.reference.weights import (
+    AttentionParams,
+    GatedDeltaParams,
+    LatentAttentionParams,
+    MixerParams,
+    ModelParams,
+    Packer,
+)
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, GatedDelta, LatentAttention, Mixer
 from pagoda.common.models.spec import ModelSpec
 
 
@@ -119,6 +127,9 @@ def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...], shared
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
             return PackedLatentAttention(spec, params)
+        case GatedDelta():
+            assert isinstance(params, GatedDeltaParams)
+            return PackedGatedDelta(spec, params)
         case _:
             assert_never(spec)
 
@@ -140,4 +151,4 @@ class PackedAttention:
             queries, keys, values = self.project(x, rotation)
             if self.shared is not None:
                 shared[self.shared] = keys, values
-        return self.project.out(attend(queries, keys, values, batch, self.spec))
+        return self.project.out(attend(queries, keys, values, batch, self.spec), x)

@@ -20,7 +20,7 @@ from pagoda.backends.reference.model.numerics import Numerics, thread_count
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, GatedDelta, LatentAttention, Mixer
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 from pagoda.common.weights.quantization import dequantized
@@ -101,10 +101,14 @@ def _fits_float16(weight: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """`qkv`: [D] -> [(N+2K)*H], or [N*H] without K and V of its own; `out`: [N*H] -> [D]."""
+    """`qkv`: [D] -> [(N+2K)*H], or [N*H] without K and V of its own; `out`: [N*H] -> [D].
+
+    `gate`: [D] -> [N*H], None without an output gate.
+    """
 
     qkv: Linear
     out: Linear
+    gate: Linear | None
     q_norm: Tensor | None
     k_norm: Tensor | None
 
@@ -143,7 +147,19 @@ class LatentAttentionParams:
     indexer: IndexerParams | None
 
 
-MixerParams = AttentionParams | LatentAttentionParams
+@dataclass(frozen=True, slots=True)
+class GatedDeltaParams:
+    """N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32."""
+
+    inner: Linear  # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
+    conv: Tensor  # [taps, C, 1]
+    decay_rate: Tensor  # [N] -exp of the parameter
+    decay_offset: Tensor  # [N]
+    norm: Tensor  # [V]
+    out: Linear  # [N*V] -> [D]
+
+
+MixerParams = AttentionParams | LatentAttentionParams | GatedDeltaParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +176,8 @@ class MoeParams:
 
     router: Linear
     experts: tuple[MlpParams, ...]
+    shared: MlpParams | None
+    shared_gate: Linear | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +356,21 @@ class LayerParts:
                 return self._attention(prefix, mixer)
             case LatentAttention():
                 return self._latent_attention(prefix, mixer)
+            case GatedDelta():
+                return self._gated_delta(prefix)
+
+    def _gated_delta(self, prefix: str) -> GatedDeltaParams:
+        norm = self.wide(f"{prefix}.norm")
+        assert norm is not None
+        taps = torch.cat([self.take(f"{prefix}.{part}_conv").float() for part in "qkv"])
+        return GatedDeltaParams(
+            inner=self.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay"))),
+            conv=taps.permute(2, 0, 1).contiguous(),
+            decay_rate=-self.take(f"{prefix}.decay_rate").float().exp(),
+            decay_offset=self.take(f"{prefix}.decay_offset").float(),
+            norm=norm,
+            out=self.linear(f"{prefix}.o"),
+        )
 
     def _latent_attention(self, prefix: str, mixer: LatentAttention) -> LatentAttentionParams:
         low_rank = mixer.query_rank is not None
@@ -367,6 +400,7 @@ class LayerParts:
         return AttentionParams(
             qkv=self.linear(*(f"{prefix}.{part}" for part in ("qkv" if mixer.shares_cache_of is None else "q"))),
             out=self.linear(f"{prefix}.o"),
+            gate=self.linear(f"{prefix}.gate") if mixer.output_gate else None,
             q_norm=self.wide(f"{prefix}.q_norm"),
             k_norm=self.wide(f"{prefix}.k_norm"),
         )
@@ -391,7 +425,10 @@ class LayerParts:
             self._tensors.update({name: tensor[index] for name, tensor in stacked.items()})
             experts.append(self._mlp(f"{prefix}.experts", moe.expert))
         router = PlainLinear(self.take(f"{prefix}.router").to(self._numerics.compute), None)
-        return MoeParams(router, tuple(experts))
+        if moe.shared is None:
+            return MoeParams(router, tuple(experts), None, None)
+        shared, gate = self._mlp(f"{prefix}.shared", moe.shared), self.linear(f"{prefix}.shared_gate")
+        return MoeParams(router, tuple(experts), shared, gate)
 
 
 NORM_FIELDS = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")

@@ -59,7 +59,7 @@ class IndexCache:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """Recurrent state: `elements` numbers per sequence, in one block. Never shared between sequences."""
+    """Recurrent state: `elements` float32 numbers per sequence, in one block. Never shared between sequences."""
 
     elements: int
 

@@ -29,11 +29,15 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One tensor is split along axis 0 (after `transpose`) into several parameters, sized by their shapes."""
+    """One tensor is split along axis 0 (after `transpose`) into several parameters, sized by their shapes.
+
+    `interleaved`: each of the parameters' groups of heads (Param.groups) has its rows of all of them together.
+    """
 
     source: str
     targets: tuple[str, ...]
     transpose: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,13 @@ def linear(source: str, target: str) -> tuple[Rule, ...]:
     return Rename(f"{source}.weight", target), Rename(f"{source}.bias", f"{target}_bias")
 
 
-def fused_linear(source: str, *targets: str) -> tuple[Rule, ...]:
+def fused_linear(source: str, *targets: str, interleaved: bool = False) -> tuple[Rule, ...]:
     """Rules of several linear layers stored as one fused tensor."""
     biases = tuple(f"{target}_bias" for target in targets)
-    return Split(f"{source}.weight", targets), Split(f"{source}.bias", biases)
+    return (
+        Split(f"{source}.weight", targets, interleaved=interleaved),
+        Split(f"{source}.bias", biases, interleaved=interleaved),
+    )
 
 
 PoolUse: TypeAlias = Literal["embed", "classify", "token_classify", "reward"]
@@ -160,7 +167,7 @@ def pre_norm_decoder(
 def decoder(config: HfConfig, layers: Iterable[Layer], final_norm: Norm, *, tied: bool = False) -> ModelSpec:
     """Return a decoder whose positions come from RoPE alone. `tied`: the family's default."""
     stack = tuple(layers)
-    ropes = stack[0].mixers[0].ropes()
+    ropes = [rope for layer in stack for mixer in layer.mixers for rope in mixer.ropes()]
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=config.size("hidden_size"),

@@ -221,13 +221,13 @@ def kv_heads(config: HfConfig, heads: int) -> int:
     return count
 
 
-def rope(config: HfConfig, head_dim: int, *, theta: float = 10_000.0) -> Rope:
+def rope(config: HfConfig, head_dim: int, *, theta: float = 10_000.0, partial: float = 1.0) -> Rope:
     """Return RoPE from `rope_theta` + `rope_scaling`, or from `rope_parameters` (transformers 5).
 
-    `theta`: the family's default base.
+    `theta`, `partial`: the family's default base and rotated part of a head.
     """
     theta = config.opt("rope_theta", float, theta)
-    partial = config.opt("partial_rotary_factor", float, 1.0)
+    partial = config.opt("partial_rotary_factor", float, partial)
     return _rope(config, rope_section(config), head_dim, theta, partial)
 
 

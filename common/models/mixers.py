@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
 
@@ -29,8 +29,9 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     qk_norm: Norm | None = None  # on q and k before RoPE
     qk_norm_over: Literal["per_head", "full"] = "per_head"  # axis of qk_norm: each head, or the whole projection
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # of q, k, v and the output gate
     out_bias: bool = False
+    output_gate: bool = False  # o reads the attended values * sigmoid(gate x)
     causal: bool = True
     shares_cache_of: int | None = None  # an earlier layer whose K and V are read; the mixer then projects queries only
 
@@ -48,7 +49,9 @@ class Attention:
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield from linear_params("q", q, width, "ND", self.qkv_bias)
+        yield from linear_params("q", q, width, "ND", self.qkv_bias, self.heads)
+        if self.output_gate:
+            yield from linear_params("gate", q, width, "ND", self.qkv_bias, self.heads)
         if self.shares_cache_of is None:
             yield from linear_params("k", kv, width, "KD", self.qkv_bias)
             yield from linear_params("v", kv, width, "KD", self.qkv_bias)
@@ -157,4 +160,71 @@ class LatentAttention:
         return Attention(self.heads, self.heads, self.nope_dim + self.rope.dim, self.scale, rope=None)
 
 
-Mixer = Attention | LatentAttention
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Linear attention by the gated delta rule (arXiv 2412.06464), with an output gate.
+
+    q, k, v = silu(convolution(q x, k x, v x)), causal and of each channel by itself; then q and k of each head are
+    divided by their L2 norms, and q by sqrt(key_dim). beta = sigmoid(beta x). log decay = -exp(decay_rate) *
+    softplus(decay x + decay_offset). Each value head has a state S [key_dim, value_dim] in float32, for each token:
+
+        S = exp(log decay) S
+        S = S + k (beta (v - k S))
+        output = q S
+
+    The mixer returns o (norm(output) * silu(gate x)).
+    """
+
+    key_heads: int  # each serves value_heads / key_heads consecutive value heads
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # of the convolution: a token and the taps - 1 before it
+    norm: Norm  # of each value head
+    causal: ClassVar[bool] = True
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def tail_elements(self) -> int:
+        """Elements of the last inputs of the convolution [channels, taps - 1], the first part of a sequence's state."""
+        return self.channels * (self.taps - 1)
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
+        return (StateCache(self.tail_elements + self.value_heads * self.key_dim * self.value_dim),)
+
+    def parameters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of a mixer on a residual stream of `width` channels."""
+        keys, values, groups = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.key_heads
+        yield from linear_params("q", keys, width, "KD", groups=groups)
+        yield from linear_params("k", keys, width, "KD", groups=groups)
+        yield from linear_params("v", values, width, "ND", groups=groups)
+        yield from linear_params("gate", values, width, "ND", groups=groups)
+        yield from linear_params("beta", self.value_heads, width, "ND", groups=groups)
+        yield from linear_params("decay", self.value_heads, width, "ND", groups=groups)
+        yield Param("q_conv", (keys, 1, self.taps), "K..")
+        yield Param("k_conv", (keys, 1, self.taps), "K..")
+        yield Param("v_conv", (values, 1, self.taps), "N..")
+        yield Param("decay_rate", (self.value_heads,), "N")
+        yield Param("decay_offset", (self.value_heads,), "N")
+        yield from norm_params("norm", self.norm, self.value_dim, "H")
+        yield from linear_params("o", width, values, "DN")
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the ropes whose tables the mixer reads: none."""
+        return ()
+
+    def without_window(self) -> GatedDelta:
+        """Return the mixer that sees all tokens: itself."""
+        return self
+
+    def indivisible(self, ranks: int) -> str | None:
+        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
+        return f"{self.key_heads} key heads" if self.key_heads % ranks else None
+
+
+Mixer = Attention | LatentAttention | GatedDelta

@@ -25,6 +25,7 @@ class Param:
     name: str
     shape: tuple[int, ...]
     axes: str  # one axis letter per dimension (see `spec`), `.` for none
+    groups: int = 1  # groups of heads along axis 0, by which checkpoints interleave fused parameters
 
     @property
     def size(self) -> int:
@@ -41,8 +42,10 @@ def norm_params(name: str, norm: Norm | None, width: int, axis: str = "D") -> It
         yield Param(f"{name}_bias", (width,), axis)
 
 
-def linear_params(name: str, rows: int, columns: int, axes: str, bias: bool = False) -> Iterator[Param]:
+def linear_params(
+    name: str, rows: int, columns: int, axes: str, bias: bool = False, groups: int = 1
+) -> Iterator[Param]:
     """Yield the weight [rows, columns] and the bias [rows] of a linear layer."""
-    yield Param(name, (rows, columns), axes)
+    yield Param(name, (rows, columns), axes, groups)
     if bias:
-        yield Param(f"{name}_bias", (rows,), axes[0])
+        yield Param(f"{name}_bias", (rows,), axes[0], groups)

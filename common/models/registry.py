@@ -36,6 +36,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "Qwen2ForCausalLM": ("qwen", "QWEN2"),
     "Qwen3ForCausalLM": ("qwen", "QWEN3"),
     "Qwen3MoeForCausalLM": ("qwen", "QWEN3_MOE"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "QWEN3_NEXT"),
 }
 """Architecture -> (module in `families`, name of its Family)."""
 

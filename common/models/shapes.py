@@ -32,6 +32,9 @@ def _moe(prefix: str, moe: Moe, width: int) -> Iterator[Param]:
     yield Param(f"{prefix}.router", (moe.experts, width), "ED")
     for param in _mlp(f"{prefix}.experts", moe.expert, width):
         yield Param(param.name, (moe.experts, *param.shape), f"E{param.axes}")
+    if moe.shared is not None:
+        yield Param(f"{prefix}.shared_gate", (1, width), ".D")
+        yield from _mlp(f"{prefix}.shared", moe.shared, width)
 
 
 def _layer(prefix: str, layer: Layer, width: int) -> Iterator[Param]:

@@ -44,11 +44,12 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of `experts` Mlps, weighted by the router."""
+    """Mixture of `experts` Mlps, weighted by the router, plus sigmoid(shared_gate x) * shared(x)."""
 
     experts: int
     expert: Mlp
     router: Router
+    shared: Mlp | None = None  # runs on every token
 
 
 Ffn = Mlp | Moe
@@ -226,10 +227,14 @@ def _beyond_attention(layer: Layer) -> str | None:
             return "RoPE on interleaved channels"
         if mixer.shares_cache_of is not None:
             return f"attention over the cache of layer {mixer.shares_cache_of}"
+        if mixer.output_gate:
+            return "attention with an output gate"
     if len(layer.mixers) > 1:
         return f"{len(layer.mixers)} mixers side by side"
     if layer.ffn is None:
         return "no feed-forward block"
+    if isinstance(layer.ffn, Moe) and layer.ffn.shared is not None:
+        return "a shared expert"
     if layer.parallel:
         return "mixer and feed-forward block in parallel"
     return None if layer.residual_scale == 1.0 else f"a residual scale of {layer.residual_scale}"

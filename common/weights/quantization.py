@@ -119,6 +119,21 @@ def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     return QuantizedTensor(first.scheme, data, scales, (1, *first.group_shape))
 
 
+def concatenate(parts: Sequence[Value]) -> Value:
+    """Return the rows of all parts, all dense or all quantised. Rows whose groups would be divided get a scale each."""
+    dense = [part for part in parts if not isinstance(part, QuantizedTensor)]
+    if dense:
+        return np.concatenate(dense)
+    quantised = [part for part in parts if isinstance(part, QuantizedTensor)]
+    first, sizes = quantised[0], {part.group_shape[0] for part in quantised}
+    if len(sizes) == 1 and not any(len(part.data) % part.group_shape[0] for part in quantised[:-1]):
+        rows, scales = first.group_shape[0], [part.scales for part in quantised]
+    else:
+        rows, scales = 1, [np.repeat(p.scales, p.group_shape[0], 0)[: len(p.data)] for p in quantised]
+    data = np.concatenate([part.data for part in quantised])
+    return QuantizedTensor(first.scheme, data, np.concatenate(scales), (rows, *first.group_shape[1:]))
+
+
 def random_quantized(scheme: Scheme, shape: tuple[int, ...], seed: int, deviation: float) -> QuantizedTensor:
     """Return random values around 0 with this standard deviation. `shape` [..., O, I]."""
     numbers = np.random.default_rng(seed).integers(256, size=shape, dtype=np.uint8)

@@ -18,7 +18,7 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rename, Rule, Split, Stack
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import dtype_name
-from pagoda.common.weights.quantization import QuantizedTensor, Value, stack
+from pagoda.common.weights.quantization import QuantizedTensor, Value, concatenate, stack
 
 Array = npt.NDArray[Any]
 
@@ -108,8 +108,8 @@ class _Match:
         match self.rule:
             case Rename(transpose=transpose):
                 yield targets[0], _checked(name, tensor, transpose, targets[0], params[targets[0]].shape)
-            case Split(transpose=transpose):
-                yield from _split(name, tensor, transpose, [params[target] for target in targets])
+            case Split(transpose=transpose, interleaved=interleaved):
+                yield from _split(name, tensor, transpose, [params[target] for target in targets], interleaved)
             case Stack(source=source):
                 param = params[targets[0]]
                 part = _checked(name, tensor, False, param.name, param.shape[1:])
@@ -185,12 +185,18 @@ def _checked(name: str, tensor: Value, transpose: bool, target: str, shape: tupl
     return oriented
 
 
-def _split(name: str, tensor: Value, transpose: bool, parts: Sequence[Param]) -> Iterator[tuple[str, Value]]:
-    sizes = [part.shape[0] for part in parts]
-    whole = (sum(sizes), *parts[0].shape[1:])
+def _split(
+    name: str, tensor: Value, transpose: bool, parts: Sequence[Param], interleaved: bool
+) -> Iterator[tuple[str, Value]]:
+    groups = parts[0].groups if interleaved else 1
+    whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     rows = _checked(name, tensor, transpose, " + ".join(part.name for part in parts), whole)
-    for part, end in zip(parts, np.cumsum(sizes).tolist()):
-        yield part.name, rows[(slice(end - part.shape[0], end),)]
+    period, begin = whole[0] // groups, 0
+    for part in parts:
+        end = begin + part.shape[0] // groups
+        pieces = [rows[(slice(first + begin, first + end),)] for first in range(0, whole[0], period)]
+        yield part.name, concatenate(pieces) if interleaved else pieces[0]
+        begin = end
 
 
 def sources(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[tuple[Rule, str]]]:

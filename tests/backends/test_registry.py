@@ -107,7 +107,7 @@ def test_an_external_launcher_is_refused_by_name() -> None:
         parallel(distributed_executor_backend="external_launcher")
 
 
-@pytest.mark.parametrize("name", ["reference", "torch_cuda", "jax_tpu"])
+@pytest.mark.parametrize("name", ["torch_cuda", "jax_tpu"])
 def test_a_cache_without_a_mixer_is_refused_at_creation(name: str) -> None:
     limits = Limits(max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2, block_size=16)
     options = make_options(tiny_spec(), limits=limits, layout=state_layout(16))

@@ -95,6 +95,20 @@ YARN_LATENT = {
 SPARSE_LATENT: dict[str, Any] = {**LATENT, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
 """With so many heads no token has a score of exactly 0, so no two are equal, for which torch's order is undefined."""
 
+NEXT: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 
 
@@ -246,6 +260,19 @@ TINY = (
         SPARSE_LATENT,
     ),
     Tiny("deepseek3-halves", "DeepseekV3ForCausalLM", {"rope_interleave": False, "attention_bias": True}, LATENT),
+    Tiny("qwen3-next", "Qwen3NextForCausalLM", base=NEXT),
+    Tiny(
+        "qwen3-next-dense-layers",
+        "Qwen3NextForCausalLM",
+        {
+            "mlp_only_layers": [0, 3],
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "norm_topk_prob": False,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+        NEXT,
+    ),
 )
 
 
@@ -256,10 +283,12 @@ def hash_of(name: str) -> int:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Random matrices that preserve the scale of their input; norms near one, biases near zero."""
+    """Random matrices that preserve the scale of their input; norms near one, biases near zero; states that last."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter.shape[-1] ** -0.5 if "embed" not in name else 0.5)
+        elif name.endswith("A_log"):
+            parameter.normal_(-2.0)  # a state that holds the last token alone is ill-conditioned, for it is normalised
         elif name.endswith("bias"):
             parameter.normal_(std=0.2)
         else:

@@ -137,6 +137,7 @@ CASES = (
         tiny.LATENT,
     ),
     Case("deepseek32", "DeepseekV32Model", "embed", last_token, {"pad_token_id": 0}, tiny.SPARSE_LATENT),
+    Case("qwen3-next", "Qwen3NextModel", "embed", last_token, {"pad_token_id": 0}, tiny.NEXT),
     decoder("mixtral", "MixtralModel", "embed", last_token, num_local_experts=4, num_experts_per_tok=2),
     Case("gpt2-classify", "GPT2ForSequenceClassification", "classify", logits, LABELS, SMALL_GPT2),
     Case("opt-narrow", "OPTModel", "embed", last_token, {"word_embed_proj_dim": 20}, tiny.SMALL_OPT),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.backend_options import make_options
 from support.reference_driver import random_weights
 
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
-from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import SNAPSHOT_TOKENS, kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.models.spec import ModelSpec
@@ -17,23 +19,29 @@ LIMITS = Limits(max_model_len=64, max_num_batched_tokens=10, max_num_seqs=6, blo
 """Prompts longer than 10 tokens are prefilled in chunks."""
 
 
-def engine(spec: ModelSpec, blocks: int) -> EngineCore:
+def engine(
+    spec: ModelSpec,
+    blocks: int | tuple[int, ...],
+    *,
+    limits: Limits = LIMITS,
+    snapshot_tokens: int = SNAPSHOT_TOKENS,
+) -> EngineCore:
     """`blocks`: of each pool."""
-    layout = kv_layout(spec, LIMITS.block_size)
-    backend = load_backend("reference").create(make_options(spec, limits=LIMITS, layout=layout))
+    layout = replace(kv_layout(spec, limits.block_size), snapshot_tokens=snapshot_tokens)
+    backend = load_backend("reference").create(make_options(spec, limits=limits, layout=layout))
     backend.load(random_weights(spec))
-    num_blocks = (blocks,) * len(layout.pools)
+    num_blocks = blocks if isinstance(blocks, tuple) else (blocks,) * len(layout.pools)
     backend.init_cache(num_blocks)
-    return generation_core(backend, layout, LIMITS, num_blocks)
+    return generation_core(backend, layout, limits, num_blocks)
+
+
+def greedy_request(name: str, prompt: list[int], count: int) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, rules=SamplingRules(), max_tokens=count)
 
 
 def generate(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy tokens of each prompt; one request joins per step."""
-    rules = SamplingRules()
-    waiting = [
-        EngineRequest(request_id=str(index), prompt_token_ids=prompt, rules=rules, max_tokens=count)
-        for index, prompt in enumerate(prompts)
-    ]
+    waiting = [greedy_request(str(index), prompt, count) for index, prompt in enumerate(prompts)]
     tokens: dict[str, list[int]] = {request.request_id: [] for request in waiting}
     waiting.reverse()
     finished = 0

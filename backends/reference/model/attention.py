@@ -72,10 +72,10 @@ class RotaryTables:
 
 
 class Projection:
-    """One layer's projections around attention. `out`: [T, N*H] -> [T, D]."""
+    """One layer's projections around attention."""
 
     def __init__(self, spec: Attention, params: AttentionParams) -> None:
-        self.spec, self.params, self.out = spec, params, params.out
+        self.spec, self.params = spec, params
 
     def __call__(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """X [T, D] -> queries [T, N, H], keys and values [T, K, H], normalised and rotated."""
@@ -93,6 +93,11 @@ class Projection:
         if spec.qk_norm is not None and q_norm is not None:
             queries = self._normalise_part(queries, spec.qk_norm, q_norm)
         return queries if rotation is None else rotation(queries)
+
+    def out(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Attended heads [T, N*H] and the layer's input x [T, D], of which the output gate is computed -> [T, D]."""
+        gate = self.params.gate
+        return self.params.out(heads if gate is None else heads * gate(x).sigmoid())
 
     def _normalise(self, heads: Tensor) -> Tensor:
         """Apply the QK norm, if any, to heads [T, N+K, H]."""
@@ -127,7 +132,7 @@ class PagedAttention:
             cached_values.index_copy_(1, view.write_slots, values.transpose(0, 1))
         else:
             queries = self.project.queries(x, rotation)
-        return self.project.out(self._attend_all(queries, batch, view.spans, cache))
+        return self.project.out(self._attend_all(queries, batch, view.spans, cache), x)
 
     def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:
         """Queries [T, N, H] -> [T, N*H], sequence by sequence."""

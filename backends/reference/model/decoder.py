@@ -12,11 +12,13 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.attention import PagedAttention, RotaryTables
+from pagoda.backends.reference.model.gated_delta import PagedGatedDelta
 from pagoda.backends.reference.model.latent_attention import PagedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import activation, mix_experts, norm, route, softcap
 from pagoda.backends.reference.weights import (
     AttentionParams,
+    GatedDeltaParams,
     LatentAttentionParams,
     LayerParams,
     MixerParams,
@@ -25,7 +27,7 @@ from pagoda.backends.reference.weights import (
     MoeParams,
     NormParams,
 )
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, GatedDelta, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
@@ -65,7 +67,11 @@ def _moe(spec: Moe, params: MoeParams) -> FfnStep:
         weights, chosen = route(params.router(x), spec.router)
         return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows))
 
-    return mixture
+    gate = params.shared_gate
+    if spec.shared is None or params.shared is None or gate is None:
+        return mixture
+    shared = _mlp(spec.shared, params.shared)
+    return lambda x: mixture(x) + gate(x).sigmoid() * shared(x)
 
 
 NormStep = Callable[[Tensor], Tensor]
@@ -118,6 +124,9 @@ def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...]) -> Mix
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
             return PagedLatentAttention(spec, params, caches)
+        case GatedDelta():
+            assert isinstance(params, GatedDeltaParams)
+            return PagedGatedDelta(spec, params, *caches)
         case _:
             assert_never(spec)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, GatedDelta, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.shapes import params
@@ -98,6 +98,8 @@ class NaiveModel:
                 return self._attention(name, mixer, x)
             case LatentAttention():
                 return self._latent_attention(name, mixer, x)
+            case GatedDelta():
+                return self._gated_delta(name, mixer, x)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
         queries, owner = self._heads(f"{name}.q", mixer, x), name
@@ -108,7 +110,10 @@ class NaiveModel:
             owner = f"layers.{mixer.shares_cache_of}.mixers.0"
         group = mixer.heads // mixer.kv_heads
         k, v = (part.repeat_interleave(group, dim=1) for part in self._keys_values[owner])  # [T, N, H]
-        return self._linear(f"{name}.o", self._attend(mixer, queries, k, v, visible(len(x), mixer.window)))
+        heads = self._attend(mixer, queries, k, v, visible(len(x), mixer.window))
+        if mixer.output_gate:
+            heads = heads * self._linear(f"{name}.gate", x).sigmoid()
+        return self._linear(f"{name}.o", heads)
 
     def _heads(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
         """Return queries or keys, normalised and rotated, [T, N or K, H]."""
@@ -145,6 +150,29 @@ class NaiveModel:
         products = torch.einsum("tnh,sh->tns", q.float(), k.float()).relu()
         return ops.select(torch.einsum("tn,tns->ts", weights.float(), products), seen, indexer.top_k)
 
+    def _gated_delta(self, name: str, mixer: GatedDelta, x: Tensor) -> Tensor:
+        q, k, v = (self._convolved(name, part, x).unflatten(-1, (-1, dim)) for part, dim in zip("qkv", _dims(mixer)))
+        q, k = ops.l2_norm(q) * mixer.key_dim**-0.5, ops.l2_norm(k)
+        q, k = (part.repeat_interleave(mixer.value_heads // mixer.key_heads, dim=1) for part in (q, k))
+        beta = self._linear(f"{name}.beta", x).float().sigmoid()
+        softplus = F.softplus((self._linear(f"{name}.decay", x) + self._weights[f"{name}.decay_offset"]).float())
+        decay = torch.exp(-self._weights[f"{name}.decay_rate"].float().exp() * softplus)
+        state, heads = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
+        for t in range(len(x)):
+            state = state * decay[t, :, None, None]
+            delta = beta[t, :, None] * (v[t] - torch.einsum("nk,nkv->nv", k[t], state))
+            state = state + torch.einsum("nk,nv->nkv", k[t], delta)
+            heads.append(torch.einsum("nk,nkv->nv", q[t], state))
+        normed = self._norm(f"{name}.norm", mixer.norm, torch.stack(heads).to(self.dtype))
+        gate = F.silu(self._linear(f"{name}.gate", x).float()).view(normed.shape)
+        return self._linear(f"{name}.o", (normed * gate).to(self.dtype).flatten(1))
+
+    def _convolved(self, name: str, part: str, x: Tensor) -> Tensor:
+        """Project x [T, D], then return silu of the causal convolution of each channel in float32, [T, channels]."""
+        projected, taps = self._linear(f"{name}.{part}", x).float(), self._weights[f"{name}.{part}_conv"].float()[:, 0]
+        padded = F.pad(projected, (0, 0, taps.shape[1] - 1, 0))
+        return F.silu(torch.stack([padded[at : at + len(x)] * taps[:, at] for at in range(taps.shape[1])]).sum(0))
+
     def _rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """Rotate x [T, n, H] at positions 0 to T-1."""
         tables = cos_sin(rope, self.max_len, np.arange(len(x)))
@@ -166,9 +194,13 @@ class NaiveModel:
                 return self._mlp(name, ffn, x)
             case Moe():
                 weights, experts = ops.route(self._linear(f"{name}.router", x), ffn.router)
-                return ops.mix_experts(
+                mixed = ops.mix_experts(
                     x, weights, experts, lambda e, rows: self._mlp(f"{name}.experts", ffn.expert, rows, expert=e)
                 )
+                if ffn.shared is None:
+                    return mixed
+                shared = self._mlp(f"{name}.shared", ffn.shared, x)
+                return mixed + self._linear(f"{name}.shared_gate", x).sigmoid() * shared
 
     def _mlp(self, name: str, mlp: Mlp, x: Tensor, expert: int | None = None) -> Tensor:
         act = ops.activation(mlp.activation)
@@ -193,6 +225,11 @@ class NaiveModel:
         if norm is None:
             return x
         return ops.norm(x, norm, self._weights[name], self._weights.get(f"{name}_bias"))
+
+
+def _dims(mixer: GatedDelta) -> tuple[int, int, int]:
+    """Return the head dims of q, k and v."""
+    return mixer.key_dim, mixer.key_dim, mixer.value_dim
 
 
 def visible(tokens: int, window: int | None) -> Tensor:

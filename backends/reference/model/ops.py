@@ -55,6 +55,11 @@ def norm(x: Tensor, spec: Norm, weight: Tensor, bias: Tensor | None = None) -> T
     return wide.to(x.dtype) * weight
 
 
+def l2_norm(x: Tensor) -> Tensor:
+    """Return x [..., H] divided by its L2 norm."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 def activation(name: PoolerActivation) -> Callable[[Tensor], Tensor]:
     """Return the elementwise function of that name."""
     return _ACTIVATIONS[name]

@@ -79,7 +79,7 @@ def _moe(config: HfConfig) -> Moe:
 
 
 _COMMON_RULES = (*EMBED_RULES, *ATTENTION_RULES, *MLP_RULES, *PRE_NORM_RULES)
-_MOE_RULES = (
+MOE_RULES = (
     Rename("[model.]layers.{l}.mlp.gate.weight", "layers.{l}.ffn.router"),
     Stack("[model.]layers.{l}.mlp.experts.{e}.gate_proj.weight", "layers.{l}.ffn.experts.gate"),
     Stack("[model.]layers.{l}.mlp.experts.{e}.up_proj.weight", "layers.{l}.ffn.experts.up"),
@@ -88,4 +88,4 @@ _MOE_RULES = (
 
 QWEN2 = Family(_qwen2, _COMMON_RULES)
 QWEN3 = Family(_qwen3, (*_COMMON_RULES, *QK_NORM_RULES))
-QWEN3_MOE = Family(_qwen3_moe, (*_COMMON_RULES, *QK_NORM_RULES, *_MOE_RULES))
+QWEN3_MOE = Family(_qwen3_moe, (*_COMMON_RULES, *QK_NORM_RULES, *MOE_RULES))

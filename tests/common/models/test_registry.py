@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.hub_configs import GENERATORS
 
 from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.models.caches import StateCache
+from pagoda.common.models.mixers import Attention, GatedDelta
 from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_config
-from pagoda.common.models.rope import Llama3Scaling, LongRopeScaling
+from pagoda.common.models.rope import Llama3Scaling, LongRopeScaling, Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 from pagoda.common.weights.rules import apply_rules
@@ -280,6 +283,7 @@ PARAMETERS = {
     "llama-3.1-8b": (LLAMA_3_1_8B, 8_030_261_248),
     "qwen2.5-0.5b": (QWEN2_5_0_5B, 494_032_768),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, 30_532_122_624),
+    "qwen3-next-80b-a3b": ({**GENERATORS["Qwen3-Next-80B-A3B-Instruct"], "num_hidden_layers": 48}, 79_674_391_296),
     "gemma-2-2b": (GEMMA_2_2B, 2_614_341_888),
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
     "phi-4-mini": (PHI_4_MINI, 3_836_021_760),
@@ -349,6 +353,21 @@ def test_mechanisms_of_published_configs():
     assert phi.dim == 96
     assert isinstance(phi.scaling, LongRopeScaling)
     assert all(isinstance(layer.ffn, Moe) for layer in spec(QWEN3_30B_A3B).layers)
+
+
+def test_three_layers_of_linear_attention_to_one_of_softmax_attention():
+    config = {**GENERATORS["Qwen3-Next-80B-A3B-Instruct"], "num_hidden_layers": 5}
+    mixers = spec(config).mixers
+    assert [type(mixer) for mixer in mixers] == [GatedDelta] * 3 + [Attention, GatedDelta]
+    assert mixers[0].caches() == (StateCache(32 * 128 * 128 + 3 * 8192),)
+    rope = Rope(1e7, 64)
+    assert mixers[3].ropes() == (rope,)
+    assert spec({key: value for key, value in config.items() if key != "partial_rotary_factor"}).ropes == (rope,)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+    assert spec({**config, "rope_scaling": yarn}).max_positions == 4 * 262144
+    others = spec({**config, "full_attention_interval": 2, "mlp_only_layers": [4], "decoder_sparse_step": 2}).layers
+    assert [isinstance(layer.mixers[0], Attention) for layer in others] == [False, True, False, True, False]
+    assert [isinstance(layer.ffn, Moe) for layer in others] == [False, True, False, True, False]
 
 
 def test_dense_layers_among_moe_layers():

@@ -8,6 +8,7 @@ import pytest
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rename, Rule, Split, Stack, fused_linear, linear
 from pagoda.common.models.primitives import Param
+from pagoda.common.weights.quantization import Int8, QuantizedTensor
 from pagoda.common.weights.rules import apply_rules
 
 RULES: tuple[Rule, ...] = (
@@ -16,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     *fused_linear("layers.{l}.qk", "layers.{l}.q", "layers.{l}.k"),
     Rename("layers.{l}.turned", "layers.{l}.t", transpose=True),
     Split("layers.{l}.both", ("layers.{l}.x", "layers.{l}.y"), transpose=True),
+    Split("layers.{l}.pairs", ("layers.{l}.x", "layers.{l}.y"), interleaved=True),
     Stack("layers.{l}.experts.{e}.w", "layers.{l}.experts"),
     Rename("[model.]layers.{l}.parts.{i}.weight", "layers.{l}.mixers.{i}.p"),
     Rename("layers.{l}.others.{i}.weight", "layers.{l}.mixers.{i}.p"),
@@ -50,6 +52,31 @@ def test_split_takes_sizes_from_the_shapes():
     filled = run({"layers.0.q": (3, 2), "layers.0.k": (2, 2)}, {"layers.0.qk.weight": fused})
     np.testing.assert_array_equal(filled["layers.0.q"], fused[:3])
     np.testing.assert_array_equal(filled["layers.0.k"], fused[3:])
+
+
+def test_interleaved_split_takes_the_groups_of_heads_from_the_parameters():
+    """Two groups, each of one row of x and two of y."""
+    params = {"layers.0.x": Param("layers.0.x", (2, 3), "ND", 2), "layers.0.y": Param("layers.0.y", (4, 3), "ND", 2)}
+    pairs = array(6, 3)
+    filled = dict(apply_rules(RULES, params, [("layers.0.pairs", pairs)]))
+    np.testing.assert_array_equal(filled["layers.0.x"], pairs[[0, 3]])
+    np.testing.assert_array_equal(filled["layers.0.y"], pairs[[1, 2, 4, 5]])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_interleaved_split_of_quantised_rows_takes_their_scales(rows: int, columns: int):
+    """`rows`, `columns`: of a scale. Two groups, each of two rows of x and four of y."""
+    params = {"layers.0.x": Param("layers.0.x", (4, 3), "ND", 2), "layers.0.y": Param("layers.0.y", (8, 3), "ND", 2)}
+    pairs = QuantizedTensor(
+        Int8((rows, columns)), array(12, 3).astype(np.int8), array(12 // rows, 3 // columns) + 1, (rows, columns)
+    )
+    filled = dict(apply_rules(RULES, params, [("layers.0.pairs", pairs)]))
+    for name, chosen in (("layers.0.x", [0, 1, 6, 7]), ("layers.0.y", [2, 3, 4, 5, 8, 9, 10, 11])):
+        value = filled[name]
+        assert isinstance(value, QuantizedTensor)
+        np.testing.assert_array_equal(value.dequantize(), pairs.dequantize()[chosen])
+        assert value.group_shape[0] == rows or rows > 2
 
 
 def test_transpose_and_transposed_split():

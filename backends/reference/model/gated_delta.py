@@ -1,0 +1,199 @@
+"""The gated delta rule over recurrent state, and within packed prompts.
+
+A decode step updates the states of all its sequences at once, token by token. A prefill goes by chunks of tokens
+(arXiv 2412.06464, section 3.3): within a chunk the rule is a triangular system, and only the state passes from chunk to
+chunk.
+
+Axis letters: S sequences, T tokens, N value heads, K channels of a key head, V of a value head, C channels of the
+convolution, M chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.execution import PackedPrompts, StepBatch
+from pagoda.backends.reference.memory import LayerCache
+from pagoda.backends.reference.model.attention import Rotations
+from pagoda.backends.reference.model.ops import l2_norm, norm
+from pagoda.backends.reference.weights import GatedDeltaParams
+from pagoda.common.models.mixers import GatedDelta
+
+CHUNK: Final = 64
+"""Tokens whose updates of the state are solved for at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What the rule reads of some tokens, in float32."""
+
+    qkv: Tensor  # [..., T, C] before the convolution
+    beta: Tensor  # [..., T, N]
+    decay: Tensor  # [..., T, N] log of the factor on the state
+
+    def rows(self, rows: slice | Tensor) -> DeltaInputs:
+        """Return the inputs of some tokens."""
+        return DeltaInputs(self.qkv[rows], self.beta[rows], self.decay[rows])
+
+    def unsqueeze(self, axis: int) -> DeltaInputs:
+        """Return the inputs with one more axis."""
+        return DeltaInputs(self.qkv.unsqueeze(axis), self.beta.unsqueeze(axis), self.decay.unsqueeze(axis))
+
+
+class DeltaLayer:
+    """One layer's projections, convolution and rule, whatever holds the states."""
+
+    def __init__(self, spec: GatedDelta, params: GatedDeltaParams) -> None:
+        self.spec, self.params = spec, params
+
+    def project(self, x: Tensor) -> tuple[DeltaInputs, Tensor]:
+        """X [T, D] -> inputs of the rule, output gates [T, N*V]."""
+        spec, params = self.spec, self.params
+        heads = spec.value_heads
+        qkv, gate, beta, decay = params.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
+        log_decay = params.decay_rate * F.softplus(decay.float() + params.decay_offset)
+        return DeltaInputs(qkv.float(), beta.float().sigmoid(), log_decay), gate
+
+    def mix(self, inputs: DeltaInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*V], the states after them."""
+        spec, tokens = self.spec, inputs.qkv.shape[1]
+        tail, state = states.split([spec.tail_elements, states.shape[1] - spec.tail_elements], -1)
+        seen = torch.cat((tail.unflatten(1, (spec.channels, -1)), inputs.qkv.mT), -1)  # [S, C, taps - 1 + T]
+        qkv = F.silu(self._convolve(seen, tokens))
+        keys = spec.key_heads * spec.key_dim
+        q, k, v = qkv.split([keys, keys, spec.value_heads * spec.value_dim], 1)
+        rule = recurrent_rule if tokens == 1 else chunked_rule
+        heads, state = rule(
+            l2_norm(self._key_heads(q)) * spec.key_dim**-0.5,
+            l2_norm(self._key_heads(k)),
+            v.unflatten(1, (spec.value_heads, -1)).mT,
+            inputs.beta.mT,
+            inputs.decay.mT,
+            state.view(-1, spec.value_heads, spec.key_dim, spec.value_dim),
+        )
+        return heads.transpose(1, 2).flatten(2), torch.cat((seen[..., tokens:].flatten(1), state.flatten(1)), 1)
+
+    def _convolve(self, seen: Tensor, tokens: int) -> Tensor:
+        """Convolve each channel by itself, [S, C, taps - 1 + T] -> [S, C, T]; a third of the time of torch's conv1d."""
+        first, *others = self.params.conv
+        mixed = seen[..., :tokens] * first
+        for at, factor in enumerate(others, start=1):
+            mixed.addcmul_(seen[..., at : at + tokens], factor)
+        return mixed
+
+    def _key_heads(self, channels: Tensor) -> Tensor:
+        """Channels [S, *, T] of q or k -> [S, N, T, K]: each key head for all its value heads."""
+        heads = channels.unflatten(1, (self.spec.key_heads, -1)).mT
+        return heads.repeat_interleave(self.spec.value_heads // self.spec.key_heads, 1)
+
+    def out(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Heads float32 and gates [T, N*V] -> [T, D]."""
+        normed = norm(heads.to(gate.dtype).unflatten(-1, (self.spec.value_heads, -1)), self.spec.norm, self.params.norm)
+        return self.params.out((normed.flatten(-2) * F.silu(gate.float())).to(gate.dtype))
+
+
+class PagedGatedDelta:
+    """One layer's gated delta rule over the sequences' states."""
+
+    def __init__(self, spec: GatedDelta, params: GatedDeltaParams, number: int) -> None:
+        """`number`: of its cache."""
+        self.spec, self.layer, self.number = spec, DeltaLayer(spec, params), number
+
+    def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        (states,), view = caches[self.number].arrays, batch.states[caches[self.number].view]
+        inputs, gate = self.layer.project(x)
+        before = states[view.blocks].masked_fill_(view.is_first[:, None], 0)
+        heads = before.new_empty(gate.shape)
+        count = batch.num_decodes
+        if count:
+            mixed, after = self.layer.mix(inputs.rows(slice(count)).unsqueeze(1), before[:count])
+            heads[:count], states[view.blocks[:count]] = mixed[:, 0], after
+        for index, sequence in enumerate(batch.sequences[count:], start=count):
+            tokens = slice(sequence.begin, sequence.end)
+            mixed, after = self.layer.mix(inputs.rows(tokens).unsqueeze(0), before[index : index + 1])
+            heads[tokens], states[view.blocks[index]] = mixed[0], after[0]
+        return self.layer.out(heads, gate)
+
+
+class PackedGatedDelta:
+    """One layer's gated delta rule within each prompt."""
+
+    def __init__(self, spec: GatedDelta, params: GatedDeltaParams) -> None:
+        self.spec, self.layer = spec, DeltaLayer(spec, params)
+        (self.cache,) = spec.caches()
+
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        inputs, gate = self.layer.project(x)
+        heads = inputs.qkv.new_empty(gate.shape)
+        for group in batch.groups:
+            single = isinstance(group.rows, slice)
+            taken = inputs.rows(group.rows).unsqueeze(0) if single else inputs.rows(group.rows)
+            states = taken.qkv.new_zeros(len(taken.qkv), self.cache.block_elements(1))
+            mixed, _ = self.layer.mix(taken, states)
+            heads[group.rows] = mixed[0] if single else mixed
+        return self.layer.out(heads, gate)
+
+
+def recurrent_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the heads [S, N, 1, V] and the state after one token; see `chunked_rule`."""
+    state = state * decay[..., None].exp()
+    written = beta[..., None] * (v - k @ state)
+    state = state + k.mT @ written
+    return q @ state, state
+
+
+def chunked_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the heads [S, N, T, V] and the state after T tokens, in float32.
+
+    q, k [S, N, T, K]; v [S, N, T, V]; beta and log decay [S, N, T]; state [S, N, K, V].
+
+    With G_i the log decay from the start of a chunk to its token i, and state the one before the chunk, token i adds
+    k_i u_i to the state, where
+
+        u_i = beta_i (v_i - exp(G_i) k_i state - sum over j < i of exp(G_i - G_j) (k_i k_j) u_j)
+
+    That is a unit lower triangular system, solved for the parts with v and with the state in all chunks at once.
+    """
+    tokens = q.shape[2]
+    size = min(CHUNK, tokens)
+    padding = -tokens % size  # with beta, k and log decay 0, which changes nothing
+    q, k, v = (F.pad(part, (0, 0, 0, padding)).unflatten(2, (-1, size)) for part in (q, k, v))  # [S, N, M, size, *]
+    beta, decay = (F.pad(part, (0, padding)).unflatten(2, (-1, size)) for part in (beta, decay))
+    between = _decay_between(decay)
+    since_start = decay.cumsum(-1)[..., None].exp()
+    weighted = beta[..., None] * k
+    system = (weighted @ k.mT * between).tril(-1)
+    sides = torch.cat((beta[..., None] * v, weighted * since_start), -1)
+    of_v, of_state = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], -1
+    )
+    scores, queries = q @ k.mT * between, q * since_start
+    keys, last = k * between[..., -1, :, None], since_start[..., -1:, :]
+    heads = []
+    for chunk in range(q.shape[2]):
+        written = of_v[:, :, chunk] - of_state[:, :, chunk] @ state
+        heads.append(queries[:, :, chunk] @ state + scores[:, :, chunk] @ written)
+        state = last[:, :, chunk] * state + keys[:, :, chunk].mT @ written
+    return torch.cat(heads, 2)[:, :, :tokens], state
+
+
+def _decay_between(decay: Tensor) -> Tensor:
+    """Return exp(G_i - G_j) for tokens j <= i of a chunk, else 0, [..., size, size], from the log decay [..., size].
+
+    A sum per pair: the difference of two sums from the chunk's start would lose the digits of a small one.
+    """
+    size = decay.shape[-1]
+    past = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
+    after_j = past.tril(-1)  # row l, column j: l > j
+    sums = (decay[..., :, None] * after_j).cumsum(-2)
+    return sums.masked_fill(~past, float("-inf")).exp()
