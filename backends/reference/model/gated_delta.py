@@ -129,7 +129,7 @@ class PackedGatedDelta:
         self.spec, self.layer = spec, DeltaLayer(spec, params)
         (self.cache,) = spec.caches()
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *others: object) -> Tensor:
         """X [T, D] -> [T, D]."""
         inputs, gate = self.layer.project(x)
         heads = inputs.qkv.new_empty(gate.shape)
