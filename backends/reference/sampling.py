@@ -105,7 +105,7 @@ class Sampler:
 def _by_row_of_logits(masks: TokenMasks, plan: StepPlan) -> TokenMasks:
     """Return the masks by row of logits, of which only sequences that sample have one."""
     rows = np.searchsorted(np.flatnonzero(plan.samples), masks.sequences)
-    return TokenMasks(rows.astype(np.int32), masks.bits)
+    return TokenMasks(rows.astype(np.int32), masks.after, masks.bits)
 
 
 # Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling_state.

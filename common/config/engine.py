@@ -97,6 +97,7 @@ class Limits:
     long_prefill_token_threshold: int = 0  # tokens of one prompt per step; 0: unlimited
     policy: str = "fcfs"
     async_scheduling: bool = True
+    max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
 
     def check(self) -> None:
         """Raise ConfigError if the limits contradict each other or could starve a request."""

@@ -113,19 +113,27 @@ class SampledRows:
     table: RowTable
 
     @classmethod
-    def of(cls, plans: Mapping[int, StepPlan], seqs: int, table: RowTable) -> SampledRows:
-        """Select them from the plan of every shard. `seqs`: rows of logits per shard, one per sequence, in order."""
-        samples = [(shard * seqs, plan, np.flatnonzero(plan.samples)) for shard, plan in plans.items()]
-        indices = np.concatenate([first + at for first, _, at in samples])
-        rows = np.concatenate([plan.rows[at] for _, plan, at in samples])
-        ends = np.concatenate([(plan.context + np.diff(plan.query_start))[at] for _, plan, at in samples])
+    def of(cls, plans: Mapping[int, StepPlan], seqs: int, table: RowTable, width: int = 1) -> SampledRows:
+        """Select them from the plan of every shard.
+
+        `seqs`: rows of logits per shard. `width`: rows of logits per sequence, in order: after its newest token, after
+        its first draft, ...
+        """
+        samples = [(shard * seqs, plan, *sampled_positions(plan)) for shard, plan in plans.items()]
+        indices = np.concatenate([first + at * width + after for first, _, at, after in samples])
+        rows = np.concatenate([plan.rows[at] for _, plan, at, _ in samples])
+        ends = np.concatenate([_ends(plan)[at] + after for _, plan, at, after in samples])
         return cls(indices, rows, ends, table.columns[rows], table)
 
     @classmethod
     def compact(cls, plan: StepPlan, table: RowTable) -> SampledRows:
-        """Select them for logits that have a row for each sampling sequence and no other."""
-        ends = plan.context + plan.query_start[1:] - plan.query_start[:-1]
-        rows, ends = (plan.rows, ends) if plan.samples.all() else (plan.rows[plan.samples], ends[plan.samples])
+        """Select them for logits that have a row for each token to be sampled and no other."""
+        rows, ends = plan.rows, _ends(plan)
+        if plan.num_drafts is not None:
+            sequences, after = sampled_positions(plan)
+            rows, ends = rows[sequences], ends[sequences] + after
+        elif not plan.samples.all():
+            rows, ends = rows[plan.samples], ends[plan.samples]
         return cls(np.arange(len(rows)), rows, ends, table.columns.take(rows), table)  # indexing is slower
 
     def where(self, field: str) -> list[SampledRow]:
@@ -159,6 +167,22 @@ class SampledRows:
         for field, name in ((3, "temperature"), (5, "top_p"), (6, "min_p")):
             real[field, at] = columns[name]
         return packed
+
+
+def _ends(plan: StepPlan) -> Int32:
+    """Return the tokens [S] of each sequence after the step, without drafts."""
+    ends = plan.context + plan.query_start[1:] - plan.query_start[:-1]
+    return ends if plan.num_drafts is None else ends - plan.num_drafts
+
+
+def sampled_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
+    """Return for each token that a plan samples its sequence, and how many of the sequence's drafts come before it."""
+    sequences = np.flatnonzero(plan.samples)
+    if plan.num_drafts is None:
+        return sequences, np.zeros(len(sequences), np.int32)
+    counts = 1 + plan.num_drafts[sequences]
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(sequences, counts), (np.arange(len(first)) - first).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +325,12 @@ def allowed(rows: Sequence[SampledRow], masks: Mapping[int, UInt32], vocab: int)
     return both
 
 
-def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int) -> dict[int, UInt32]:
-    """Return the masks of every shard by row of logits. `seqs`: rows of logits per shard."""
+def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int, width: int = 1) -> dict[int, UInt32]:
+    """Return the masks of every shard by row of logits. `seqs`, `width`: rows of logits per shard and per sequence."""
     return {
-        shard * seqs + sequence: bits
+        shard * seqs + index: bits
         for shard, own in masks.items()
-        for sequence, bits in zip(own.sequences.tolist(), own.bits)
+        for index, bits in zip((own.sequences * width + own.after).tolist(), own.bits)
     }
 
 

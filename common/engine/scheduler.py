@@ -536,9 +536,9 @@ def token_masks(requests: Sequence[Request], masked: Int32) -> TokenMasks:
         and not requests[index].is_finished
     ]
     if not masks:
-        return TokenMasks(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
+        return TokenMasks(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
     sequences, bits = zip(*masks)
-    return TokenMasks(np.array(sequences, np.int32), np.stack(bits))
+    return TokenMasks(np.array(sequences, np.int32), np.zeros(len(sequences), np.int32), np.stack(bits))
 
 
 def advance_masks(requests: Sequence[Request], tokens: Sequence[int]) -> dict[int, RequestStatus]:

@@ -207,7 +207,7 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
             rules = replace(rules, allowed_token_ids=tuple(sorted(map(int, own))))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
     bits = sampling_state.allowed_bits(dict(enumerate(allowed.values())), len(allowed), VOCAB)
-    masks = TokenMasks(np.array(list(allowed), np.int32), bits)
+    masks = TokenMasks(np.array(list(allowed), np.int32), np.zeros(len(allowed), np.int32), bits)
     plan = replace(decode_step([len(history) for _, history, _ in rows]), masked=masks.sequences)
     tokens, _ = run(sampler, logits, plan, ROOM, masks)
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
