@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.sampling import SamplingRules, noise_keys
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenMasks, UInt32
+from pagoda.common.engine.sampling import SamplingRules, mix, noise_counters
+from pagoda.common.engine.step import PREVIOUS, Int32, RowStart, StepPlan, TokenMasks, UInt32
 
 Kind = Literal["greedy", "random", "filtered"]
 KINDS: Final[tuple[Kind, ...]] = ("greedy", "random", "filtered")
 """What the rows of a step need at most: argmax only; Gumbel noise; noise within top-k, top-p and min-p."""
+
+SAMPLING_FIELDS: Final = 7
+"""Sampling parameters per row of logits, of `SampledRows.pack`."""
 
 _COLUMNS: Final = np.dtype(
     [
@@ -155,18 +159,40 @@ class SampledRows:
         Row, position of the token to be sampled, noise key (bits of uint32), temperature (0: greedy), top-k, top-p and
         min-p (floats as bits of float32). Rows of logits that do not sample are greedy and have the row `empty_row`.
         """
-        packed = np.zeros((7, seqs), np.int32)
+        packed = np.zeros((SAMPLING_FIELDS, seqs), np.int32)
+        counters = self._pack(packed, empty_row)
+        if counters is not None:
+            packed[2, self.indices] = mix(counters).view(np.int32)
+        return packed
+
+    def pack_with_drafts(self, plans: Mapping[int, StepPlan], seqs: int, empty_row: int) -> Int32:
+        """As `pack`, but for an engine with drafts, int32 [9, R]. `plans`: those of `of`.
+
+        The device subtracts the rejected drafts of row [7] from position and [2], and then mixes [2] to get the key;
+        `empty_row` has none. [8]: the draft at the position of the token to be sampled, -1 if there is none.
+        """
+        packed = np.zeros((SAMPLING_FIELDS + 2, seqs), np.int32)
+        counters = self._pack(packed, empty_row)
+        if counters is not None:
+            packed[2, self.indices] = counters.view(np.int32)
+        sampled = [(plan, *sampled_positions(plan)) for plan in plans.values()]
+        packed[7:] = [[empty_row], [-1]]
+        packed[7, self.indices] = np.concatenate([shift_rows(plan, empty_row)[at] for plan, at, _ in sampled])
+        packed[8, self.indices] = np.concatenate([_drafts(plan, at, after) for plan, at, after in sampled])
+        return packed
+
+    def _pack(self, packed: Int32, empty_row: int) -> UInt32 | None:
+        """Write all fields but the noise keys. Return the counters that keys are mixed of; None if all are greedy."""
         packed[0] = empty_row
         at, columns = self.indices, self.columns
         packed[0, at], packed[1, at] = self.rows, self.ends
         if self.kind == "greedy":
-            return packed
-        packed[2, at] = noise_keys(columns["seed"], self.ends.astype(np.int64)).view(np.int32)
+            return None
         packed[4, at] = columns["top_k"]
         real = packed.view(np.float32)
         for field, name in ((3, "temperature"), (5, "top_p"), (6, "min_p")):
             real[field, at] = columns[name]
-        return packed
+        return noise_counters(columns["seed"], self.ends.astype(np.int64))
 
 
 def _ends(plan: StepPlan) -> Int32:
@@ -183,6 +209,30 @@ def sampled_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
     counts = 1 + plan.num_drafts[sequences]
     first = np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(sequences, counts), (np.arange(len(first)) - first).astype(np.int32)
+
+
+def shift_rows(plan: StepPlan, empty_row: int) -> Int32:
+    """Return for each sequence [S] the row whose rejected drafts are subtracted from its positions.
+
+    `empty_row`, which has none, for sequences whose newest token the host knows.
+    """
+    return np.where(plan.token_ids[plan.query_start[:-1]] == PREVIOUS, plan.rows, np.int32(empty_row))
+
+
+def _drafts(plan: StepPlan, sequences: npt.NDArray[np.intp], after: Int32) -> Int32:
+    """Return for each sampled position of `sampled_positions` the draft of that token, -1 if there is none."""
+    if plan.num_drafts is None:
+        return np.full(len(sequences), -1, np.int32)
+    counts = plan.num_drafts[sequences]
+    at = plan.query_start[sequences + 1] - counts + after
+    drafts: Int32 = np.where(after < counts, plan.token_ids[np.minimum(at, plan.num_tokens - 1)], np.int32(-1))
+    return drafts
+
+
+def by_sequence(rows: Sequence[SampledRow], width: int) -> Iterator[tuple[int, list[SampledRow]]]:
+    """Group rows of `SampledRows.where` by sequence; yield its number, counted over all shards, and its rows."""
+    for sequence, own in groupby(rows, lambda row: row.index // width):
+        yield sequence, list(own)
 
 
 @dataclass(frozen=True, slots=True)
