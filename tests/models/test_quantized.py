@@ -250,8 +250,8 @@ def test_a_dense_matrix_that_the_config_calls_quantised() -> None:
     from support.torch_cuda_model import TorchCudaModel
 
     spec = tiny_spec()
-    with pytest.raises(WeightError, match=r"layers.0.mixer.o is not fp8, as its config.json states; download"):
-        TorchCudaModel(spec, random_weights(spec), 16, schemes={"layers.0.mixer.o": Float8("channel")})
+    with pytest.raises(WeightError, match=r"layers.0.mixers.0.o is not fp8, as its config.json states; download"):
+        TorchCudaModel(spec, random_weights(spec), 16, schemes={"layers.0.mixers.0.o": Float8("channel")})
 
 
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
