@@ -270,7 +270,7 @@ def accept_drafts(tokens: Tensor, packed: Tensor, newest: RowTokens, width: int)
     Write the last token and the number of rejected drafts of each row. packed int32 [9, R] of `pack_with_drafts`.
     """
     sampled, drafts = tokens.view(-1, width), packed[8].reshape(-1, width)
-    accepted = (sampled == drafts).cumprod(1).sum(1, keepdim=True)
+    accepted = (sampled == drafts)[:, :-1].cumprod(1).sum(1, keepdim=True)
     rows = packed[0, ::width].long()
     newest.last[rows] = sampled.gather(1, accepted)[:, 0]
     newest.rejected[rows] = ((drafts >= 0).sum(1) - accepted[:, 0]).to(torch.int32)
