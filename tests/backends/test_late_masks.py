@@ -39,8 +39,8 @@ def answers(backend_name: str, masked: bool, **settings) -> dict[str, list[int]]
     options = make_options(SPEC, limits=limits, layout=layout)
     backend = load_backend(backend_name).create(options, **device_of(backend_name))
     backend.load(random_weights(SPEC))
-    backend.init_cache(60)
-    core = generation_core(backend, layout, limits, 60)
+    backend.init_cache((60,))
+    core = generation_core(backend, layout, limits, (60,))
     plans: list[StepPlan] = []
     execute = core._execute
     core._execute = lambda plan: plans.append(plan) or execute(plan)
@@ -104,8 +104,8 @@ def test_masks_of_several_shards_in_one_program() -> None:
     options = make_options(SPEC, limits=LIMITS, layout=layout, data=2)
     backend = load_backend("jax_tpu").create(options)
     backend.load(random_weights(SPEC))
-    backend.init_cache(60)
-    core = sharded_core(backend, layout, LIMITS, 60, 2)
+    backend.init_cache((60,))
+    core = sharded_core(backend, layout, LIMITS, (60,), 2)
     for number in range(4):
         request = EngineRequest(
             request_id=str(number), prompt_token_ids=[number + 1] * 3, rules=SamplingRules(), max_tokens=6
