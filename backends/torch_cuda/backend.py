@@ -79,10 +79,6 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
     check_attention_only(spec, "torch_cuda")
-    if options.limits.max_drafts and options.sampling.processors:
-        raise ConfigError(
-            "--logits-processors", "cannot be combined with speculative decoding; drop one of them, or use logit_bias"
-        )
     ranks.check(spec, options.parallel.tensor)
     for group in layout.groups:
         head_shape(group.spec, RankShard())

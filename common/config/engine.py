@@ -99,6 +99,11 @@ class Limits:
     async_scheduling: bool = True
     max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
 
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of a generating sequence that are not known: one and its drafts, after the drafts in flight."""
+        return 1 + 2 * self.max_drafts
+
     def check(self) -> None:
         """Raise ConfigError if the limits contradict each other or could starve a request."""
         tokens = self.max_num_batched_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,16 @@ class PromptScores:
 
     def fetch(self) -> TokenLogprobs:
         """Wait for all pieces and join them."""
-        pieces = [piece() for piece in self.pieces]
-        return TokenLogprobs(
-            np.concatenate([piece.token_ids for piece in pieces]),
-            np.concatenate([piece.logprobs for piece in pieces]),
-            np.concatenate([piece.ranks for piece in pieces]),
-        )
+        return join_logprobs([piece() for piece in self.pieces])
+
+
+def join_logprobs(pieces: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """Return the positions of all pieces in order."""
+    return TokenLogprobs(
+        np.concatenate([piece.token_ids for piece in pieces]),
+        np.concatenate([piece.logprobs for piece in pieces]),
+        np.concatenate([piece.ranks for piece in pieces]),
+    )
 
 
 def score_prompts(

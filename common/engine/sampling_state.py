@@ -211,6 +211,13 @@ def sampled_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
     return np.repeat(sequences, counts), (np.arange(len(first)) - first).astype(np.int32)
 
 
+def sampled_indices(plan: StepPlan) -> npt.NDArray[np.intp]:
+    """Return the indices in the plan's tokens of those that a sampled token follows."""
+    sequences, after = sampled_positions(plan)
+    last = plan.query_start[sequences + 1].astype(np.intp) - 1
+    return last if plan.num_drafts is None else last - plan.num_drafts[sequences] + after
+
+
 def shift_rows(plan: StepPlan, empty_row: int) -> Int32:
     """Return for each sequence [S] the row whose rejected drafts are subtracted from its positions.
 

@@ -83,7 +83,8 @@ class StepPlan:
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
     token_ids: Int32  # [T] PREVIOUS where the host does not know the id yet, EMBEDDED where `embeds` has a row
-    block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
+    # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK, or blocks that it got for rejected drafts
+    block_tables: tuple[Int32, ...]
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     state_copies: tuple[Int32, ...] = ()  # (source, destination) blocks [n, 2] of each pool; () without copies
     num_drafts: Int32 | None = None  # [S] 0 for sequences that do not sample; None: no sequence has drafts

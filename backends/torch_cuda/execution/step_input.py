@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_positions, shift_rows
+from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
 from pagoda.common.engine.step import PREVIOUS, Int32, StepPlan
 
 ALIGN: Final = 32
@@ -200,9 +200,8 @@ def logits_indices(plan: StepPlan, query_len: int | None, width: int) -> Int32:
     if plan.num_drafts is None:
         return plan.query_start[1:] - 1
     indices = np.zeros((plan.num_seqs, width), np.int32)
-    sequences, after = sampled_positions(plan)
-    tokens = plan.query_start[sequences + 1] - 1 - plan.num_drafts[sequences] + after
-    indices[sequences, after] = tokens if query_len is None else _last_places(plan, query_len)[tokens]
+    tokens = sampled_indices(plan)
+    indices[sampled_positions(plan)] = tokens if query_len is None else _last_places(plan, query_len)[tokens]
     return indices.ravel()
 
 

@@ -60,7 +60,8 @@ class _Demand:
 
     def __init__(self, layout: KvLayout, limits: Limits) -> None:
         self._rules, self._num_pools = group_rules(layout), len(layout.pools)
-        self._step_tokens = limits.max_num_batched_tokens
+        self._step_tokens = max(limits.max_num_batched_tokens, limits.max_decode_tokens)
+        self._decode_tokens = limits.max_decode_tokens
         self.pages = _pages(limits)
 
     def blocks(self, seqs: int, pages: int, first: int | None = None) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ class _Demand:
         needed = [1] * self._num_pools
         for rule in self._rules:
             needed[rule.pool] += rule.max_blocks(self.pages if first is None else first, self._step_tokens)
-            needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, 1)
+            needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, self._decode_tokens)
         return tuple(needed)
 
     @property

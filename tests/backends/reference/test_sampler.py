@@ -217,8 +217,10 @@ def test_sampled_tokens_are_kept_by_row() -> None:
     sampler.start(RowStart(0, np.array([4], np.int32), 1, SamplingRules()))
     logits = torch.zeros(2, VOCAB)
     logits[0, 30] = logits[1, 40] = 1.0
-    tokens, logprobs = sampler.sample(logits, decode_step([2, 1], [2, 0]))
+    plan = decode_step([2, 1], [2, 0])
+    tokens, logprobs = sampler.sample(logits, plan)
     assert (tokens.tolist(), logprobs) == ([30, 40], {})
+    assert sampler.accept(plan, tokens, {})[0].tolist() == [30, 40]
     assert sampler.last.tolist() == [40, 0, 30]
     assert sampler.history.tolist() == [[4, 40, 0, 0, 0, 0], [0] * 6, [8, 9, 30, 0, 0, 0]]
 
@@ -238,6 +240,9 @@ def test_rows_that_do_not_sample_have_no_logits() -> None:
     assert tokens.tolist() == [30, 31, 31]
     assert list(logprobs) == [1]
     assert logprobs[1].token_ids.tolist() == [[31, 30]], "logprobs are of the logits before masks"
+    token_ids, by_sequence = sampler.accept(plan, tokens, logprobs)
+    assert token_ids.tolist() == [30, -1, 31, 31]
+    assert list(by_sequence) == [2]
     assert sampler.last.tolist() == [30, 0, 31, 31]
 
 
