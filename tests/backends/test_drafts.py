@@ -204,7 +204,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(backend: str, plain: R
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("drafts", [2, 7])
 def test_drafts_under_preemption(backend: str, plain: Run, drafts: int, ahead: bool) -> None:
-    ran = run(backend, Replaying(plain.tokens, mixed), num_blocks=19, max_drafts=drafts, async_scheduling=ahead)
+    ran = run(backend, Replaying(plain.tokens, mixed), num_blocks=18, max_drafts=drafts, async_scheduling=ahead)
     assert ran.preemptions > 0
     assert ran.cached > 0
     assert_equal(ran, plain)
