@@ -339,17 +339,16 @@ class Scheduler:
             raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
         self._recompiles += result.recompiles
         live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
-        newest = result.token_ids
+        requests, sampled, drafts = step.requests, result.token_ids, None
         if plan.num_drafts is not None:
-            accepted = np.count_nonzero(newest >= 0, axis=1) - 1
-            newest = newest[np.arange(plan.num_seqs), accepted]
-            drafts = plan.num_drafts[live]
-            self._batch.report_drafts(plan.rows[live], drafts, drafts - accepted[live].astype(np.int32))
-        with_full_page = self._batch.report(plan.rows[live], newest[live])
-        requests, tokens = step.requests, sampled_tokens(result)
+            sampled, drafts = self._take_drafts(plan, sampled, live)
+        with_full_page = self._batch.report(plan.rows[live], sampled[live])
+        tokens = sampled.tolist()
+        if drafts is not None:
+            drop_after_ends(requests, tokens, drafts)
         keep_prompt_logprobs(requests, result)
-        ended_by_mask = advance_masks(requests, tokens) if self._num_masked else {}
-        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_by_mask)
+        ended_by_mask = advance_masks(requests, tokens, drafts) if self._num_masked else {}
+        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_by_mask, drafts)
         for row in with_full_page.tolist():
             request = self._batch.request_at(row)
             self._register(request, request.num_known - 1)
@@ -358,6 +357,15 @@ class Scheduler:
         if ended:
             self._drop_finished()
         return StepOutputs(outputs=outputs, stats=self.stats(len(plan.token_ids)))
+
+    def _take_drafts(self, plan: StepPlan, token_ids: Int32, live: Bool) -> tuple[Int32, list[list[int]]]:
+        """Report the drafts of the `live` sequences. Returns the newest token [S] and the accepted drafts of each."""
+        assert plan.num_drafts is not None
+        accepted = np.count_nonzero(token_ids >= 0, axis=1).astype(np.int32) - 1
+        drafts = plan.num_drafts[live]
+        self._batch.report_drafts(plan.rows[live], drafts, drafts - accepted[live])
+        lists = [ids[: max(count, 0)] for ids, count in zip(token_ids.tolist(), accepted.tolist())]
+        return token_ids[np.arange(plan.num_seqs), accepted], lists
 
     # --- finishing ---
 
@@ -459,45 +467,36 @@ def decode_first(rows: Int32, tokens: Int32, drafts: Int32 | None = None) -> Tok
 # The result of a step: each request's new tokens, whether it finishes, the logprobs it reports.
 
 
-def sampled_tokens(result: StepResult) -> list[list[int]]:
-    """Return the new tokens of each sequence, [-1] where none was sampled."""
-    if result.token_ids.ndim == 1:
-        tokens: list[list[int]] = result.token_ids[:, None].tolist()
-        return tokens
-    counts = np.count_nonzero(result.token_ids >= 0, axis=1).tolist()
-    return [ids[: count or 1] for ids, count in zip(result.token_ids.tolist(), counts)]
-
-
 def append_tokens(
     requests: Sequence[Request],
-    tokens: Sequence[list[int]],
+    tokens: Sequence[int],
     logprobs: Mapping[int, TokenLogprobs],
     ended_by_mask: Mapping[int, RequestStatus],
+    drafts: Sequence[list[int]] | None = None,
 ) -> tuple[list[EngineOutput], list[Ending]]:
     """Append each request's new tokens. Returns the outputs, and the final status of the requests that end.
 
-    `tokens`: of each request, [-1] where none was sampled; those after a token that ends the request are dropped.
-    `logprobs`, `ended_by_mask`: by index in `requests`; a mask ends a request with its last token. Results of finished
-    requests are dropped. A request that was preempted after the step was planned still gets its tokens: they will not
-    be sampled again.
+    `tokens`: the newest of each request, negative where none was sampled. `drafts`: the accepted ones before it, none
+    of which ends the request. `logprobs`, `ended_by_mask`: by index in `requests`. Results of finished requests are
+    dropped. A request that was preempted after the step was planned still gets its tokens: they will not be sampled
+    again.
     """
     outputs: list[EngineOutput] = []
     ended: list[Ending] = []
-    for index, (request, new) in enumerate(zip(requests, tokens)):
-        if new[0] < 0 or (request.status is not RUNNING and request.is_finished):
+    for index, (request, token) in enumerate(zip(requests, tokens)):
+        if token < 0 or (request.status is not RUNNING and request.is_finished):
             continue
-        generated, status = request.outputs, RUNNING
-        for count, token in enumerate(new, 1):
-            generated.append(token)
-            if token in request.stop_token_ids or len(generated) == request.max_outputs:
-                status = finish_status(request, token, len(generated))
-                if status is not RUNNING:
-                    del new[count:]
-                    break
-        if status is RUNNING and index in ended_by_mask:
-            status = ended_by_mask[index]
-        if status is not RUNNING:
-            ended.append((request, status))
+        if drafts is not None:
+            request.outputs.extend(drafts[index])
+        request.outputs.append(token)
+        status = RUNNING
+        if token in request.stop_token_ids or len(request.outputs) == request.max_outputs or index in ended_by_mask:
+            status = finish_status(request, token, len(request.outputs))
+            if status is RUNNING:
+                status = ended_by_mask.get(index, RUNNING)
+            if status is not RUNNING:
+                ended.append((request, status))
+        new = [token] if drafts is None else [*drafts[index], token]
         if status is RUNNING and request.has_token_only:
             output = EngineOutput(
                 request_id=request.request_id,
@@ -508,6 +507,24 @@ def append_tokens(
             output = _detailed_output(request, new, status, logprobs.get(index))
         outputs.append(output)
     return outputs, ended
+
+
+def drop_after_ends(requests: Sequence[Request], tokens: list[int], drafts: Sequence[list[int]]) -> None:
+    """Drop what comes after a draft that stops its request or reaches its length; `tokens` and `drafts` as above."""
+    for index, (request, accepted) in enumerate(zip(requests, drafts)):
+        generated = len(request.outputs)
+        if generated + len(accepted) < request.max_outputs and request.stop_token_ids.isdisjoint(accepted):
+            continue
+        for count, token in enumerate(accepted, 1):
+            if finish_status(request, token, generated + count) is not RUNNING:
+                _end_at(index, count, tokens, drafts)
+                break
+
+
+def _end_at(index: int, count: int, tokens: list[int], drafts: Sequence[list[int]]) -> None:
+    """Make a request's draft number `count`, from 1, its newest token."""
+    tokens[index] = drafts[index][count - 1]
+    del drafts[index][count - 1 :]
 
 
 def finish_status(request: Request, token: int, generated: int) -> RequestStatus:
@@ -613,36 +630,34 @@ def token_masks(requests: Sequence[Request], plan: StepPlan) -> TokenMasks:
     return TokenMasks(np.array(sequences, np.int32), np.array(afters, np.int32), np.stack(bits))
 
 
-def advance_masks(requests: Sequence[Request], tokens: Sequence[list[int]]) -> dict[int, RequestStatus]:
-    """Advance mask states by the new `tokens` of each request, [-1] where none was sampled; compute the next masks.
+def advance_masks(
+    requests: Sequence[Request], tokens: list[int], drafts: Sequence[list[int]] | None = None
+) -> dict[int, RequestStatus]:
+    """Advance mask states by the drafts and the token of each request, as in `append_tokens`; compute the next masks.
 
-    Returns the status of the requests that end by it, by index in `requests`; their later tokens are removed.
+    Returns the status of the requests that end by it, by index in `requests`. What comes after is dropped.
     """
     ended: dict[int, RequestStatus] = {}
     advancing = [
-        (index, request.mask_state, request)
-        for index, request in enumerate(requests)
-        if request.mask_state is not None and tokens[index][0] >= 0 and not request.is_finished
+        (index, request, request.mask_state, [token] if drafts is None else [*drafts[index], token])
+        for index, (request, token) in enumerate(zip(requests, tokens))
+        if request.mask_state is not None and token >= 0 and not request.is_finished
     ]
     count = 0
     while advancing:
         count += 1
-        advanced: list[tuple[int, TokenMaskState, Request]] = []
-        for index, state, request in advancing:
-            token = tokens[index][count - 1]
-            if finish_status(request, token, len(request.outputs) + count) is RUNNING:
-                state.accept(token)
-                advanced.append((index, state, request))
-        refresh_masks(
-            [
-                (state, request.outputs + tokens[index][:count])
-                for index, state, request in advanced
-                if not state.finished and state.error is None
-            ]
-        )
-        for index, state, _ in advanced:
+        advanced: list[tuple[int, Request, TokenMaskState, list[int]]] = []
+        for each in advancing:
+            _, request, state, new = each
+            if finish_status(request, new[count - 1], len(request.outputs) + count) is RUNNING:
+                state.accept(new[count - 1])
+                advanced.append(each)
+        going_on = [each for each in advanced if not each[2].finished and each[2].error is None]
+        refresh_masks([(state, [*request.outputs, *new[:count]]) for _, request, state, new in going_on])
+        for index, _, state, new in advanced:
             if state.finished or state.error is not None:
                 ended[index] = RequestStatus.FINISHED_STOPPED if state.error is None else RequestStatus.FINISHED_ERROR
-                del tokens[index][count:]
-        advancing = [each for each in advanced if count < len(tokens[each[0]])]
+                if drafts is not None and count < len(new):
+                    _end_at(index, count, tokens, drafts)
+        advancing = [each for each in going_on if each[0] not in ended and count < len(each[3])]
     return ended

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import support.jax_devices
+from fakes import state_layout
 from support.backend_options import make_options
 from support.reference_driver import random_weights, tiny_spec
 from support.replaying import Replaying, Wrong, drafting
@@ -21,6 +22,8 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan, StepResult
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
 
 BACKENDS = ["reference", "torch_cuda", "jax_tpu"]
@@ -217,7 +220,30 @@ def test_drafts_within_a_small_budget(backend: str, plain: Run, budget: int) -> 
     assert_equal(ran, plain)
 
 
-def test_drafts_are_refused_with_logits_processors(backend: str) -> None:
+def two_pools() -> ModelSpec:
+    """Full attention with 2 KV heads of 16, between windows with 1 of 8."""
+    spec = tiny_spec()
+    narrow = replace(spec.layers[0], mixers=(Attention(4, 1, 8, 0.3, Rope(1e4, 8), window=6),))
+    return replace(spec, layers=(narrow, spec.layers[0], narrow, narrow))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_drafts_with_several_pools(backend: str, ahead: bool) -> None:
+    spec = two_pools()
+    want = run(backend, spec=spec)
+    proposer = Replaying(want.tokens, mixed)
+    ran = run(backend, proposer, spec=spec, num_blocks=13, max_drafts=5, async_scheduling=ahead)
+    assert ran.preemptions > 0
+    assert_equal(ran, want)
+
+
+def test_drafts_are_refused_with_recurrent_state() -> None:
+    with pytest.raises(ConfigError, match=r"^--speculative-config: a model with recurrent state cannot take rejected"):
+        make_options(SPEC, limits=replace(LIMITS, max_drafts=1, block_size=4), layout=state_layout())
+    make_options(SPEC, limits=replace(LIMITS, block_size=4), layout=state_layout())
+
+
+def test_drafts_are_refused_with_logits_processors() -> None:
     options = SamplerOptions(processors=(object(),))
     with pytest.raises(ConfigError, match=r"^--speculative-config: logits processors are not called for drafts; drop"):
         make_options(SPEC, limits=replace(LIMITS, max_drafts=1), sampling=options)

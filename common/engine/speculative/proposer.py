@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from pagoda.common.engine.step import Int32
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftContext:
+class DraftContext(NamedTuple):
     """A sequence whose next tokens are to be guessed: prompt, outputs, drafts, in this order."""
 
     request_id: str

@@ -40,13 +40,13 @@ def logprobs(*rows: tuple[int, ...], rank: int = 1) -> TokenLogprobs:
 
 
 def take(made: Request, token: int, block: TokenLogprobs | None = None, **ended) -> tuple[EngineOutput, list]:
-    (output,), endings = append_tokens([made], [[token]], {} if block is None else {0: block}, ended)
+    (output,), endings = append_tokens([made], [token], {} if block is None else {0: block}, ended)
     return output, [status for _, status in endings]
 
 
 def test_tokens_are_appended_to_their_requests() -> None:
     one, two, three = request(), request(), request()
-    outputs, ended = append_tokens([one, two, three], [[5], [-1], [0]], {}, {})
+    outputs, ended = append_tokens([one, two, three], [5, -1, 0], {}, {})
     assert ([each.new_token_ids for each in outputs], ended) == ([[5], [0]], [])
     assert [one.outputs, two.outputs, three.outputs] == [[5], [], [0]]
 
@@ -55,7 +55,7 @@ def test_tokens_are_appended_to_their_requests() -> None:
 def test_finished_requests_take_no_more(status: RequestStatus) -> None:
     made = request()
     made.status = status
-    assert append_tokens([made], [[5]], {}, {}) == ([], [])
+    assert append_tokens([made], [5], {}, {}) == ([], [])
     assert made.outputs == []
 
 
@@ -90,17 +90,17 @@ def test_stop_tokens_count_from_min_tokens_on() -> None:
 
 def test_a_mask_ends_a_request_that_would_go_on() -> None:
     made = request()
-    (output,), ended = append_tokens([made], [[5]], {}, {0: STOPPED})
+    (output,), ended = append_tokens([made], [5], {}, {0: STOPPED})
     assert (output.finish_reason, output.stop_reason, ended) == ("stop", None, [(made, STOPPED)])
     made = request(1)
-    assert append_tokens([made], [[5]], {}, {0: STOPPED})[1] == [(made, LENGTH)]
-    assert append_tokens([request()], [[5]], {}, {1: STOPPED})[1] == []
+    assert append_tokens([made], [5], {}, {0: STOPPED})[1] == [(made, LENGTH)]
+    assert append_tokens([request()], [5], {}, {1: STOPPED})[1] == []
 
 
 def test_a_mask_without_a_next_token_is_an_error() -> None:
     made = request()
     made.mask_state = SimpleNamespace(error="why")
-    (output,), ended = append_tokens([made], [[5]], {}, {0: RequestStatus.FINISHED_ERROR})
+    (output,), ended = append_tokens([made], [5], {}, {0: RequestStatus.FINISHED_ERROR})
     assert (output.finish_reason, output.error) == ("error", ("structured_outputs", "structured_outputs: why"))
     assert ended == [(made, RequestStatus.FINISHED_ERROR)]
     made = request()
