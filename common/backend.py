@@ -18,6 +18,8 @@ from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.caches import StateCache
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization import Scheme, Value
 
@@ -96,6 +98,19 @@ class BackendOptions:
     attention: str = AUTO  # kernel of prefill and mixed steps, by its name in AttentionConfig
     sleep_mode: bool = False  # `sleep` will be called
     prompt_embeds: bool = False  # steps may have embeddings in place of tokens
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if drafts are wanted from a model or with settings that cannot have them."""
+        if not self.limits.max_drafts:
+            return
+        if any(isinstance(group.spec, StateCache) for group in self.layout.groups):
+            raise ConfigError(
+                "--speculative-config", "a model with recurrent state cannot take rejected drafts back; drop it"
+            )
+        if self.sampling.processors:
+            raise ConfigError(
+                "--speculative-config", "logits processors are not called for drafts; drop it or --logits-processors"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ shared wrongly, reused too early or not filled therefore fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,12 @@ def state_layout(block_size: int = 4, snapshot_tokens: int = 8) -> KvLayout:
     """Recurrent state, and a full cache."""
     groups = KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)
     return KvLayout(groups, block_size, snapshot_tokens)
+
+
+def pools_layout(block_size: int = 4) -> KvLayout:
+    """Every kind of cache but recurrent state, in two pools."""
+    kinds = {WindowCache(1, 8, 6): [0, 1], LatentCache(8, 4): [2], FullCache(1, 8): [3], WindowCache(1, 8, 3): [4]}
+    return layout_of(kinds, block_size)
 
 
 def mixed_layout(block_size: int = 4, snapshot_tokens: int = 4) -> KvLayout:
@@ -103,17 +110,27 @@ class FakeRow:
     num_prompt: int
     rules: SamplingRules
     sampled_at: int = -2
+    rejected: int = 0
+    """Drafts of its newest step that were wrong."""
+    had_drafts: bool = False
     digests: list[int] = field(default_factory=list)
     embedded: dict[int, int] = field(default_factory=dict)
 
     def said(self) -> list[int]:
         return [self.embedded.get(position, token) for position, token in enumerate(self.history)]
 
-    def digest(self, position: int) -> int:
-        while len(self.digests) <= position:
-            before = self.digests[-1] if self.digests else 7
-            self.digests.append(hash((before, self.history[len(self.digests)])) & 0x7FFFFFFF)
-        return self.digests[position]
+    def digest(self, position: int, drafts: Sequence[int] = ()) -> int:
+        """Of all tokens up to that position; `drafts` follow the history."""
+        while len(self.digests) <= min(position, len(self.history) - 1):
+            self.digests.append(chained(self.digests[-1] if self.digests else 7, self.history[len(self.digests)]))
+        drafted = position + 1 - len(self.history)
+        if drafted <= 0:
+            return self.digests[position]
+        return reduce(chained, drafts[:drafted], self.digests[-1])
+
+
+def chained(digest: int, token: int) -> int:
+    return hash((digest, token)) & 0x7FFFFFFF
 
 
 @dataclass
@@ -133,7 +150,9 @@ class FakePending:
         assert self.plan.masked is not None, "no sequence waits for a mask"
         assert self.answer is None, "the masks are bound already"
         assert np.isin(masks.sequences, self.plan.masked).all(), "a mask that was not announced"
-        assert len(masks.sequences) == len(masks.bits)
+        assert len(masks.sequences) == len(masks.after) == len(masks.bits)
+        places = list(zip(masks.sequences.tolist(), masks.after.tolist()))
+        assert places == sorted(set(places)), "each place once, in order"
         self.backend.masks[self.plan.step] = masks
         self._sample(masks)
 
@@ -145,11 +164,11 @@ class FakePending:
         self.answer = self.backend.sample(self.plan, self.prompt_logprobs, masks)
 
 
-def allowed_from(masks: TokenMasks | None, index: int, token: int) -> int:
-    """That token, or the next one after it that the sequence's mask allows."""
-    if masks is None or index not in masks.sequences:
+def allowed_from(masks: TokenMasks | None, index: int, token: int, after: int = 0) -> int:
+    """That token, or the next one after it that the sequence's mask after so many drafts allows."""
+    if masks is None or (index, after) not in zip(masks.sequences, masks.after):
         return token
-    bits = masks.bits[masks.sequences.tolist().index(index)]
+    bits = masks.bits[list(zip(masks.sequences, masks.after)).index((index, after))]
     allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
     assert len(allowed), "a mask leaves no token"
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
@@ -249,8 +268,11 @@ class FakeBackend:
         return self.newest
 
     def sample(self, plan: StepPlan, prompt_logprobs: dict[int, TokenLogprobs], masks: TokenMasks | None) -> StepResult:
-        tokens = [self._sample(plan, index, masks) if plan.samples[index] else -1 for index in range(plan.num_seqs)]
-        return StepResult(plan.step, np.array(tokens, np.int32), self._logprobs(plan, tokens), prompt_logprobs)
+        tokens = [self._sample(plan, index, masks) if plan.samples[index] else [] for index in range(plan.num_seqs)]
+        width = 1 if plan.num_drafts is None else 1 + int(plan.num_drafts.max())
+        padded = np.array([ids + [-1] * (width - len(ids)) for ids in tokens], np.int32)
+        ids = padded[:, 0] if plan.num_drafts is None else padded
+        return StepResult(plan.step, ids, self._logprobs(plan, tokens), prompt_logprobs)
 
     def _check_shape(self, plan: StepPlan) -> None:
         counts = np.diff(plan.query_start)
@@ -263,7 +285,16 @@ class FakeBackend:
             assert plan.samples[plan.masked].all(), "a masked sequence samples"
         assert plan.query_start[-1] == plan.num_tokens
         assert len(set(plan.rows.tolist())) == plan.num_seqs, "a row appears twice"
-        assert (np.diff((counts > 1).astype(int)) >= 0).all(), "sequences with one token stand first"
+        kinds = np.where(counts > 1, 2, 0)
+        if plan.num_drafts is not None:
+            assert plan.num_drafts.dtype == np.int32
+            assert plan.num_drafts.any(), "no sequence has drafts"
+            assert (plan.num_drafts >= 0).all()
+            drafted = plan.num_drafts > 0
+            assert (counts[drafted] == 1 + plan.num_drafts[drafted]).all(), "drafts follow the newest token alone"
+            assert plan.samples[drafted].all()
+            kinds[drafted] = 1
+        assert (np.diff(kinds) >= 0).all(), "sequences with one token stand first, then those with drafts"
         pages = -(-int((plan.context + counts).max()) // self.layout.block_size)
         for table in plan.block_tables:
             assert table.shape == (plan.num_seqs, pages)
@@ -284,29 +315,44 @@ class FakeBackend:
         assert 0 < start.num_prompt <= len(start.token_ids)
         self.rows[start.row] = FakeRow(start.token_ids.tolist(), start.num_prompt, start.rules)
 
+    def _first(self, plan: StepPlan, index: int) -> int:
+        """The position of the sequence's first token in this step."""
+        row = self.rows[int(plan.rows[index])]
+        known = plan.token_ids[plan.query_start[index]] != PREVIOUS
+        return int(plan.context[index]) - (0 if known else row.rejected)
+
+    def _drafts(self, plan: StepPlan, index: int) -> list[int]:
+        if plan.num_drafts is None:
+            return []
+        end = int(plan.query_start[index + 1])
+        return plan.token_ids[end - plan.num_drafts[index] : end].tolist()
+
     def _write(self, plan: StepPlan, index: int) -> None:
         row = self.rows[int(plan.rows[index])]
-        first, size = int(plan.context[index]), self.layout.block_size
+        first, size, drafts = self._first(plan, index), self.layout.block_size, self._drafts(plan, index)
         begin, end = plan.query_start[index : index + 2]
         ids = plan.token_ids[begin:end].tolist()
         if plan.embeds is not None:
             for token, numbers in zip(plan.embedded.tolist(), plan.embeds.view(np.float32)):
                 if begin <= token < end:
                     row.embedded[first + token - begin] = int(numbers[0])
+        if drafts:
+            assert first + 1 == len(row.history), "drafts follow the newest token"
         for position, token in enumerate(ids, start=first):
             if token == PREVIOUS:
                 assert row.sampled_at == plan.step - 1, "PREVIOUS names the step before"
                 assert position == len(row.history) - 1
-            else:
+            elif position < first + len(ids) - len(drafts):
                 assert token == row.history[position], f"row {plan.rows[index]}: wrong token at {position}"
             for group, table in zip(self.layout.groups, plan.block_tables):
                 if isinstance(group.spec, StateCache):
                     continue
                 block = int(table[index, position // size])
                 assert 0 < block < self.num_blocks[group.pool], "a token is written into no block"
-                self.slots[group.pool][block, position % size] = row.digest(position)
+                self.slots[group.pool][block, position % size] = row.digest(position, drafts)
         for group, table in zip(self.layout.groups, plan.block_tables):
             if isinstance(group.spec, StateCache):
+                assert not drafts, "recurrent state cannot take rejected drafts back"
                 self._advance_state(self.slots[group.pool], int(table[index, 0]), row, first, first + len(ids))
                 assert not table[index, 1:].any(), "a state is one block"
 
@@ -315,9 +361,9 @@ class FakeBackend:
         slots[block, 0] = row.digest(end - 1)
 
     def _read(self, plan: StepPlan, index: int) -> None:
-        """Every slot that any token of this step sees holds the digest of the true history."""
+        """Every slot that any token of this step sees holds the digest of the true history, then of its drafts."""
         row = self.rows[int(plan.rows[index])]
-        first, size = int(plan.context[index]), self.layout.block_size
+        first, size, drafts = self._first(plan, index), self.layout.block_size, self._drafts(plan, index)
         end = first + int(plan.query_start[index + 1] - plan.query_start[index])
         for group, table in zip(self.layout.groups, plan.block_tables):
             if isinstance(group.spec, StateCache):
@@ -326,28 +372,34 @@ class FakeBackend:
             for position in range(oldest, end):
                 block = int(table[index, position // size])
                 assert block != NULL_BLOCK, f"position {position} is visible but has no block"
-                assert self.slots[group.pool][block, position % size] == row.digest(position), (
+                assert self.slots[group.pool][block, position % size] == row.digest(position, drafts), (
                     f"step {plan.step}, row {plan.rows[index]}: block {block} does not hold position {position}"
                 )
             used = -(-end // size)
-            assert not table[index, used:].any(), "entries past the end are null"
+            assert row.had_drafts or not table[index, used:].any(), "entries past the end are null"
 
-    def _sample(self, plan: StepPlan, index: int, masks: TokenMasks | None) -> int:
-        row = self.rows[int(plan.rows[index])]
-        end = plan.context[index] + plan.query_start[index + 1] - plan.query_start[index]
+    def _sample(self, plan: StepPlan, index: int, masks: TokenMasks | None) -> list[int]:
+        """The accepted drafts and the token after them."""
+        row, drafts = self.rows[int(plan.rows[index])], self._drafts(plan, index)
+        end = self._first(plan, index) + plan.query_start[index + 1] - plan.query_start[index] - len(drafts)
         assert end == len(row.history), "only the newest token is sampled from"
-        token = allowed_from(masks, index, self.next_token(row.said()))
-        row.history.append(token)
+        tokens: list[int] = []
+        while len(tokens) <= len(drafts) and tokens == drafts[: len(tokens)]:
+            tokens.append(allowed_from(masks, index, self.next_token(row.said() + tokens), len(tokens)))
+        row.history += tokens
         row.sampled_at = plan.step
-        return token
+        row.rejected = 1 + len(drafts) - len(tokens)
+        row.had_drafts = row.had_drafts or bool(drafts)
+        return tokens
 
-    def _logprobs(self, plan: StepPlan, tokens: list[int]) -> dict[int, TokenLogprobs]:
+    def _logprobs(self, plan: StepPlan, tokens: list[list[int]]) -> dict[int, TokenLogprobs]:
         """Logprob of a token: minus its position."""
         found = {}
-        for index, token in enumerate(tokens):
+        for index, ids in enumerate(tokens):
             row = self.rows[int(plan.rows[index])]
-            if token >= 0 and row.rules.logprobs is not None:
-                found[index] = _fake_logprobs([token], [len(row.history) - 1], row.rules.logprobs)
+            if ids and row.rules.logprobs is not None:
+                positions = list(range(len(row.history) - len(ids), len(row.history)))
+                found[index] = _fake_logprobs(ids, positions, row.rules.logprobs)
         return found
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, TokenLogprobs]:

@@ -69,13 +69,14 @@ class Mutant:
 TARGETS: Final = (
     Target(
         "scheduler",
-        ("common/engine/scheduler.py", "common/engine/request.py"),
+        ("common/engine/scheduler.py", "common/engine/request.py", "common/engine/speculative/proposer.py"),
         (
             "tests/common/engine/test_waiting.py",
             "tests/common/engine/test_batch_state.py",
             "tests/common/engine/test_results.py",
             "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_core.py",
+            "tests/common/engine/test_drafts.py",
             "tests/common/engine/structured_output/test_compiler.py",
             "tests/common/engine/test_engine_properties.py",
         ),
@@ -107,7 +108,11 @@ TARGETS: Final = (
             "tests/backends/torch_cuda/test_sampler.py",
         ),
     ),
-    Target("reference sampler", ("backends/reference/sampling.py",), ("tests/backends/reference/test_sampler.py",)),
+    Target(
+        "reference sampler",
+        ("backends/reference/sampling.py",),
+        ("tests/backends/reference/test_sampler.py", "tests/backends/test_drafts.py"),
+    ),
     Target(
         "output processing",
         ("server/processing/output_processor.py",),

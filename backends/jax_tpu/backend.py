@@ -230,11 +230,12 @@ class JaxBackend:
         assert sampler is not None
         before = programs.recompiles
         sampled = sampler.sample(logits, plans, masks)
-        recompiles, seqs = programs.recompiles - before, logits.shape[0] // self.model.shards
+        recompiles, seqs = programs.recompiles - before, logits.shape[0] // self.model.shards // sampled.width
         tokens: dict[int, PendingTokens] = {}
         for shard, plan in plans.items():
             span = shard * seqs, plan.num_seqs
-            tokens[shard] = PendingTokens(partial(sampled.fetch, *span), partial(sampled.logprobs, *span), recompiles)
+            fetch = partial(sampled.fetch, *span, plan.num_drafts)
+            tokens[shard] = PendingTokens(fetch, partial(sampled.logprobs, *span), recompiles)
             recompiles = 0  # counted once
         return tokens
 

@@ -72,6 +72,52 @@ def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(allowed == 1, logits, -jnp.inf)
 
 
+# Drafts. The history of an engine with drafts ends with a column: drafts that the row's previous step rejected, by
+# which positions planned ahead of its result are too large.
+
+
+def shift_by_row(history: jax.Array, shift_rows: jax.Array) -> jax.Array:
+    """Return by how much positions are too large, int32 [R]. shift_rows [R]: of `SampledRows.pack_with_drafts`."""
+    return history[shift_rows, -1]
+
+
+def shift_penalties(packed: jax.Array, shift: jax.Array) -> jax.Array:
+    """Return the packed argument of `penalise` with exact numbers of known tokens. shift [R]: of `shift_by_row`."""
+    return packed.at[3].add(-shift[packed[0]])
+
+
+def shift_heads(words: jax.Array, heads: jax.Array, shift: jax.Array) -> jax.Array:
+    """Return the heads of `ban_words` at their exact positions. shift [R]: of `shift_by_row`."""
+    return heads.at[2].add(-shift[words[0][heads[0]]])
+
+
+def shifted_rules(packed: jax.Array, history: jax.Array) -> jax.Array:
+    """Return the sampling parameters int32 [9, R] with exact positions and complete noise keys."""
+    shift = shift_by_row(history, packed[7])
+    counters = jax.lax.bitcast_convert_type(packed[2] - shift, jnp.uint32)
+    keys = jax.lax.bitcast_convert_type(mix(counters), jnp.int32)
+    return packed.at[1].add(-shift).at[2].set(keys)
+
+
+def record_drafts(history: jax.Array, packed: jax.Array) -> jax.Array:
+    """Return the history with the drafts of a step, which edits of later rows of logits read. packed: [9, R]."""
+    rules, drafts = shifted_rules(packed, history), packed[8]
+    rows = jnp.where(drafts >= 0, rules[0], history.shape[0])
+    return history.at[rows, rules[1]].set(drafts, mode="drop")
+
+
+def accept_drafts(width: int, tokens: jax.Array, history: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return tokens int32 [R], -1 after a sequence's first that is not the draft there, and the history.
+
+    The history gets the numbers of rejected drafts. `width`: rows of logits per sequence. packed: [9, R].
+    """
+    sampled, drafts = tokens.reshape(-1, width), packed[8].reshape(-1, width)
+    accepted = jnp.cumprod((sampled == drafts)[:, :-1], axis=1).sum(1)
+    rejected = (drafts >= 0).sum(1) - accepted
+    history = history.at[packed[0, ::width], -1].set(rejected.astype(jnp.int32))
+    return jnp.where(jnp.arange(width) <= accepted[:, None], sampled, -1).reshape(-1), history
+
+
 @dataclass(frozen=True, slots=True)
 class JaxSamplingRules:
     """Per-row sampling parameters [R], from `SampledRows.pack`."""
@@ -118,6 +164,22 @@ def sample(
         tokens = jnp.where(greedy, tokens, jnp.argmax(noisy, -1).astype(jnp.int32))
         processed = jnp.where(greedy[:, None], logits, scaled)
     return tokens, history.at[rules.rows, rules.positions].set(tokens), processed if return_logits else None
+
+
+def sample_drafts(
+    width: int,
+    kind: Kind,
+    return_logits: bool,
+    kernel: KernelChoice,
+    mesh: Mesh,
+    logits: jax.Array,
+    history: jax.Array,
+    packed: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """As `sample`, for an engine with drafts: packed [9, R], tokens [R] of `accept_drafts`."""
+    rules = shifted_rules(packed, history)
+    tokens, history, processed = sample(kind, return_logits, kernel, mesh, logits, history, rules)
+    return *accept_drafts(width, tokens, history, packed), processed
 
 
 def keep_threshold(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: JaxSamplingRules) -> jax.Array:

@@ -21,8 +21,8 @@ from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weig
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.engine.pending import unbound_masks
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import prompt_targets
-from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.sampling_state import prompt_targets, sampled_indices
+from pagoda.common.engine.step import RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.errors import ConfigError
 
 ResultT = TypeVar("ResultT")
@@ -132,36 +132,21 @@ class ReferenceBackend:
         for start in plan.starts:
             self._sampler.start(start)
         copy_states(plan.state_copies, self.layout, self._caches)
+        plan = self._sampler.resolve(plan)
         batch = make_batch(plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
-        hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches, embedded)
+        hidden = self._decoder.hidden(torch.from_numpy(plan.token_ids.astype(np.int64)), batch, self._caches, embedded)
         prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        sampling = np.flatnonzero(plan.samples)
-        newest = torch.from_numpy(plan.query_start[sampling + 1].astype(np.int64) - 1)
-        return ForwardPass(self._decoder.logits(hidden[newest]) if len(sampling) else None, prompt_logprobs)
+        sampled = torch.from_numpy(sampled_indices(plan))
+        return ForwardPass(plan, self._decoder.logits(hidden[sampled]) if len(sampled) else None, prompt_logprobs)
 
-    def sample(self, plan: StepPlan, forward: ForwardPass, masks: TokenMasks | None = None) -> StepResult:
+    def sample(self, forward: ForwardPass, masks: TokenMasks | None = None) -> StepResult:
         """Sample the step's tokens. `masks`: of sequences in `plan.masked`."""
-        tokens = np.full(plan.num_seqs, -1, np.int32)
+        plan = forward.plan
         if forward.logits is None:
-            return StepResult(plan.step, tokens, {}, forward.prompt_logprobs)
-        sampling = np.flatnonzero(plan.samples)
-        sampled, logprobs = self._sampler.sample(forward.logits, plan, masks)
-        tokens[sampling] = sampled.numpy()
-        return StepResult(
-            plan.step, tokens, {int(sampling[i]): block for i, block in logprobs.items()}, forward.prompt_logprobs
-        )
-
-    def _token_ids(self, plan: StepPlan) -> Tensor:
-        """Return the token ids int64 [T], PREVIOUS replaced by the last sampled token."""
-        token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        pending = np.flatnonzero(plan.token_ids == PREVIOUS)
-        if len(pending):
-            owners = np.searchsorted(plan.query_start, pending, side="right") - 1
-            token_ids[torch.from_numpy(pending)] = self._sampler.last[
-                torch.from_numpy(plan.rows[owners].astype(np.int64))
-            ]
-        return token_ids
+            return StepResult(plan.step, np.full(plan.num_seqs, -1, np.int32), {}, forward.prompt_logprobs)
+        tokens, logprobs = self._sampler.accept(plan, *self._sampler.sample(forward.logits, plan, masks))
+        return StepResult(plan.step, tokens, logprobs, forward.prompt_logprobs)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, TokenLogprobs]:
         """Return the logprobs of prompt tokens by sequence, for those with prompt logprobs."""
@@ -186,7 +171,8 @@ def _run_part(run: Callable[[], ResultT]) -> ResultT:
 class ForwardPass:
     """The part of a step before sampling."""
 
-    logits: Tensor | None  # float32 [R, V] of the R sequences that sample
+    plan: StepPlan  # without PREVIOUS, at the true positions
+    logits: Tensor | None  # float32 [R, V] of the R tokens to be sampled
     prompt_logprobs: dict[int, TokenLogprobs]
 
 
@@ -198,15 +184,15 @@ class WorkerStep:
         self._forward: Future[ForwardPass] | None = None
         self._result: Future[StepResult] | None = None
         if plan.masked is None:
-            self._result = backend.submit(lambda: backend.sample(plan, backend.forward(plan)))
+            self._result = backend.submit(lambda: backend.sample(backend.forward(plan)))
         else:
             self._forward = backend.submit(lambda: backend.forward(plan))
 
     def bind_masks(self, masks: TokenMasks) -> None:
         """Submit the sampling."""
-        backend, plan, forward = self._backend, self._plan, self._forward
+        backend, forward = self._backend, self._forward
         assert forward is not None, "the plan has masked sequences"
-        self._result = backend.submit(lambda: backend.sample(plan, forward.result(), masks))
+        self._result = backend.submit(lambda: backend.sample(forward.result(), masks))
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what it raised, RuntimeError without masks for a plan with `masked`."""

@@ -6,32 +6,41 @@ Random rows with filters sort their best candidates first, and the whole vocabul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.common.engine.pending import join_logprobs
 from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, USUAL, LogprobsMode, SamplerOptions
-from pagoda.common.engine.sampling_state import RowTable, SampledRows, additions, banned_words, penalties
-from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenLogprobs, TokenMasks
+from pagoda.common.engine.sampling_state import (
+    RowTable,
+    SampledRows,
+    additions,
+    banned_words,
+    penalties,
+    sampled_positions,
+)
+from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
 
 
 class Sampler:
-    """Samples one token per sampling row.
+    """Samples one token per sampling row, and one after each of its drafts.
 
-    `last` int64 [rows]: the token each row sampled last. `history` int32 [rows, max_len + 1]: the tokens of each row.
+    `last` int32 [rows]: the newest token of each row. `rejected` int32 [rows]: how many drafts of its newest step were
+    wrong. `history` int32 [rows, max_len + 1]: the tokens of each row, then anything.
     """
 
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
         self.vocab, self.options = vocab, options
         self.rows = RowTable(max_rows)
-        self.last = torch.zeros(max_rows, dtype=torch.int64)
+        self.last, self.rejected = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
         # numpy's zeros are mapped on first write; torch's would touch all of them
         self.history = torch.from_numpy(np.zeros((max_rows, max_len + 1), np.int32))
 
@@ -40,14 +49,29 @@ class Sampler:
         self.rows.start(start, self.vocab)
         self.history[start.row, : len(start.token_ids)] = torch.tensor(start.token_ids)
 
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """Return the plan without PREVIOUS and rejected drafts: true tokens, at true positions."""
+        pending = np.flatnonzero(plan.token_ids == PREVIOUS)
+        if not len(pending):
+            return plan
+        owners = np.searchsorted(plan.query_start, pending, side="right") - 1
+        token_ids, context = plan.token_ids.copy(), plan.context.copy()
+        token_ids[pending] = self.last[plan.rows[owners]]
+        context[owners] -= self.rejected[plan.rows[owners]]
+        return replace(plan, token_ids=token_ids, context=context)
+
     def sample(
         self, logits: Tensor, plan: StepPlan, masks: TokenMasks | None = None
     ) -> tuple[Tensor, dict[int, TokenLogprobs]]:
-        """Return tokens int64 [R] and logprobs by row of logits, for the R sequences of `plan` that sample.
+        """Return tokens int64 [R] and logprobs by row of logits, for the R sequences and drafts that are sampled from.
 
-        logits float32 [R, V], one row per sampling sequence; edited in place. masks: of sequences in `plan.masked`.
+        logits float32 [R, V], of each sequence in order; edited in place. masks: of sequences in `plan.masked`.
         """
         sampled = SampledRows.compact(plan, self.rows)
+        if plan.num_drafts is not None:
+            drafts = drafts_of(plan)
+            sequences, columns = np.nonzero(drafts >= 0)
+            self.history.numpy()[plan.rows[sequences], plan.context[sequences] + 1 + columns] = drafts[drafts >= 0]
         needs_edit = masks is not None or self.options.processors or sampled.columns["needs_edit"].any()
         shown = self._edit(logits, sampled, masks and _by_row_of_logits(masks, plan)) if needs_edit else {}
         # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
@@ -56,12 +80,36 @@ class Sampler:
             packed = torch.from_numpy(sampled.pack(len(logits), 0))
             random = packed[3].nonzero()[:, 0]  # by temperature
             tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
-        self.last.numpy()[sampled.rows] = self.history.numpy()[sampled.rows, sampled.ends] = tokens.numpy()
+        self.history.numpy()[sampled.rows, sampled.ends] = tokens.numpy()
         mode = self.options.logprobs_mode
         return tokens, {
             index: token_logprobs(row[None], tokens[index : index + 1], best, mode)
             for index, (best, row) in shown.items()
         }
+
+    def accept(
+        self, plan: StepPlan, tokens: Tensor, logprobs: Mapping[int, TokenLogprobs]
+    ) -> tuple[Int32, dict[int, TokenLogprobs]]:
+        """Return the fields of StepResult from what `sample` returned."""
+        sequences, after = sampled_positions(plan)
+        width = 1 if plan.num_drafts is None else 1 + int(plan.num_drafts.max())
+        token_ids = np.full((plan.num_seqs, width), -1, np.int32)
+        token_ids[sequences, after] = tokens.numpy()
+        rejected, accepted = np.zeros(plan.num_seqs, np.int32), np.zeros(plan.num_seqs, np.int32)
+        if plan.num_drafts is not None:
+            right = token_ids[:, :-1] == drafts_of(plan)
+            accepted = np.logical_and.accumulate(right, axis=1).sum(1)
+            token_ids[np.arange(width) > accepted[:, None]] = -1
+            rejected = plan.num_drafts - accepted
+        sampling = np.flatnonzero(plan.samples)
+        self.last[plan.rows[sampling]] = token_ids[sampling, accepted[sampling]]
+        self.rejected[plan.rows[sampling]] = rejected[sampling]
+        blocks: dict[int, list[TokenLogprobs]] = {}
+        for index, block in logprobs.items():
+            if after[index] <= accepted[sequences[index]]:
+                blocks.setdefault(int(sequences[index]), []).append(block)
+        joined = {sequence: join_logprobs(own) for sequence, own in blocks.items()}
+        return token_ids[:, 0] if plan.num_drafts is None else token_ids, joined
 
     def _edit(self, logits: Tensor, sampled: SampledRows, masks: TokenMasks | None) -> dict[int, tuple[int, Tensor]]:
         """Edit the logits in place. `masks`: by row of logits.
@@ -103,9 +151,19 @@ class Sampler:
 
 
 def _by_row_of_logits(masks: TokenMasks, plan: StepPlan) -> TokenMasks:
-    """Return the masks by row of logits, of which only sequences that sample have one."""
-    rows = np.searchsorted(np.flatnonzero(plan.samples), masks.sequences)
-    return TokenMasks(rows.astype(np.int32), masks.bits)
+    """Return the masks by row of logits, of which sequences that sample have one, and one more for each draft."""
+    first = np.searchsorted(sampled_positions(plan)[0], masks.sequences)
+    return TokenMasks((first + masks.after).astype(np.int32), masks.after, masks.bits)
+
+
+def drafts_of(plan: StepPlan) -> Int32:
+    """Return the drafts of each sequence int32 [S, most drafts], then -1."""
+    assert plan.num_drafts is not None
+    columns, counts = np.arange(plan.num_drafts.max()), plan.num_drafts[:, None]
+    drafts = np.full((plan.num_seqs, len(columns)), -1, np.int32)
+    used = columns < counts
+    drafts[used] = plan.token_ids[(plan.query_start[1:, None] - counts + columns)[used]]
+    return drafts
 
 
 # Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling_state.

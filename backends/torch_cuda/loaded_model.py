@@ -112,8 +112,16 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
         loader,
         num_bytes,
         CudaDecoder(spec, loader.params, device, limits.max_model_len, config.comm, config.prefill, offload),
-        CudaSampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling),
-        DecodeBuffers(limits.max_num_seqs, len(config.layout.groups), pages, spec.vocab, device.torch),
+        CudaSampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling, limits.max_drafts),
+        DecodeBuffers(
+            limits.max_num_seqs,
+            len(config.layout.groups),
+            pages,
+            spec.vocab,
+            device.torch,
+            limits.block_size,
+            limits.max_drafts,
+        ),
     )
 
 

@@ -7,14 +7,17 @@ with the device except logits processors, which run Python on the host: the next
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.sampling import RowRules
+from pagoda.backends.reference.sampling import RowRules, mix
 from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.execution.step_input import RowTokens
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_tokens
@@ -28,6 +31,7 @@ from pagoda.common.engine.sampling_state import (
     additions,
     allowed,
     banned_words,
+    by_sequence,
     grammar_masks,
     penalties,
 )
@@ -35,16 +39,27 @@ from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs, 
 
 
 class CudaSampler:
-    """Samples one token per sampling row; row s of a step's logits belongs to sequence s."""
+    """Samples a token per row of logits. Each sequence has `width` rows of a step's logits."""
 
     def __init__(
-        self, vocab: int, max_rows: int, max_len: int, device: Device, options: SamplerOptions = USUAL
+        self,
+        vocab: int,
+        max_rows: int,
+        max_len: int,
+        device: Device,
+        options: SamplerOptions = USUAL,
+        max_drafts: int = 0,
     ) -> None:
-        self.vocab, self.device, self.options = vocab, device, options
+        self.vocab, self.device, self.options, self.max_drafts = vocab, device, options, max_drafts
         self.rows = RowTable(max_rows)
-        # Each row's last sampled token, and the tokens of rows whose edits read them; the last row is padding's.
-        self.last = torch.zeros(max_rows + 1, dtype=torch.int32, device=device.torch)
+        last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
+        self.newest = RowTokens(last, rejected)
+        # The tokens of rows whose edits read them; the last row is padding's.
         self.history = torch.zeros((max_rows + 1, max_len + 1), dtype=torch.int32, device=device.torch)
+
+    def width(self, plan: StepPlan) -> int:
+        """Return the rows of logits per sequence."""
+        return 1 if plan.num_drafts is None else 1 + self.max_drafts
 
     def start(self, start: RowStart) -> None:
         """Start a row. Its tokens are copied to the device only if an edit reads them there."""
@@ -54,18 +69,31 @@ class CudaSampler:
             self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
-        """Return int32 [7, R], the input of `sample`. `seqs`: R, at least the sequences of the plan."""
-        return self._sampled_rows(plan).pack(seqs, len(self.rows))
+        """Return int32 [7, R] or, with drafts, [9, R], the input of `sample`. `seqs`: R, the rows of logits."""
+        sampled = self._sampled_rows(plan)
+        if self.max_drafts:
+            return sampled.pack_with_drafts({0: plan}, seqs, len(self.rows))
+        return sampled.pack(seqs, len(self.rows))
 
-    def sample(self, logits: Tensor, packed: Tensor) -> Tensor:
-        """Return tokens int32 [R] from logits float32 [R, V] and packed int32 [7, R]; records them. May be captured."""
-        return sample_tokens(logits, packed, self.last, self.history, use_kernel=self.device.use_kernels)
+    def sample(self, logits: Tensor, packed: Tensor, width: int = 1) -> Tensor:
+        """Return tokens int32 [R] from logits float32 [R, V] and packed parameters; records them. May be captured.
 
-    def edit(self, logits: Tensor, plan: StepPlan, masks: TokenMasks | None = None) -> Tensor | None:
+        Tokens after the first rejected draft of a sequence are -1.
+        """
+        use_kernel = self.device.use_kernels
+        if not self.max_drafts:
+            return sample_tokens(logits, packed, self.newest.last, self.history, use_kernel=use_kernel)
+        rules = shifted_rules(packed, self.newest.rejected)
+        tokens = sample_by_rules(logits, rules, self.newest.last, self.history, use_kernel=use_kernel)
+        return accept_drafts(tokens, packed, self.newest, width)
+
+    def edit(
+        self, logits: Tensor, plan: StepPlan, masks: TokenMasks | None = None, packed: Tensor | None = None
+    ) -> Tensor | None:
         """Apply the rows' logit edits to logits float32 [R, V], before temperature, in place.
 
-        masks: of sequences in `plan.masked`. Return the logits [n, V] that logprobs are taken of, a row per sequence
-        with logprobs; None if there are none.
+        masks: of sequences in `plan.masked`. packed: the input of `sample`, for an engine with drafts. Return the
+        logits [n, V] that logprobs are taken of, a row per token with logprobs; None if there are none.
         """
         needs_edit = self.rows.columns["needs_edit"][plan.rows].any() or masks is not None
         if not (self.options.processors or needs_edit):
@@ -74,7 +102,7 @@ class CudaSampler:
         indices = [row.index for row in sampled.where("logprobs")]
         processed = self.options.logprobs_mode.startswith("processed")
         selected = logits[self._send(indices)] if indices and not processed else None
-        self._edit(logits, sampled, {} if masks is None else {0: masks})
+        self._edit(logits, sampled, {} if masks is None else {0: masks}, self.width(plan), packed)
         if indices and processed:
             rules = CudaSamplingRules.unpack(self._send(sampled.pack(len(logits), len(self.rows))[:, indices]))
             selected = rules.drawn_from(logits[self._send(indices)], use_kernel=self.device.use_kernels)
@@ -83,27 +111,31 @@ class CudaSampler:
     def logprobs(
         self, selected: Tensor | None, tokens: Tensor, plan: StepPlan, stream: DeviceStream
     ) -> Callable[[], dict[int, TokenLogprobs]]:
-        """Return a function that waits for the logprobs of each sequence with logprobs: its token and the best few.
+        """Return a function that waits for the logprobs of each sequence with logprobs: its tokens and the best few.
 
-        selected: from `edit`; tokens int32 [R]: from `sample`.
+        selected: from `edit`; tokens int32 [R]: from `sample`. Logprobs of tokens -1 have no meaning.
         """
         if selected is None:
             return dict
         rows = self._sampled_rows(plan).where("logprobs")
-        counts = [(row.index, self._best(row.state.rules.logprobs)) for row in rows]
-        sampled_tokens = tokens[self._send([index for index, _ in counts])]
-        fetch = self._fetch(selected, sampled_tokens, max(best for _, best in counts), stream)
+        sampled_tokens = tokens[self._send([row.index for row in rows])]
+        if self.max_drafts:
+            sampled_tokens = sampled_tokens.clamp(min=0)
+        counts = [
+            (sequence, len(own), self._best(own[0].state.rules.logprobs))
+            for sequence, own in by_sequence(rows, self.width(plan))
+        ]
+        fetch = self._fetch(selected, sampled_tokens, max(best for _, _, best in counts), stream)
 
         def wait() -> dict[int, TokenLogprobs]:
-            every = fetch()
-            return {
-                index: TokenLogprobs(
-                    every.token_ids[at : at + 1, : 1 + best],
-                    every.logprobs[at : at + 1, : 1 + best],
-                    every.ranks[at : at + 1],
+            every, at, blocks = fetch(), 0, {}
+            for sequence, count, best in counts:
+                own, columns = slice(at, at + count), slice(1 + best)
+                blocks[sequence] = TokenLogprobs(
+                    every.token_ids[own, columns], every.logprobs[own, columns], every.ranks[own]
                 )
-                for at, (index, best) in enumerate(counts)
-            }
+                at += count
+            return blocks
 
         return wait
 
@@ -122,20 +154,38 @@ class CudaSampler:
         return self.vocab if requested is not None and requested < 0 else requested or 0
 
     def _sampled_rows(self, plan: StepPlan) -> SampledRows:
-        return SampledRows.of({0: plan}, plan.num_seqs, self.rows)
+        return SampledRows.of({0: plan}, plan.num_seqs, self.rows, self.width(plan))
 
-    def _edit(self, logits: Tensor, sampled: SampledRows, grammar: Mapping[int, TokenMasks]) -> None:
+    def _edit(
+        self,
+        logits: Tensor,
+        sampled: SampledRows,
+        grammar: Mapping[int, TokenMasks],
+        width: int,
+        packed: Tensor | None,
+    ) -> None:
         seqs, use_kernel = len(logits), self.device.use_kernels
-        if penalised := sampled.where("penalised"):
-            packed = self._send(penalties(penalised, len(penalised)))
-            edit_logits.penalise(logits, self.history, packed, use_kernel=use_kernel)
-        if edited := sampled.where("edited"):
+        penalised, edited = sampled.where("penalised"), sampled.where("edited")
+        shift: Tensor | None = None
+        if self.max_drafts and (penalised or edited):
+            assert packed is not None, "for an engine with drafts"
+            shift = self.newest.rejected[packed[7].long()]
+            if width > 1:
+                record_drafts(shifted_rules(packed, self.newest.rejected), packed[8], self.history)
+        if penalised:
+            columns = self._send(penalties(penalised, len(penalised)))
+            if shift is not None:
+                columns[3] -= shift[columns[0].long()]
+            edit_logits.penalise(logits, self.history, columns, use_kernel=use_kernel)
+        if edited:
             for entries in additions(edited, seqs):
                 edit_logits.add(logits, self._send(entries), use_kernel=use_kernel)
             for words, heads in banned_words(edited, seqs):
-                packed_words = self._send(words), self._send(heads)
-                edit_logits.ban_words(logits, self.history, *packed_words, use_kernel=use_kernel)
-        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs), self.vocab):
+                packed_words, packed_heads = self._send(words), self._send(heads)
+                if shift is not None:
+                    packed_heads[2] -= _shift_of_heads(shift, packed_words, packed_heads)
+                edit_logits.ban_words(logits, self.history, packed_words, packed_heads, use_kernel=use_kernel)
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width), self.vocab):
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
@@ -183,8 +233,52 @@ def sample_tokens(logits: Tensor, packed: Tensor, last: Tensor, history: Tensor,
 
     packed int32 [7, R] of `SampledRows.pack`; last int32 [rows + 1]; history int32 [rows + 1, length].
     """
-    rules = CudaSamplingRules.unpack(packed)
+    return sample_by_rules(logits, CudaSamplingRules.unpack(packed), last, history, use_kernel=use_kernel)
+
+
+def sample_by_rules(
+    logits: Tensor, rules: CudaSamplingRules, last: Tensor, history: Tensor, *, use_kernel: bool
+) -> Tensor:
+    """As `sample_tokens`, with parameters that are unpacked."""
     floor = rules.lowest_kept(logits, use_kernel=use_kernel)
     tokens = gumbel_max(logits, rules.keys, rules.temperature, floor, use_kernel=use_kernel)
     store_tokens(tokens, rules.rows, rules.positions, last, history, use_kernel=use_kernel)
     return tokens
+
+
+# Drafts. The device corrects positions by the drafts that the row's previous step rejected, and accepts new ones.
+
+
+def shifted_rules(packed: Tensor, rejected: Tensor) -> CudaSamplingRules:
+    """Return the parameters, int32 [9, R] of `pack_with_drafts`, with corrected positions and complete noise keys.
+
+    Positions of padding that a graph is captured with may be below 0 and become 0.
+    """
+    rules, shift = CudaSamplingRules.unpack(packed), rejected.index_select(0, packed[7])
+    return replace(rules, positions=(rules.positions - shift).clamp_(min=0), keys=mix(rules.keys - shift))
+
+
+def record_drafts(rules: CudaSamplingRules, drafts: Tensor, history: Tensor) -> None:
+    """Write the drafts [R], -1 where there is none, to the history [rows + 1, length], which edits of rows read."""
+    rows = torch.where(drafts >= 0, rules.rows, len(history) - 1)
+    history[rows.long(), rules.positions.long()] = drafts
+
+
+def accept_drafts(tokens: Tensor, packed: Tensor, newest: RowTokens, width: int) -> Tensor:
+    """Return the tokens [R] of a step, -1 after the first that is not the draft at its position.
+
+    Write the last token and the number of rejected drafts of each row. packed int32 [9, R] of `pack_with_drafts`.
+    """
+    sampled, drafts = tokens.view(-1, width), packed[8].reshape(-1, width)
+    accepted = (sampled == drafts)[:, :-1].cumprod(1).sum(1, keepdim=True)
+    rows = packed[0, ::width].long()
+    newest.last[rows] = sampled.gather(1, accepted)[:, 0]
+    newest.rejected[rows] = ((drafts >= 0).sum(1) - accepted[:, 0]).to(torch.int32)
+    after = torch.arange(width, device=tokens.device)
+    return torch.where(after <= accepted, sampled, -1).flatten()
+
+
+def _shift_of_heads(shift: Tensor, words: Tensor, heads: Tensor) -> Tensor:
+    """Return by how much the history positions [h] of `banned_words` are shifted. shift [R]: by row of logits."""
+    by_word = F.pad(shift, (0, 1))[words[0].long()]
+    return F.pad(by_word, (0, 1))[heads[0].long()]

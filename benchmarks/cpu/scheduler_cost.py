@@ -2,7 +2,9 @@
 
 Prints one JSON line per mode. `planned_ahead`: each step is planned before the result of the one before is known.
 
-usage: python benchmarks/cpu/scheduler_cost.py [--running 256] [--steps 300]
+With `--drafts K` every sequence has K drafts in each step, all of which are accepted.
+
+usage: python benchmarks/cpu/scheduler_cost.py [--running 256] [--steps 300] [--drafts 0]
 """
 
 import argparse
@@ -11,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,16 +23,31 @@ from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.speculative.proposer import DraftContext, Drafter
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.models.caches import FullCache
 
-BLOCKS, BLOCK_SIZE, PROMPT, MAX_TOKENS, WARM_STEPS = 20_000, 16, 128, 2000, 20
+BLOCKS, BLOCK_SIZE, PROMPT, MAX_TOKENS, WARM_STEPS = 40_000, 16, 128, 2000, 20
 
 
-def make_scheduler(running: int) -> Scheduler:
+class Constant:
+    """Proposes token 7, which every step samples."""
+
+    name = "constant"
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+        """Return as many as wanted."""
+        return [[7] * context.num_tokens for context in contexts]
+
+
+def make_scheduler(running: int, drafts: int) -> Scheduler:
     """A scheduler with `running` requests of random prompts in line."""
     limits = Limits(
-        max_model_len=4096, max_num_batched_tokens=8192, max_num_seqs=max(running, 8), block_size=BLOCK_SIZE
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+        max_num_seqs=max(running, 8),
+        block_size=BLOCK_SIZE,
+        max_drafts=drafts,
     )
     kv = KvManager(
         KvLayout((KvGroup(FullCache(3, 64), (0,)),), BLOCK_SIZE),
@@ -38,7 +56,7 @@ def make_scheduler(running: int) -> Scheduler:
         max_model_len=limits.max_model_len,
         max_step_tokens=limits.max_num_batched_tokens,
     )
-    scheduler = Scheduler(limits, kv)
+    scheduler = Scheduler(limits, kv, drafter=Drafter(Constant(), 1000))
     draw = random.Random(0)
     for index in range(running):
         prompt = [draw.randrange(1000) for _ in range(PROMPT)]
@@ -55,13 +73,17 @@ def make_scheduler(running: int) -> Scheduler:
 
 
 def result_of(plan: StepPlan) -> StepResult:
-    """Token 7 wherever the plan samples."""
-    return StepResult(plan.step, np.where(plan.samples, 7, -1).astype(np.int32))
+    """Token 7 wherever the plan samples, and for its drafts."""
+    tokens = np.where(plan.samples, 7, -1).astype(np.int32)
+    if plan.num_drafts is not None:
+        columns = np.arange(1 + plan.num_drafts.max())
+        tokens = np.where(columns <= plan.num_drafts[:, None], tokens[:, None], -1)
+    return StepResult(plan.step, tokens)
 
 
-def measure(running: int, steps: int, *, planned_ahead: bool) -> dict[str, float | int | bool]:
+def measure(running: int, steps: int, drafts: int, *, planned_ahead: bool) -> dict[str, float | int | bool]:
     """Milliseconds per step."""
-    scheduler = make_scheduler(running)
+    scheduler = make_scheduler(running, drafts)
     flights: list[StepPlan] = []
     schedule_ms, update_ms = [], []
     for _ in range(WARM_STEPS + steps):
@@ -82,6 +104,7 @@ def measure(running: int, steps: int, *, planned_ahead: bool) -> dict[str, float
     schedule, update = statistics.median(schedule_ms), statistics.median(update_ms)
     return {
         "running": running,
+        "drafts": drafts,
         "planned_ahead": planned_ahead,
         "schedule_ms": round(schedule, 3),
         "update_ms": round(update, 3),
@@ -95,9 +118,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--drafts", type=int, default=0)
     args = parser.parse_args()
     for planned_ahead in (False, True):
-        json.dump(measure(args.running, args.steps, planned_ahead=planned_ahead), sys.stdout)
+        json.dump(measure(args.running, args.steps, args.drafts, planned_ahead=planned_ahead), sys.stdout)
         print()
 
 

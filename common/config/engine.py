@@ -97,6 +97,12 @@ class Limits:
     long_prefill_token_threshold: int = 0  # tokens of one prompt per step; 0: unlimited
     policy: str = "fcfs"
     async_scheduling: bool = True
+    max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of a generating sequence that are not known: one and its drafts, after the drafts in flight."""
+        return 1 + 2 * self.max_drafts
 
     def check(self) -> None:
         """Raise ConfigError if the limits contradict each other or could starve a request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,16 @@ class PromptScores:
 
     def fetch(self) -> TokenLogprobs:
         """Wait for all pieces and join them."""
-        pieces = [piece() for piece in self.pieces]
-        return TokenLogprobs(
-            np.concatenate([piece.token_ids for piece in pieces]),
-            np.concatenate([piece.logprobs for piece in pieces]),
-            np.concatenate([piece.ranks for piece in pieces]),
-        )
+        return join_logprobs([piece() for piece in self.pieces])
+
+
+def join_logprobs(pieces: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """Return the positions of all pieces in order."""
+    return TokenLogprobs(
+        np.concatenate([piece.token_ids for piece in pieces]),
+        np.concatenate([piece.logprobs for piece in pieces]),
+        np.concatenate([piece.ranks for piece in pieces]),
+    )
 
 
 def score_prompts(
@@ -61,7 +65,7 @@ def unbound_masks(plan: StepPlan) -> RuntimeError:
 class PendingTokens:
     """The sampled tokens of a step and their logprobs, on their way to the host."""
 
-    fetch: Callable[[], Int32]  # waits for the tokens int32 [>= S]
+    fetch: Callable[[], Int32]  # waits for the tokens int32 [>= S], of a plan with drafts [>= S, n] as in StepResult
     logprobs: Callable[[], Mapping[int, TokenLogprobs]] = dict  # waits for logprobs by sequence of the plan
     recompiles: int = 0  # programs compiled for sampling
 
@@ -87,8 +91,8 @@ class PendingStep:
         if self.order is None:
             return masks
         new_index = np.argsort(self.order)[masks.sequences]
-        ascending = np.argsort(new_index)
-        return TokenMasks(new_index[ascending].astype(np.int32), masks.bits[ascending])
+        ascending = np.argsort(new_index, kind="stable")
+        return TokenMasks(new_index[ascending].astype(np.int32), masks.after[ascending], masks.bits[ascending])
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what the device raised, RuntimeError without masks for a plan with `masked`."""
@@ -96,9 +100,11 @@ class PendingStep:
         logprobs: dict[int, TokenLogprobs] = {}
         recompiles = self.recompiles
         if self.tokens is not None:
-            sampled = np.where(self.plan.samples, self.tokens.fetch()[: self.plan.num_seqs], -1)
-            token_ids[slice(None) if self.order is None else self.order] = sampled
-            logprobs = self._in_order(self.tokens.logprobs())
+            sampled = self.tokens.fetch()[: self.plan.num_seqs]
+            samples = self.plan.samples if sampled.ndim == 1 else self.plan.samples[:, None]
+            token_ids = np.empty(sampled.shape, np.int32)
+            token_ids[slice(None) if self.order is None else self.order] = np.where(samples, sampled, -1)
+            logprobs = accepted_logprobs(self._in_order(self.tokens.logprobs()), token_ids)
             recompiles += self.tokens.recompiles
         elif self.plan.masked is not None:
             raise unbound_masks(self.plan)
@@ -109,6 +115,18 @@ class PendingStep:
         if self.order is None:
             return dict(blocks)
         return {int(self.order[index]): block for index, block in blocks.items()}
+
+
+def accepted_logprobs(logprobs: dict[int, TokenLogprobs], token_ids: Int32) -> dict[int, TokenLogprobs]:
+    """Return the logprobs of the tokens in a result's `token_ids`, without those of rejected drafts."""
+    if token_ids.ndim == 1:
+        return logprobs
+    counts = (token_ids >= 0).sum(1).tolist()
+    return {
+        index: TokenLogprobs(block.token_ids[:count], block.logprobs[:count], block.ranks[:count])
+        for index, block in logprobs.items()
+        if (count := counts[index])
+    }
 
 
 @dataclass(slots=True)

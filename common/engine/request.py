@@ -75,6 +75,7 @@ class Request:
     eos_token_ids: frozenset[int]
     cache_salt: str | None
     reads_cache: bool  # may start from cached prefixes
+    drafts_from: int  # generated tokens from which on no rule depends on their number: drafts are possible
     status: RequestStatus = RequestStatus.WAITING
     outputs: list[int] = field(default_factory=list)
     row: int = NO_ROW
@@ -117,6 +118,7 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             cache_salt=request.cache_salt,
             reads_cache=not (request.skip_reading_prefix_cache or wants_prompt),
+            drafts_from=max([request.rules.min_tokens, *map(len, request.rules.bad_words)]),
             prompt_logprobs=[] if wants_prompt else None,
             mask_state=mask_state,
             embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
@@ -274,9 +276,11 @@ class RunningBatch:
     |<-------- computed -------->|<- wanted ->|
     [ prompt ........ | generated, known | in flight ]
     |<---------------------- total ----------------->|        total <= limit
+
+    Drafts in flight count as accepted: `computed` and `total` are upper bounds, which `report` lowers by the rejected.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, max_drafts: int = 0) -> None:
         def zeros() -> Int32:
             return np.zeros(max_num_seqs, np.int32)
 
@@ -285,7 +289,11 @@ class RunningBatch:
         self.limit = zeros()  # total at which the request ends
         self.capacity = zeros()  # tokens its blocks hold
         self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
-        self.inflight = zeros()  # sampled tokens not yet reported
+        self.inflight = zeros()  # sampled tokens and drafts not yet reported
+        self.drafts_inflight = zeros()  # of these, drafts
+        self.drafts_from = zeros()  # known tokens from which on the row may have drafts
+        self.num_drafts = zeros()  # drafts of the newest step, planned or to be planned; 0 once one of them is wrong
+        self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)  # their token ids
         self.next_page = zeros()  # known tokens at which another page can enter the prefix cache
         self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
         self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
@@ -312,7 +320,8 @@ class RunningBatch:
         self.total[row] = len(request.tokens)
         self.limit[row] = request.limit
         self.newest[row] = request.tokens[-1]
-        self.inflight[row] = 0
+        self.inflight[row] = self.drafts_inflight[row] = self.num_drafts[row] = 0
+        self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
         self.masked[row] = request.mask_state is not None
 
@@ -342,35 +351,59 @@ class RunningBatch:
         parts = [part for part in parts if len(part)]
         return np.concatenate(parts) if parts else None
 
-    def token_ids(self, rows: Int32, counts: Int32, query_start: Int32, samples: Bool) -> Int32:
+    def token_ids(
+        self, rows: Int32, counts: Int32, query_start: Int32, samples: Bool, drafts: Int32 | None = None
+    ) -> Int32:
         """Return the next `counts` [n] tokens of `rows` [n], int32 [T], row by row from `query_start` [n + 1] on.
 
-        `samples` bool [n]: these are all tokens that the row has left. A single newest token may be in flight; all
-        other tokens were known when the row was assigned.
+        `samples` bool [n]: these are all tokens that the row has left, then `drafts` [n] drafts. A single newest token
+        may be in flight; all other tokens were known when the row was assigned.
         """
-        newest = samples & (counts == 1)
-        if newest.all():
+        known = counts if drafts is None else counts - drafts
+        newest = samples & (known == 1)
+        if drafts is None and newest.all():
             return self.newest[rows]
         ids = np.empty(query_start[-1], np.int32)
         ids[query_start[:-1][newest]] = self.newest[rows[newest]]
+        if drafts is not None:
+            columns = np.arange(self.drafts.shape[1])
+            used = columns < drafts[:, None]
+            ids[(query_start[:-1, None] + 1 + columns)[used]] = self.drafts[rows][used]
         for i in np.flatnonzero(~newest):
             row, start, count = int(rows[i]), int(query_start[i]), int(counts[i])
             first = int(self.computed[row])
             ids[start : start + count] = self.request_at(row).tokens[first : first + count]
         return ids
 
-    def plan(self, rows: Int32, counts: Int32, samples: Bool) -> None:
-        """Record that the next step computes `counts` tokens of each row and samples one where `samples`."""
+    def plan(self, rows: Int32, counts: Int32, samples: Bool, drafts: Int32 | None = None) -> None:
+        """Record that the next step computes `counts` tokens of each row, among them `drafts`, and samples one where
+        `samples`.
+        """
         self.computed[rows] += counts
         sampling = rows[samples]
         self.total[sampling] += 1
         self.inflight[sampling] += 1
         self.newest[sampling] = PREVIOUS
+        if drafts is not None:
+            self.total[rows] += drafts
+            self.inflight[rows] += drafts
+            self.drafts_inflight[rows] += drafts
 
     def report(self, rows: Int32, token_ids: Int32) -> Int32:
-        """Record the sampled `token_ids` [n] of `rows` [n]. Returns the rows with another page for the prefix cache."""
+        """Record the newest `token_ids` [n] of `rows` [n]. Returns the rows with another page for the prefix cache."""
         inflight = self.inflight[rows] - 1
         self.inflight[rows] = inflight
         self.newest[rows] = np.where(inflight == 0, token_ids, PREVIOUS)
         known = self.total[rows] - inflight
         return rows[known >= self.next_page[rows]]
+
+    def report_drafts(self, rows: Int32, drafts: Int32, rejected: Int32) -> None:
+        """Record that of the `drafts` [n] of `rows` [n] the last `rejected` [n] were wrong; before `report`.
+
+        Drafts of the next step, if it is in flight, were guessed to follow them.
+        """
+        self.inflight[rows] -= drafts
+        self.drafts_inflight[rows] -= drafts
+        self.computed[rows] -= rejected
+        self.total[rows] -= rejected
+        self.num_drafts[rows[rejected > 0]] = 0

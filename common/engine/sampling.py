@@ -119,10 +119,15 @@ def noise_keys(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -
 
     `seeds` int64 [S]; `positions` int64 [S] of the token to be sampled.
     """
+    return mix(noise_counters(seeds, positions))
+
+
+def noise_counters(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> U32:
+    """Return the uint32 [S] that `noise_keys` mixes last: of position p + 1 it is one more than of p, modulo 2^32."""
     wide = seeds.astype(np.uint64)
     low = (wide & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (wide >> np.uint64(32)).astype(np.uint32)
-    return mix(mix(mix(low) ^ high) + positions.astype(np.uint32))
+    return mix(mix(low) ^ high) + positions.astype(np.uint32)
 
 
 def gumbel(keys: U32, token_ids: U32) -> npt.NDArray[np.float32]:

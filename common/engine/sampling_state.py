@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.sampling import SamplingRules, noise_keys
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenMasks, UInt32
+from pagoda.common.engine.sampling import SamplingRules, mix, noise_counters
+from pagoda.common.engine.step import PREVIOUS, Int32, RowStart, StepPlan, TokenMasks, UInt32
 
 Kind = Literal["greedy", "random", "filtered"]
 KINDS: Final[tuple[Kind, ...]] = ("greedy", "random", "filtered")
 """What the rows of a step need at most: argmax only; Gumbel noise; noise within top-k, top-p and min-p."""
+
+SAMPLING_FIELDS: Final = 7
+"""Sampling parameters per row of logits, of `SampledRows.pack`."""
 
 _COLUMNS: Final = np.dtype(
     [
@@ -113,19 +117,27 @@ class SampledRows:
     table: RowTable
 
     @classmethod
-    def of(cls, plans: Mapping[int, StepPlan], seqs: int, table: RowTable) -> SampledRows:
-        """Select them from the plan of every shard. `seqs`: rows of logits per shard, one per sequence, in order."""
-        samples = [(shard * seqs, plan, np.flatnonzero(plan.samples)) for shard, plan in plans.items()]
-        indices = np.concatenate([first + at for first, _, at in samples])
-        rows = np.concatenate([plan.rows[at] for _, plan, at in samples])
-        ends = np.concatenate([(plan.context + np.diff(plan.query_start))[at] for _, plan, at in samples])
+    def of(cls, plans: Mapping[int, StepPlan], seqs: int, table: RowTable, width: int = 1) -> SampledRows:
+        """Select them from the plan of every shard.
+
+        `seqs`: rows of logits per shard. `width`: rows of logits per sequence, in order: after its newest token, after
+        its first draft, ...
+        """
+        samples = [(shard * seqs, plan, *sampled_positions(plan)) for shard, plan in plans.items()]
+        indices = np.concatenate([first + at * width + after for first, _, at, after in samples])
+        rows = np.concatenate([plan.rows[at] for _, plan, at, _ in samples])
+        ends = np.concatenate([_ends(plan)[at] + after for _, plan, at, after in samples])
         return cls(indices, rows, ends, table.columns[rows], table)
 
     @classmethod
     def compact(cls, plan: StepPlan, table: RowTable) -> SampledRows:
-        """Select them for logits that have a row for each sampling sequence and no other."""
-        ends = plan.context + plan.query_start[1:] - plan.query_start[:-1]
-        rows, ends = (plan.rows, ends) if plan.samples.all() else (plan.rows[plan.samples], ends[plan.samples])
+        """Select them for logits that have a row for each token to be sampled and no other."""
+        rows, ends = plan.rows, _ends(plan)
+        if plan.num_drafts is not None:
+            sequences, after = sampled_positions(plan)
+            rows, ends = rows[sequences], ends[sequences] + after
+        elif not plan.samples.all():
+            rows, ends = rows[plan.samples], ends[plan.samples]
         return cls(np.arange(len(rows)), rows, ends, table.columns.take(rows), table)  # indexing is slower
 
     def where(self, field: str) -> list[SampledRow]:
@@ -147,18 +159,87 @@ class SampledRows:
         Row, position of the token to be sampled, noise key (bits of uint32), temperature (0: greedy), top-k, top-p and
         min-p (floats as bits of float32). Rows of logits that do not sample are greedy and have the row `empty_row`.
         """
-        packed = np.zeros((7, seqs), np.int32)
+        packed = np.zeros((SAMPLING_FIELDS, seqs), np.int32)
+        counters = self._pack(packed, empty_row)
+        if counters is not None:
+            packed[2, self.indices] = mix(counters).view(np.int32)
+        return packed
+
+    def pack_with_drafts(self, plans: Mapping[int, StepPlan], seqs: int, empty_row: int) -> Int32:
+        """As `pack`, but for an engine with drafts, int32 [9, R]. `plans`: those of `of`.
+
+        The device subtracts the rejected drafts of row [7] from position and [2], and then mixes [2] to get the key;
+        `empty_row` has none. [8]: the draft at the position of the token to be sampled, -1 if there is none.
+        """
+        packed = np.zeros((SAMPLING_FIELDS + 2, seqs), np.int32)
+        counters = self._pack(packed, empty_row)
+        if counters is not None:
+            packed[2, self.indices] = counters.view(np.int32)
+        sampled = [(plan, *sampled_positions(plan)) for plan in plans.values()]
+        packed[7:] = [[empty_row], [-1]]
+        packed[7, self.indices] = np.concatenate([shift_rows(plan, empty_row)[at] for plan, at, _ in sampled])
+        packed[8, self.indices] = np.concatenate([_drafts(plan, at, after) for plan, at, after in sampled])
+        return packed
+
+    def _pack(self, packed: Int32, empty_row: int) -> UInt32 | None:
+        """Write all fields but the noise keys. Return the counters that keys are mixed of; None if all are greedy."""
         packed[0] = empty_row
         at, columns = self.indices, self.columns
         packed[0, at], packed[1, at] = self.rows, self.ends
         if self.kind == "greedy":
-            return packed
-        packed[2, at] = noise_keys(columns["seed"], self.ends.astype(np.int64)).view(np.int32)
+            return None
         packed[4, at] = columns["top_k"]
         real = packed.view(np.float32)
         for field, name in ((3, "temperature"), (5, "top_p"), (6, "min_p")):
             real[field, at] = columns[name]
-        return packed
+        return noise_counters(columns["seed"], self.ends.astype(np.int64))
+
+
+def _ends(plan: StepPlan) -> Int32:
+    """Return the tokens [S] of each sequence after the step, without drafts."""
+    ends = plan.context + plan.query_start[1:] - plan.query_start[:-1]
+    return ends if plan.num_drafts is None else ends - plan.num_drafts
+
+
+def sampled_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
+    """Return for each token that a plan samples its sequence, and how many of the sequence's drafts come before it."""
+    sequences = np.flatnonzero(plan.samples)
+    if plan.num_drafts is None:
+        return sequences, np.zeros(len(sequences), np.int32)
+    counts = 1 + plan.num_drafts[sequences]
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(sequences, counts), (np.arange(len(first)) - first).astype(np.int32)
+
+
+def sampled_indices(plan: StepPlan) -> npt.NDArray[np.intp]:
+    """Return the indices in the plan's tokens of those that a sampled token follows."""
+    sequences, after = sampled_positions(plan)
+    last = plan.query_start[sequences + 1].astype(np.intp) - 1
+    return last if plan.num_drafts is None else last - plan.num_drafts[sequences] + after
+
+
+def shift_rows(plan: StepPlan, empty_row: int) -> Int32:
+    """Return for each sequence [S] the row whose rejected drafts are subtracted from its positions.
+
+    `empty_row`, which has none, for sequences whose newest token the host knows.
+    """
+    return np.where(plan.token_ids[plan.query_start[:-1]] == PREVIOUS, plan.rows, np.int32(empty_row))
+
+
+def _drafts(plan: StepPlan, sequences: npt.NDArray[np.intp], after: Int32) -> Int32:
+    """Return for each sampled position of `sampled_positions` the draft of that token, -1 if there is none."""
+    if plan.num_drafts is None:
+        return np.full(len(sequences), -1, np.int32)
+    counts = plan.num_drafts[sequences]
+    at = plan.query_start[sequences + 1] - counts + after
+    drafts: Int32 = np.where(after < counts, plan.token_ids[np.minimum(at, plan.num_tokens - 1)], np.int32(-1))
+    return drafts
+
+
+def by_sequence(rows: Sequence[SampledRow], width: int) -> Iterator[tuple[int, list[SampledRow]]]:
+    """Group rows of `SampledRows.where` by sequence; yield its number, counted over all shards, and its rows."""
+    for sequence, own in groupby(rows, lambda row: row.index // width):
+        yield sequence, list(own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +382,12 @@ def allowed(rows: Sequence[SampledRow], masks: Mapping[int, UInt32], vocab: int)
     return both
 
 
-def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int) -> dict[int, UInt32]:
-    """Return the masks of every shard by row of logits. `seqs`: rows of logits per shard."""
+def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int, width: int = 1) -> dict[int, UInt32]:
+    """Return the masks of every shard by row of logits. `seqs`, `width`: rows of logits per shard and per sequence."""
     return {
-        shard * seqs + sequence: bits
+        shard * seqs + index: bits
         for shard, own in masks.items()
-        for sequence, bits in zip(own.sequences.tolist(), own.bits)
+        for index, bits in zip((own.sequences * width + own.after).tolist(), own.bits)
     }
 
 

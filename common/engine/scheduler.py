@@ -2,6 +2,7 @@
 
 There is no prefill phase and no decode phase. A request has `computed` tokens and wants `total`; a step hands out a
 token budget. Chunked prefill, prefix hits, preemption by recomputation and planning ahead of results follow from that.
+A step may also compute drafts, guesses of a sequence's next tokens, of which its result has those that were right.
 
 Uses no device and no text; the clock only records when a request first runs. Per-step work on running requests is a
 few numpy operations on a RunningBatch; Python loops only over requests that start, finish or need a block or a mask.
@@ -32,12 +33,16 @@ from pagoda.common.engine.request import (
     queue_rank,
     waiting_queue,
 )
+from pagoda.common.engine.speculative.proposer import Drafter
 from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD
-from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
+from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, Bits
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, masks_after, refresh_masks
 from pagoda.common.errors import RequestError
 
 RUNNING: Final = RequestStatus.RUNNING
+NO_MASK: Final = np.uint32(0xFFFFFFFF)
+"""A word of a mask that allows all of its tokens."""
+
 Ending: TypeAlias = tuple[Request, RequestStatus]
 
 
@@ -59,6 +64,7 @@ class Scheduler:
         kv: KvManager,
         settings: Mapping[str, Any] | None = None,  # --additional-config, for subclasses
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,  # proposes at most limits.max_drafts tokens; None: no drafts
     ) -> None:
         limits.check()
         self.limits = limits
@@ -68,7 +74,8 @@ class Scheduler:
         self.running: list[Request] = []  # by rank: the last is preempted first
         self.waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}
-        self._batch = RunningBatch(limits.max_num_seqs)
+        self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
+        self._drafter = drafter if limits.max_drafts else None
         self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
         self._in_flight: deque[_InFlightStep] = deque()
         self._num_masked = 0  # unfinished requests with token masks
@@ -157,13 +164,30 @@ class Scheduler:
 
     def _budget_running(self) -> TokenBudget:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
+        if drafting := self._drafter is not None and self._drafter.active:
+            self._drafter.propose(self._batch, self._running_rows(), self.limits)
         while True:
             rows = self._running_rows()
-            budget = split_budget(self._batch, rows, self.limits, self.kv.snapshot_tokens)
+            reserved = int(self._batch.num_drafts[rows].sum()) if drafting else 0
+            budget = split_budget(self._batch, rows, self.limits, self.kv.snapshot_tokens, reserved)
             end = self._batch.computed[budget.rows] + budget.tokens
             short = np.flatnonzero(end > self._batch.capacity[budget.rows])
             if all(self._ensure_blocks(int(budget.rows[i]), int(end[i])) for i in short):
-                return budget
+                return self._add_drafts(budget) if drafting else budget
+
+    def _add_drafts(self, budget: TokenBudget) -> TokenBudget:
+        """Return the budget with the proposed drafts, as far as blocks are free for them."""
+        batch, rows = self._batch, budget.rows
+        drafts = batch.num_drafts[rows]
+        if not drafts.any():
+            return budget
+        end = batch.computed[rows] + budget.tokens + drafts
+        for i in np.flatnonzero(end > batch.capacity[rows]).tolist():
+            row = int(rows[i])
+            if not self._allocate(row, int(end[i])):
+                drafts[i] -= end[i] - batch.capacity[row]
+                batch.num_drafts[row] = drafts[i]
+        return decode_first(rows, budget.tokens + drafts, drafts) if drafts.any() else budget
 
     def _running_rows(self) -> Int32:
         if self._order is None:
@@ -172,14 +196,21 @@ class Scheduler:
 
     def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens of a row. False after a preemption: split again."""
-        request = self._batch.request_at(row)
-        if self.kv.allocate(request, row, int(self._batch.computed[row]), num_tokens):
-            self._batch.capacity[row] = self.kv.capacity(request)
+        if self._allocate(row, num_tokens):
             return True
         if len(self.running) == 1:
+            request = self._batch.request_at(row)
             raise RuntimeError(f"no free KV block for request {request.request_id}, the only one running")
         self._preempt(self.running[-1])
         return False
+
+    def _allocate(self, row: int, num_tokens: int) -> bool:
+        request = self._batch.request_at(row)
+        accepted = int(self._batch.computed[row] - self._batch.drafts_inflight[row])  # at least so many are true
+        if not self.kv.allocate(request, row, accepted, num_tokens):
+            return False
+        self._batch.capacity[row] = self.kv.capacity(request)
+        return True
 
     def _preempt(self, victim: Request) -> None:
         """Free a request's row and blocks and move it to the head of the queue."""
@@ -200,7 +231,8 @@ class Scheduler:
 
     def _register_chunks(self, budget: TokenBudget) -> None:
         """Enter the pages that prompt chunks fill in this step into the prefix cache; no preemption follows."""
-        for i in np.flatnonzero(budget.tokens > 1):
+        known = budget.tokens if budget.drafts is None else budget.tokens - budget.drafts
+        for i in np.flatnonzero(known > 1):
             row = int(budget.rows[i])
             self._register(self._batch.request_at(row), int(self._batch.computed[row] + budget.tokens[i]))
 
@@ -230,7 +262,10 @@ class Scheduler:
             return budget, starts
         all_rows = np.concatenate([budget.rows, np.array(rows, np.int32)])
         all_counts = np.concatenate([budget.tokens, np.array(counts, np.int32)])
-        return decode_first(all_rows, all_counts), starts
+        drafts = budget.drafts
+        if drafts is not None:
+            drafts = np.concatenate([drafts, np.zeros(len(rows), np.int32)])
+        return decode_first(all_rows, all_counts, drafts), starts
 
     def _start(self, request: Request, left: int) -> int:
         """Move a waiting request to a row. Returns the tokens it computes now, of `left`; 0 when it must wait."""
@@ -261,10 +296,10 @@ class Scheduler:
         return count
 
     def _plan(self, budget: TokenBudget, starts: list[RowStart]) -> StepPlan:
-        batch, rows, counts = self._batch, budget.rows, budget.tokens
+        batch, rows, counts, drafts = self._batch, budget.rows, budget.tokens, budget.drafts
         context = batch.computed[rows]
         end = context + counts
-        samples: Bool = end == batch.total[rows]
+        samples: Bool = (end if drafts is None else end - drafts) == batch.total[rows]
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         plan = StepPlan(
@@ -273,15 +308,16 @@ class Scheduler:
             rows=rows.copy(),
             query_start=query_start,
             context=context,
-            token_ids=batch.token_ids(rows, counts, query_start, samples),
+            token_ids=batch.token_ids(rows, counts, query_start, samples, drafts),
             block_tables=self.kv.tables(rows, int(end.max())),
             samples=samples,
             state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
-            masked=masked_sequences(batch, rows, samples) if self._num_masked else None,
+            num_drafts=drafts,
+            masked=masked_sequences(batch, rows, samples, drafts) if self._num_masked else None,
             embeds=batch.embeds(rows, counts) if self._num_embedded else None,
         )
         self._in_flight.append(_InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows]))
-        batch.plan(rows, counts, samples)
+        batch.plan(rows, counts, samples, drafts)
         self._steps += 1
         return plan
 
@@ -294,7 +330,7 @@ class Scheduler:
         step = self._in_flight[0]
         if step.plan is not plan:
             raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
-        return token_masks(step.requests, plan.masked)
+        return token_masks(step.requests, plan)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take the result of the oldest step in flight. Returns the outputs of its requests."""
@@ -303,11 +339,16 @@ class Scheduler:
             raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
         self._recompiles += result.recompiles
         live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
-        with_full_page = self._batch.report(plan.rows[live], result.token_ids[live])
-        requests, tokens = step.requests, result.token_ids.tolist()
+        requests, sampled, drafts = step.requests, result.token_ids, None
+        if plan.num_drafts is not None:
+            sampled, drafts = self._take_drafts(plan, sampled, live)
+        with_full_page = self._batch.report(plan.rows[live], sampled[live])
+        tokens = sampled.tolist()
+        if drafts is not None:
+            drop_after_ends(requests, tokens, drafts)
         keep_prompt_logprobs(requests, result)
-        ended_by_mask = advance_masks(requests, tokens) if self._num_masked else {}
-        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_by_mask)
+        ended_by_mask = advance_masks(requests, tokens, drafts) if self._num_masked else {}
+        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_by_mask, drafts)
         for row in with_full_page.tolist():
             request = self._batch.request_at(row)
             self._register(request, request.num_known - 1)
@@ -316,6 +357,15 @@ class Scheduler:
         if ended:
             self._drop_finished()
         return StepOutputs(outputs=outputs, stats=self.stats(len(plan.token_ids)))
+
+    def _take_drafts(self, plan: StepPlan, token_ids: Int32, live: Bool) -> tuple[Int32, list[list[int]]]:
+        """Report the drafts of the `live` sequences. Returns the newest token [S] and the accepted drafts of each."""
+        assert plan.num_drafts is not None
+        accepted = np.count_nonzero(token_ids >= 0, axis=1).astype(np.int32) - 1
+        drafts = plan.num_drafts[live]
+        self._batch.report_drafts(plan.rows[live], drafts, drafts - accepted[live])
+        lists = [ids[: max(count, 0)] for ids, count in zip(token_ids.tolist(), accepted.tolist())]
+        return token_ids[np.arange(plan.num_seqs), accepted], lists
 
     # --- finishing ---
 
@@ -367,12 +417,15 @@ class TokenBudget:
 
     rows: Int32  # [n]
     tokens: Int32  # [n], all positive
+    drafts: Int32 | None = None  # [n] how many of the tokens are drafts
 
 
-def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, max_chunk: int = 0) -> TokenBudget:
+def split_budget(
+    batch: RunningBatch, rows: Int32, limits: Limits, max_chunk: int = 0, reserved: int = 0
+) -> TokenBudget:
     """Give one token to every row that wants one, then chunks in the order of `rows` until the budget is spent.
 
-    `max_chunk`: chunks end at multiples of it; 0: anywhere.
+    `max_chunk`: chunks end at multiples of it; 0: anywhere. `reserved`: tokens that chunks may not take.
     """
     total = batch.total[rows]
     want = (total - batch.computed[rows]) * (total < batch.limit[rows])
@@ -384,7 +437,7 @@ def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, max_chunk: in
         want = np.minimum(want, limits.long_prefill_token_threshold)
     if max_chunk:
         want = np.minimum(want, max_chunk - batch.computed[longer] % max_chunk)
-    left = limits.max_num_batched_tokens - len(single) - (np.cumsum(want) - want)
+    left = limits.max_num_batched_tokens - len(single) - reserved - (np.cumsum(want) - want)
     tokens = np.clip(left, 0, want)
     return decode_first(
         np.concatenate([single, longer[tokens > 0]]),
@@ -402,13 +455,16 @@ def first_chunk(want: int, left: int, limits: Limits, max_chunk: int = 0) -> int
     return min(want, left, limits.long_prefill_token_threshold or want, max_chunk or want)
 
 
-def decode_first(rows: Int32, tokens: Int32) -> TokenBudget:
-    """Return rows with one token first, both groups in their order."""
-    order = np.argsort(tokens > 1, kind="stable")
-    return TokenBudget(rows[order], tokens[order])
+def decode_first(rows: Int32, tokens: Int32, drafts: Int32 | None = None) -> TokenBudget:
+    """Return rows with one token first, then those with drafts, then chunks, each group in its order."""
+    if drafts is None:
+        order = np.argsort(tokens > 1, kind="stable")
+        return TokenBudget(rows[order], tokens[order])
+    order = np.argsort(np.where(drafts > 0, 1, 2 * (tokens > 1)), kind="stable")
+    return TokenBudget(rows[order], tokens[order], drafts[order])
 
 
-# The result of a step: each request's new token, whether it finishes, the logprobs it reports.
+# The result of a step: each request's new tokens, whether it finishes, the logprobs it reports.
 
 
 def append_tokens(
@@ -416,18 +472,22 @@ def append_tokens(
     tokens: Sequence[int],
     logprobs: Mapping[int, TokenLogprobs],
     ended_by_mask: Mapping[int, RequestStatus],
+    drafts: Sequence[list[int]] | None = None,
 ) -> tuple[list[EngineOutput], list[Ending]]:
-    """Append each request's new token. Returns the outputs, and the final status of the requests that end.
+    """Append each request's new tokens. Returns the outputs, and the final status of the requests that end.
 
-    `tokens`: one per request, negative where none was sampled. `logprobs`, `ended_by_mask`: by index in `requests`.
-    Results of finished requests are dropped. A request that was preempted after the step was planned still gets its
-    token: it will not be sampled again.
+    `tokens`: the newest of each request, negative where none was sampled. `drafts`: the accepted ones before it, none
+    of which ends the request. `logprobs`, `ended_by_mask`: by index in `requests`. Results of finished requests are
+    dropped. A request that was preempted after the step was planned still gets its tokens: they will not be sampled
+    again.
     """
     outputs: list[EngineOutput] = []
     ended: list[Ending] = []
     for index, (request, token) in enumerate(zip(requests, tokens)):
         if token < 0 or (request.status is not RUNNING and request.is_finished):
             continue
+        if drafts is not None:
+            request.outputs.extend(drafts[index])
         request.outputs.append(token)
         status = RUNNING
         if token in request.stop_token_ids or len(request.outputs) == request.max_outputs or index in ended_by_mask:
@@ -436,16 +496,35 @@ def append_tokens(
                 status = ended_by_mask.get(index, RUNNING)
             if status is not RUNNING:
                 ended.append((request, status))
+        new = [token] if drafts is None else [*drafts[index], token]
         if status is RUNNING and request.has_token_only:
             output = EngineOutput(
                 request_id=request.request_id,
-                new_token_ids=[token],
+                new_token_ids=new,
                 num_cached_tokens=request.num_cached_tokens or 0,
             )
         else:
-            output = _detailed_output(request, token, status, logprobs.get(index))
+            output = _detailed_output(request, new, status, logprobs.get(index))
         outputs.append(output)
     return outputs, ended
+
+
+def drop_after_ends(requests: Sequence[Request], tokens: list[int], drafts: Sequence[list[int]]) -> None:
+    """Drop what comes after a draft that stops its request or reaches its length; `tokens` and `drafts` as above."""
+    for index, (request, accepted) in enumerate(zip(requests, drafts)):
+        generated = len(request.outputs)
+        if generated + len(accepted) < request.max_outputs and request.stop_token_ids.isdisjoint(accepted):
+            continue
+        for count, token in enumerate(accepted, 1):
+            if finish_status(request, token, generated + count) is not RUNNING:
+                _end_at(index, count, tokens, drafts)
+                break
+
+
+def _end_at(index: int, count: int, tokens: list[int], drafts: Sequence[list[int]]) -> None:
+    """Make a request's draft number `count`, from 1, its newest token."""
+    tokens[index] = drafts[index][count - 1]
+    del drafts[index][count - 1 :]
 
 
 def finish_status(request: Request, token: int, generated: int) -> RequestStatus:
@@ -464,7 +543,7 @@ def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> Non
 
 
 def _detailed_output(
-    request: Request, token: int, status: RequestStatus, logprobs: TokenLogprobs | None
+    request: Request, tokens: list[int], status: RequestStatus, logprobs: TokenLogprobs | None
 ) -> EngineOutput:
     """Return the output of a request that starts, ends, was preempted or reports logprobs.
 
@@ -472,18 +551,19 @@ def _detailed_output(
     """
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     request.has_token_only = request.is_plain
+    token = tokens[-1]
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
     stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
     grammar_error = None if request.mask_state is None else request.mask_state.error
     return EngineOutput(
         request_id=request.request_id,
-        new_token_ids=[token],
+        new_token_ids=tokens,
         finish_reason=FINISHED.get(status),
         stop_reason=token if stopped else None,
-        logprobs=None if logprobs is None else _positions(logprobs, request.rules.logprob_token_ids),
+        logprobs=None if logprobs is None else _positions(logprobs, request.rules.logprob_token_ids)[: len(tokens)],
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached_tokens or 0,
-        scheduled=request.scheduled if len(request.outputs) == 1 else 0.0,
+        scheduled=request.scheduled if len(request.outputs) == len(tokens) else 0.0,
         num_preemptions=request.num_preemptions,
         error=None if grammar_error is None else (GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {grammar_error}"),
     )
@@ -512,48 +592,72 @@ def _positions(block: TokenLogprobs, only: Sequence[int] = ()) -> list[PositionL
 # Token masks of grammars and reasoning budgets. Only called while a request with a mask is unfinished.
 
 
-def masked_sequences(batch: RunningBatch, rows: Int32, samples: Bool) -> Int32 | None:
+def masked_sequences(batch: RunningBatch, rows: Int32, samples: Bool, drafts: Int32 | None = None) -> Int32 | None:
     """Return the indices in `rows` [n] of those that sample under a mask, or may once the tokens in flight are known.
 
-    `samples` bool [n]: they sample. None if there are none.
+    `samples` bool [n]: they sample. `drafts` [n]: of each in this step. None if there are none.
     """
+    unknown = batch.inflight[rows] if drafts is None else batch.inflight[rows] + drafts
     indices = [
         index
         for index in np.flatnonzero(samples & batch.masked[rows]).tolist()
         if (state := batch.request_at(int(rows[index])).mask_state) is not None
-        and (state.bits is not None or state.depends_on(int(batch.inflight[rows[index]])))
+        and (state.bits is not None or state.depends_on(int(unknown[index])))
     ]
     return np.array(indices, np.int32) if indices else None
 
 
-def token_masks(requests: Sequence[Request], masked: Int32) -> TokenMasks:
-    """Return the masks of `masked`, indices in the requests of a step; none for requests that ended since."""
-    masks = [
-        (index, state.bits)
-        for index in masked.tolist()
-        if (state := requests[index].mask_state) is not None
-        and state.bits is not None
-        and not requests[index].is_finished
-    ]
-    if not masks:
-        return TokenMasks(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
-    sequences, bits = zip(*masks)
-    return TokenMasks(np.array(sequences, np.int32), np.stack(bits))
-
-
-def advance_masks(requests: Sequence[Request], tokens: Sequence[int]) -> dict[int, RequestStatus]:
-    """Advance mask states by `tokens`, one per request and negative where none was sampled; compute the next masks.
-
-    Returns the status of the requests that end by it, by index in `requests`.
-    """
-    advanced: list[tuple[int, TokenMaskState, list[int]]] = []
-    for index, (request, token) in enumerate(zip(requests, tokens)):
-        if request.mask_state is None or token < 0 or request.is_finished:
+def token_masks(requests: Sequence[Request], plan: StepPlan) -> TokenMasks:
+    """Return the masks of `plan.masked`; none for `requests` of the step that ended since."""
+    assert plan.masked is not None
+    masks: list[tuple[int, int, Bits]] = []
+    for index in plan.masked.tolist():
+        request = requests[index]
+        state = request.mask_state
+        if state is None or request.is_finished:
             continue
-        outputs = [*request.outputs, token]
-        if finish_status(request, token, len(outputs)) is RUNNING:
-            request.mask_state.accept(token)
-            advanced.append((index, request.mask_state, outputs))
-    refresh_masks([(state, outputs) for _, state, outputs in advanced if not state.finished and state.error is None])
-    ended = {index: RequestStatus.FINISHED_STOPPED for index, state, _ in advanced if state.finished}
-    return ended | {index: RequestStatus.FINISHED_ERROR for index, state, _ in advanced if state.error is not None}
+        drafts = 0 if plan.num_drafts is None else int(plan.num_drafts[index])
+        if drafts:
+            end = int(plan.query_start[index + 1])
+            ids = plan.token_ids[end - drafts : end].tolist()
+            after = enumerate(masks_after(state, ids, request.outputs))
+            masks += [(index, count, bits) for count, bits in after if not (bits == NO_MASK).all()]
+        elif state.bits is not None:
+            masks.append((index, 0, state.bits))
+    if not masks:
+        return TokenMasks(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
+    sequences, afters, bits = zip(*masks)
+    return TokenMasks(np.array(sequences, np.int32), np.array(afters, np.int32), np.stack(bits))
+
+
+def advance_masks(
+    requests: Sequence[Request], tokens: list[int], drafts: Sequence[list[int]] | None = None
+) -> dict[int, RequestStatus]:
+    """Advance mask states by the drafts and the token of each request, as in `append_tokens`; compute the next masks.
+
+    Returns the status of the requests that end by it, by index in `requests`. What comes after is dropped.
+    """
+    ended: dict[int, RequestStatus] = {}
+    advancing = [
+        (index, request, request.mask_state, [token] if drafts is None else [*drafts[index], token])
+        for index, (request, token) in enumerate(zip(requests, tokens))
+        if request.mask_state is not None and token >= 0 and not request.is_finished
+    ]
+    count = 0
+    while advancing:
+        count += 1
+        advanced: list[tuple[int, Request, TokenMaskState, list[int]]] = []
+        for each in advancing:
+            _, request, state, new = each
+            if finish_status(request, new[count - 1], len(request.outputs) + count) is RUNNING:
+                state.accept(new[count - 1])
+                advanced.append(each)
+        going_on = [each for each in advanced if not each[2].finished and each[2].error is None]
+        refresh_masks([(state, [*request.outputs, *new[:count]]) for _, request, state, new in going_on])
+        for index, _, state, new in advanced:
+            if state.finished or state.error is not None:
+                ended[index] = RequestStatus.FINISHED_STOPPED if state.error is None else RequestStatus.FINISHED_ERROR
+                if drafts is not None and count < len(new):
+                    _end_at(index, count, tokens, drafts)
+        advancing = [each for each in going_on if each[0] not in ended and count < len(each[3])]
+    return ended

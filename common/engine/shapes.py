@@ -59,6 +59,7 @@ class StepShape:
     pages: int  # P, of the longest sequence
     groups: int  # G block tables, one per KV group
     decode_only: bool  # every sequence has one token, so T equals S
+    width: int = 1  # rows of logits per sequence; more than 1 in steps with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class StepShapes:
     """The closed set of step shapes of one engine, all compiled before serving.
 
     Steps of one token per sequence have T equal to S. All others have few sequences or the maximum, so that the set
-    grows with the logarithm of the limits, not with their product.
+    grows with the logarithm of the limits, not with their product. Steps with drafts have shapes of their own: T is
+    S * width where that suffices.
     """
 
     decode: ShapeLadder  # sequences of decode-only steps
@@ -74,6 +76,7 @@ class StepShapes:
     rows: ShapeLadder  # sequences of all other steps
     pages: ShapeLadder
     groups: int
+    width: int = 1  # rows of logits per sequence in steps with drafts; 1: no drafts
 
     @classmethod
     def of(cls, limits: Limits, groups: int, *, factor: int = 2) -> StepShapes:
@@ -86,30 +89,51 @@ class StepShapes:
             rows=ShapeLadder(tuple(sorted({min(MIN_ROWS, seqs), seqs}))),
             pages=ShapeLadder(tuple(sorted({-(-pages // SHORT_PAGES), pages}))),
             groups=groups,
+            width=1 + limits.max_drafts,
         )
 
-    def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool) -> StepShape:
+    def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool = False) -> StepShape:
         """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
+        pages, width = self.pages.bucket_for(pages), self.width if drafts else 1
         if decode_only:
             rows = self.decode.bucket_for(seqs)
-            return StepShape(rows, rows, self.pages.bucket_for(pages), self.groups, True)
+            return StepShape(rows, rows, pages, self.groups, True)
+        if drafts and tokens <= self._most_tokens(rows := self.decode.bucket_for(seqs)):
+            return StepShape(self._most_tokens(rows), rows, pages, self.groups, False, width)
         rows = self.rows.bucket_for(seqs)
-        return StepShape(self.tokens.bucket_for(tokens), rows, self.pages.bucket_for(pages), self.groups, False)
+        return StepShape(self.tokens.bucket_for(tokens), rows, pages, self.groups, False, width)
+
+    def _most_tokens(self, rows: int) -> int:
+        """Return the tokens of `rows` sequences with the most drafts each, at most the largest step's."""
+        return min(rows * self.width, self.tokens.sizes[-1])
 
     def __iter__(self) -> Iterator[StepShape]:
-        """Yield every shape that a step can have: as many tokens as sequences, or more."""
+        """Yield every shape that a step can have, each once: as many tokens as sequences, or more."""
         for pages in self.pages.sizes:
             for rows in self.decode.sizes:
                 yield StepShape(rows, rows, pages, self.groups, True)
-            for tokens in self.tokens.sizes:
-                for rows in self.rows.sizes:
-                    if rows <= self.rows.bucket_for(min(tokens, self.rows.sizes[-1])):
-                        yield StepShape(tokens, rows, pages, self.groups, False)
+            mixed = [
+                (tokens, rows)
+                for tokens in self.tokens.sizes
+                for rows in self.rows.sizes
+                if rows <= self.rows.bucket_for(min(tokens, self.rows.sizes[-1]))
+            ]
+            for tokens, rows in mixed:
+                yield StepShape(tokens, rows, pages, self.groups, False)
+            if self.width > 1:
+                drafted = [(self._most_tokens(rows), rows) for rows in self.decode.sizes]
+                for tokens, rows in dict.fromkeys(drafted + mixed):
+                    yield StepShape(tokens, rows, pages, self.groups, False, self.width)
 
     @property
     def seqs(self) -> tuple[int, ...]:
         """Every padded number of sequences that a step can have."""
         return tuple(sorted({*self.decode.sizes, *self.rows.sizes}))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Every number of rows of logits per sequence."""
+        return (1,) if self.width == 1 else (1, self.width)
 
 
 # Sizes that decode steps are padded to where CUDA graphs are captured.

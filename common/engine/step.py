@@ -47,9 +47,10 @@ class RowStart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """The tokens that some sequences of a step may sample. Token t is bit t % 32 of word t // 32."""
+    """Which tokens a step may sample where; anywhere else any token. Token t is bit t % 32 of word t // 32."""
 
-    sequences: Int32  # [n] indices in the plan, ascending, of those in `masked`; the others may sample any token
+    sequences: Int32  # [n] indices in the plan, ascending, of sequences in `masked`
+    after: Int32  # [n] the mask is for the token after this many of the sequence's drafts, ascending per sequence
     bits: UInt32  # [n, ceil(V/32)]
 
 
@@ -65,6 +66,15 @@ class StepPlan:
     The block of recurrent state of a sequence holds the state after `context` tokens and is replaced by the state after
     the step; with a context of 0 the state is zero, whatever the block holds. `state_copies` are made first: all
     sources are read before a destination is written.
+
+    Drafts are guesses of the tokens after a sequence's newest: its last `num_drafts` tokens in this step. It samples
+    after its newest token and after each draft, always as if the drafts before were right. The first draft is accepted
+    if it equals the token sampled before it, the next ones if all before them are accepted, too. The result has the
+    accepted drafts and the token sampled after them. K and V of rejected drafts stay in the cache, after the end of the
+    sequence, until later tokens replace them.
+
+    If a sequence's newest token is PREVIOUS, `context` counts every draft that the row had in the previous step: the
+    backend subtracts the rejected ones from all positions of the sequence. PREVIOUS is the last token of its result.
     """
 
     step: int
@@ -73,9 +83,11 @@ class StepPlan:
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
     token_ids: Int32  # [T] PREVIOUS where the host does not know the id yet, EMBEDDED where `embeds` has a row
-    block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
+    # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK, or blocks that it got for rejected drafts
+    block_tables: tuple[Int32, ...]
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     state_copies: tuple[Int32, ...] = ()  # (source, destination) blocks [n, 2] of each pool; () without copies
+    num_drafts: Int32 | None = None  # [S] 0 for sequences that do not sample; None: no sequence has drafts
     masked: Int32 | None = None  # [n > 0] indices of the sequences whose TokenMasks follow while the step runs
     embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
 
@@ -109,8 +121,10 @@ class StepResult:
     """The result of a step. Logprobs are by sequence, for those whose rules report them."""
 
     step: int
-    token_ids: Int32  # [S] sampled token, -1 where the sequence did not sample
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # one position each
+    # [S] sampled token, -1 where the sequence did not sample; of a plan with drafts [S, 1 + most drafts]: the accepted
+    # drafts and the token after them, then -1
+    token_ids: Int32
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # one position per token in `token_ids`
     # one position per scheduled token whose next token is a prompt token, in order
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     recompiles: int = 0  # programs compiled or captured for this step after warm-up

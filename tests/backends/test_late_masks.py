@@ -92,7 +92,9 @@ def test_a_result_without_masks_is_an_error(backend: str) -> None:
     pending = execute(replace(plans[0], masked=np.array([1], np.int32)))
     with pytest.raises(RuntimeError, match=r"^step 0 samples under a grammar: call bind_masks before result$"):
         pending.result()
-    pending.bind_masks(TokenMasks(np.array([1], np.int32), allowed_bits({0: [33]}, 1, SPEC.vocab)))
+    pending.bind_masks(
+        TokenMasks(np.array([1], np.int32), np.zeros(1, np.int32), allowed_bits({0: [33]}, 1, SPEC.vocab))
+    )
     assert pending.result().token_ids[1] == 33
     driver.backend.close()
 

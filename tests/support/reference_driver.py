@@ -58,9 +58,16 @@ class Driver:
         backend: str = "reference",
         cache: CacheConfig = USUAL_CACHE,
         weights=None,
+        max_drafts: int = 0,
         **make,
     ):
-        limits = Limits(max_model_len=128, max_num_batched_tokens=256, max_num_seqs=rows, block_size=block_size)
+        limits = Limits(
+            max_model_len=128,
+            max_num_batched_tokens=256,
+            max_num_seqs=rows,
+            block_size=block_size,
+            max_drafts=max_drafts,
+        )
         self.layout = kv_layout(spec, block_size)
         module = load_backend(backend)
         device = {"device": make.pop("device")} if "device" in make else {}

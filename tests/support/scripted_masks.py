@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,9 @@ class ScriptedMask:
         self.vocab = vocab
         self.finished, self.error = False, None
         self.refresh(None, ())
+
+    def copy(self) -> ScriptedMask:
+        return copy.copy(self)
 
     def depends_on(self, unknown: int) -> bool:
         return unknown > 0

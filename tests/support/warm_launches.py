@@ -123,7 +123,14 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
         lengths = [1] * decodes
         while len(lengths) < seqs and (left := limits.max_num_batched_tokens - sum(lengths)) > 1:
             lengths.append(int(rng.integers(2, min(left, longest, rng.choice([3, 20, 60, 200, 1000])) + 1)))
-        size = np.array(lengths, np.int32)
+        drafted = decodes if limits.max_drafts and step % 2 else 0
+        left = limits.max_num_batched_tokens - sum(lengths)
+        drafts = [0] * len(lengths)
+        for index in range(drafted - 1, -1, -1):
+            drafts[index] = int(rng.integers(0, min(limits.max_drafts, left) + 1))
+            left -= drafts[index]
+        drafts[:drafted] = sorted(drafts[:drafted])
+        size = np.array(lengths, np.int32) + np.array(drafts, np.int32)
         context = np.array([rng.integers(n == 1, limits.max_model_len - n) for n in lengths], np.int32)
         context[(rng.random(len(size)) < 0.3) & (size > 1)] = 0
         known = context + size
@@ -137,7 +144,8 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
             context=context,
             token_ids=np.zeros(int(size.sum()), np.int32),
             block_tables=tuple(np.zeros((len(size), pages), np.int32) for _ in range(groups)),
-            samples=rng.random(len(size)) < rng.choice([0.0, 0.8, 1.0]),
+            samples=(rng.random(len(size)) < rng.choice([0.0, 0.8, 1.0])) | (np.array(drafts) > 0),
+            num_drafts=np.array(drafts, np.int32) if any(drafts) else None,
         )
 
 

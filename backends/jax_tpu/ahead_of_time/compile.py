@@ -18,6 +18,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ForwardEmbeds,
     LogitsProgram,
     PoolProgramSet,
+    RecordDrafts,
     Sample,
     ScorePrompt,
     SetHistoryRow,
@@ -157,7 +158,7 @@ def _size(key: Key) -> tuple[int, ...]:
             return shape.tokens, shape.seqs, shape.pages
         case ScorePrompt(tokens) | PoolShape(tokens):
             return (tokens,)
-        case Sample(seqs, _) | LogitsProgram(_, seqs):
+        case Sample(seqs, _) | LogitsProgram(_, seqs) | RecordDrafts(seqs):
             return (seqs,)
         case SetHistoryRow():
             return (0,)

@@ -18,6 +18,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     Forward,
     ForwardEmbeds,
     LogitsProgram,
+    RecordDrafts,
     Sample,
     ScorePrompt,
     SetHistoryRow,
@@ -245,7 +246,8 @@ def key_name(key: Key) -> str:
         case Forward(shape) if shape.decode_only:
             return f"decode {shape.seqs} rows, {shape.pages} pages"
         case Forward(shape):
-            return f"step {shape.tokens} tokens, {shape.seqs} rows, {shape.pages} pages"
+            drafts = f", {shape.width - 1} drafts" if shape.width > 1 else ""
+            return f"step {shape.tokens} tokens, {shape.seqs} rows, {shape.pages} pages{drafts}"
         case ForwardEmbeds(shape):
             return f"{key_name(Forward(shape))}, embeddings"
         case ScorePrompt(tokens):
@@ -256,6 +258,8 @@ def key_name(key: Key) -> str:
             return f"{name} {seqs} rows"
         case SetHistoryRow():
             return "set history row"
+        case RecordDrafts(seqs):
+            return f"record drafts {seqs} rows"
         case PoolShape(tokens, seqs, _, of_tokens):
             return f"pool {tokens} tokens, " + ("one output per token" if of_tokens else f"{seqs} prompts")
 

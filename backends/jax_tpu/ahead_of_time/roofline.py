@@ -15,6 +15,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     Forward,
     ForwardEmbeds,
     LogitsProgram,
+    RecordDrafts,
     Sample,
     ScorePrompt,
     SetHistoryRow,
@@ -110,6 +111,8 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
             return RooflineCost(seqs * vocab * 4, 0)
         case PoolShape():
             return _pool(model, key, load)
+        case RecordDrafts(seqs):
+            return RooflineCost(2 * seqs * 4, 0)
         case SetHistoryRow():
             return RooflineCost(2 * (model.max_len + 1) * 4, 0)
 
@@ -117,8 +120,9 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
 def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
     moved, flops = _layers(model, shape.tokens)
     head = _head_size(model)
-    moved += head * model.dtype.itemsize + shape.seqs * padded(model.spec.vocab, model.tensor) * 4
-    flops += 2 * shape.seqs * head
+    rows = shape.seqs * shape.width
+    moved += head * model.dtype.itemsize + rows * padded(model.spec.vocab, model.tensor) * 4
+    flops += 2 * rows * head
     kernel_bytes, kernel_flops = _attention(model, shape, load)
     return RooflineCost(moved, flops, kernel_bytes, kernel_flops)
 

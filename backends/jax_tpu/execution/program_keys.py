@@ -27,7 +27,7 @@ from pagoda.backends.jax_tpu.execution.step_input import (
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
-from pagoda.backends.jax_tpu.sampling import logprobs, sample
+from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import sampling_state
 from pagoda.common.engine.sampling import LogprobsMode
@@ -45,7 +45,7 @@ LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = ("penalise", "adjust", "ba
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S, V]); the caches are donated."""
+    """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S * width, V]); donates the caches."""
 
     shape: StepShape
 
@@ -64,16 +64,21 @@ class ForwardEmbeds:
 class Sample:
     """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, processed logits); the history is donated.
 
-    R is `seqs` times the number of shards, here and below.
+    R is `seqs` times the number of shards, here and below. Of an engine with drafts the rules are [9, R], and the
+    tokens are -1 after a sequence's first rejected draft.
     """
 
-    seqs: int
+    seqs: int  # rows of logits
     kind: Kind
+    width: int = 1  # rows of logits per sequence
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsProgram:
-    """One logits edit, or the logprobs, of logits [R, V]."""
+    """One logits edit, or the logprobs, of logits [R, V].
+
+    Edits that read the history have another argument if the engine has drafts: `SampledRows.pack_with_drafts`[7].
+    """
 
     name: LogitsFunction
     seqs: int
@@ -91,7 +96,14 @@ class SetHistoryRow:
     """(history, row, tokens [length]) -> history with that row replaced; the history is donated."""
 
 
-Key = Forward | ForwardEmbeds | Sample | LogitsProgram | ScorePrompt | SetHistoryRow
+@dataclass(frozen=True, slots=True)
+class RecordDrafts:
+    """(history, rules [9, R]) -> history with the drafts of a step; the history is donated."""
+
+    seqs: int
+
+
+Key = Forward | ForwardEmbeds | Sample | LogitsProgram | ScorePrompt | SetHistoryRow | RecordDrafts
 
 
 def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
@@ -123,23 +135,31 @@ class StepProgramSet:
         return {
             "logprobs_mode": self.mode,
             "num_blocks": self.num_blocks[0] if len(self.num_blocks) == 1 else list(self.num_blocks),
+            "max_drafts": self.shapes.width - 1,
         }
 
     @property
     def history(self) -> jax.ShapeDtypeStruct:
-        """int32 [shards*rows+1, max_len+1]: token ids by row and position; the last row is padding."""
-        return self._array((self.model.shards * self.rows + 1, self.model.max_len + 1), jnp.int32)
+        """int32 [shards*rows+1, max_len+1]: token ids by row and position; the last row is padding.
+
+        An engine with drafts has another column: how many drafts the row's previous step rejected.
+        """
+        columns = self.model.max_len + len(self.shapes.widths)
+        return self._array((self.model.shards * self.rows + 1, columns), jnp.int32)
 
     def __iter__(self) -> Iterator[Key]:
         """Yield the key of every program, the largest first."""
         shapes = sorted(self.shapes, reverse=True)
         yield from map(Forward, shapes)
         yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
-        yield from map(ScorePrompt, sorted({*self.shapes.tokens.sizes, *self.shapes.decode.sizes}))
+        yield from map(ScorePrompt, sorted({shape.tokens for shape in shapes}))
         yield SetHistoryRow()
-        for seqs in self.shapes.seqs:
-            yield from (Sample(seqs, kind) for kind in KINDS)
-            yield from (LogitsProgram(name, seqs) for name in LOGITS_FUNCTIONS)
+        rows = {width: [seqs * width for seqs in self.shapes.seqs] for width in self.shapes.widths}
+        for width, sizes in rows.items():
+            yield from (Sample(size, kind, width) for size in sizes for kind in KINDS)
+            yield from (RecordDrafts(size) for size in sizes if width > 1)
+        for size in sorted({size for sizes in rows.values() for size in sizes}):
+            yield from (LogitsProgram(name, size) for name in LOGITS_FUNCTIONS)
         yield LogitsProgram("logprobs", SCORE_TOKENS)
 
     def lower(self, key: Key) -> jax.stages.Lowered:
@@ -155,7 +175,7 @@ class StepProgramSet:
                 return tuple(cache.sharding for cache in self.model.caches(self.num_blocks)), logits, logits
             case Sample():
                 return everywhere, everywhere, logits
-            case SetHistoryRow() | LogitsProgram("logprobs", _):
+            case SetHistoryRow() | RecordDrafts() | LogitsProgram("logprobs", _):
                 return everywhere
             case ScorePrompt() | LogitsProgram():
                 return logits
@@ -167,11 +187,12 @@ class StepProgramSet:
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """Return the function, the indices of its donated arguments, and the shapes of all arguments."""
         model, array, history, shards = self.model, self._array, self.history, self.model.shards
+        drafts = self.shapes.width > 1
         match key:
             case Forward(shape):
                 packed = array((shards, packed_size(shape)), jnp.int32, "R.")
                 arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
-                return partial(model.forward, shape), (1,), arguments
+                return partial(model.forward, shape, drafts=drafts), (1,), arguments
             case ForwardEmbeds(shape):
                 function, donated, arguments = self._program(Forward(shape))
                 embeds = array((shards * shape.tokens, model.spec.hidden_width), model.dtype, "R.")
@@ -182,11 +203,13 @@ class StepProgramSet:
             case SetHistoryRow():
                 row = array(history.shape[1:], jnp.int32)
                 return _set_history_row, (0,), (history, array((), jnp.int32), row)
-            case Sample(seqs, kind):
-                rules = array((7, shards * seqs), jnp.int32)
+            case RecordDrafts(seqs):
+                return sampling.record_drafts, (0,), (history, self._rules(seqs))
+            case Sample(seqs, kind, width):
+                run: Callable[..., Any] = partial(sample_drafts, width) if drafts else sample
                 return_logits = self.mode.startswith("processed")
-                function = partial(sample, kind, return_logits, model.kernel, model.mesh)
-                return function, (1,), (self._logits(seqs), history, rules)
+                function = partial(run, kind, return_logits, model.kernel, model.mesh)
+                return function, (1,), (self._logits(seqs), history, self._rules(seqs))
             case LogitsProgram(name, seqs):
                 return self._logits_program(name, seqs)
 
@@ -195,21 +218,26 @@ class StepProgramSet:
     ) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         array, logits, history = self._array, self._logits(seqs), self.history
         rows = logits.shape[0]
+        shift_rows = (array((rows,), jnp.int32),) if self.shapes.width > 1 else ()
         match name:
             case "penalise":
-                function = _per_shard(self.model, _penalise, ("R.", "", ""), "R.")
-                return function, (), (logits, history, array((8, rows), jnp.int32))
+                function = _per_shard(self.model, _penalise, ("R.", "", "", *("" for _ in shift_rows)), "R.")
+                return function, (), (logits, history, array((8, rows), jnp.int32), *shift_rows)
             case "adjust":
                 return sampling.adjust, (), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
             case "ban_words":
                 words = array((2, sampling_state.MAX_WORDS), jnp.int32)
                 heads = array((4, sampling_state.MAX_WORD_HEADS), jnp.int32)
-                return sampling.ban_words, (), (logits, history, words, heads)
+                return _ban_words, (), (logits, history, words, heads, *shift_rows)
             case "mask":
                 return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
                 function = _per_shard(self.model, partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
+
+    def _rules(self, seqs: int) -> jax.ShapeDtypeStruct:
+        fields = sampling_state.SAMPLING_FIELDS + (2 if self.shapes.width > 1 else 0)
+        return self._array((fields, self.model.shards * seqs), jnp.int32)
 
     def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
         rows = self.model.shards * seqs
@@ -219,12 +247,22 @@ class StepProgramSet:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=named_sharding(self.model.mesh, axes))
 
 
-def _penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
+def _penalise(logits: jax.Array, history: jax.Array, packed: jax.Array, *shift_rows: jax.Array) -> jax.Array:
     """Apply `sampling.penalise` to a shard's rows [S, V]; `packed` has the columns of all shards."""
+    for rows_of_all in shift_rows:
+        packed = sampling.shift_penalties(packed, sampling.shift_by_row(history, rows_of_all))
     rows = logits.shape[0]
     index = packed[0] - jax.lax.axis_index(DATA) * rows
     local = (index >= 0) & (index < rows)
     return sampling.penalise(logits, history, packed.at[0].set(jnp.where(local, index, rows)))
+
+
+def _ban_words(
+    logits: jax.Array, history: jax.Array, words: jax.Array, heads: jax.Array, *shift_rows: jax.Array
+) -> jax.Array:
+    for rows_of_all in shift_rows:
+        heads = sampling.shift_heads(words, heads, sampling.shift_by_row(history, rows_of_all))
+    return sampling.ban_words(logits, history, words, heads)
 
 
 def _set_history_row(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:

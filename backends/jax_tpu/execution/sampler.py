@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.execution.program_keys import Key, LogitsProgram, Sample, SetHistoryRow, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_keys import (
+    Key,
+    LogitsProgram,
+    RecordDrafts,
+    Sample,
+    SetHistoryRow,
+    StepProgramSet,
+)
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, sorted_logprobs
@@ -25,6 +32,7 @@ from pagoda.common.engine.sampling_state import (
     allowed,
     allowed_bits,
     banned_words,
+    by_sequence,
     grammar_masks,
     penalties,
 )
@@ -52,36 +60,38 @@ class DeviceLogprobs:
 class Sampled:
     """The sampled tokens of a step, being copied to the host, and their logprobs."""
 
-    tokens: jax.Array  # int32 [R]
-    num_logprobs: dict[int, int]  # row of logits -> requested number; -1: all
+    tokens: jax.Array  # int32 [R]; -1 after a rejected draft
+    width: int  # rows of logits per sequence
+    num_logprobs: dict[int, tuple[slice, int]]  # sequence -> its rows of logits, requested number (-1: all)
     device_logprobs: DeviceLogprobs | None = None
 
-    def fetch(self, first: int, seqs: int) -> Int32:
-        """Wait for the tokens of `seqs` rows from `first` on."""
-        return np.asarray(self.tokens)[first : first + seqs]
+    def fetch(self, first: int, seqs: int, num_drafts: Int32 | None) -> Int32:
+        """Wait for the tokens of `seqs` sequences from `first` on, in the form of StepResult."""
+        tokens: Int32 = np.asarray(self.tokens).reshape(-1, self.width)[first : first + seqs]
+        return tokens[:, 0] if num_drafts is None else tokens[:, : 1 + int(num_drafts.max())]
 
     def logprobs(self, first: int, seqs: int) -> dict[int, TokenLogprobs]:
-        """Wait for the requested logprobs of `seqs` rows from `first` on, numbered from 0."""
+        """Wait for the requested logprobs of `seqs` sequences from `first` on, numbered from 0."""
         device_logprobs = self.device_logprobs
         if device_logprobs is None:
             return {}
-        rows = range(first, first + seqs)
+        sequences = range(first, first + seqs)
         return {
-            index - first: device_logprobs.fetch(slice(index, index + 1), n)
-            for index, n in self.num_logprobs.items()
-            if index in rows
+            sequence - first: device_logprobs.fetch(rows, n)
+            for sequence, (rows, n) in self.num_logprobs.items()
+            if sequence in sequences
         }
 
 
 class JaxSampler:
-    """Samples one token per row."""
+    """Samples one token per row of logits. `width`: rows of each sequence in steps with drafts."""
 
     def __init__(self, programs: CompiledPrograms[StepProgramSet, Key], max_rows: int) -> None:
         shape = programs.program_set.history
         self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # int32 [rows+1, max_len+1]
         self.rows = RowTable(max_rows)
         self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
-        self._shards = programs.program_set.model.shards
+        self.width, self._shards = programs.program_set.shapes.width, programs.program_set.model.shards
         self._programs = programs
 
     def start(self, start: RowStart) -> None:
@@ -97,17 +107,26 @@ class JaxSampler:
 
         `masks`: of sequences in `masked` of the plans, by shard.
         """
-        seqs = logits.shape[0] // self._shards
-        sampled = SampledRows.of(plans, seqs, self.rows)
-        edited = self._edit(logits, sampled, masks or {})
-        rules = sampled.pack(logits.shape[0], len(self.rows))
-        tokens, self.history, processed = self._programs[Sample(seqs, sampled.kind)](edited, self.history, rules)
+        rows, seqs = logits.shape[0], logits.shape[0] // self._shards
+        width = self.width if any(plan.num_drafts is not None for plan in plans.values()) else 1
+        sampled = SampledRows.of(plans, seqs, self.rows, width)
+        with_drafts = self.width > 1
+        rules = (
+            sampled.pack_with_drafts(plans, rows, len(self.rows)) if with_drafts else sampled.pack(rows, len(self.rows))
+        )
+        edited = self._edit(logits, sampled, masks or {}, width, rules)
+        program = self._programs[Sample(seqs, sampled.kind, width)]
+        tokens, self.history, processed = program(edited, self.history, rules)
         tokens.copy_to_host_async()
-        num_logprobs = {row.index: row.state.rules.logprobs or 0 for row in sampled.where("logprobs")}
+        num_logprobs = {
+            sequence: (slice(own[0].index, own[-1].index + 1), own[0].state.rules.logprobs or 0)
+            for sequence, own in by_sequence(sampled.where("logprobs"), width)
+        }
         if not num_logprobs:
-            return Sampled(tokens, num_logprobs)
+            return Sampled(tokens, width, num_logprobs)
         scored = logits if processed is None else processed
-        return Sampled(tokens, num_logprobs, self.score(scored, tokens, seqs, num_logprobs.values()))
+        counts = [number for _, number in num_logprobs.values()]
+        return Sampled(tokens, width, num_logprobs, self.score(scored, tokens, seqs, counts))
 
     def score(
         self, logits: jax.Array, tokens: jax.Array | Int32, seqs: int, num_logprobs: Iterable[int]
@@ -120,18 +139,26 @@ class JaxSampler:
         needs_logits = any(not 0 <= n <= MAX_LOGPROBS for n in num_logprobs)
         return DeviceLogprobs(self.mode, tokens, top_logprobs, logits if needs_logits else None)
 
-    def _edit(self, logits: jax.Array, sampled: SampledRows, grammar: Mapping[int, TokenMasks]) -> jax.Array:
-        """Apply penalties, bias, bans and token masks."""
+    def _edit(
+        self, logits: jax.Array, sampled: SampledRows, grammar: Mapping[int, TokenMasks], width: int, rules: Int32
+    ) -> jax.Array:
+        """Apply penalties, bias, bans and token masks. `rules`: the input of the `Sample` program."""
         rows, programs = logits.shape[0], self._programs
         seqs = rows // self._shards
-        if penalised := sampled.where("penalised"):
-            logits = programs[LogitsProgram("penalise", seqs)](logits, self.history, penalties(penalised, rows))
-        if edited := sampled.where("edited"):
+        penalised, edited = sampled.where("penalised"), sampled.where("edited")
+        if width > 1 and (penalised or edited):
+            self.history = programs[RecordDrafts(seqs)](self.history, rules)
+        shift_rows = (rules[7],) if self.width > 1 else ()
+        if penalised:
+            packed = penalties(penalised, rows)
+            logits = programs[LogitsProgram("penalise", seqs)](logits, self.history, packed, *shift_rows)
+        if edited:
             for entries in additions(edited, rows):
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
             for words, heads in banned_words(edited, rows):
-                logits = programs[LogitsProgram("ban_words", seqs)](logits, self.history, words, heads)
-        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs), logits.shape[1]):
+                program = programs[LogitsProgram("ban_words", seqs)]
+                logits = program(logits, self.history, words, heads, *shift_rows)
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width), logits.shape[1]):
             bits = allowed_bits({}, rows, logits.shape[1])
             bits[list(masks)] = np.stack(list(masks.values()))
             logits = programs[LogitsProgram("mask", seqs)](logits, bits)

@@ -44,7 +44,8 @@ def make_batch(
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
     longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
-    shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only)
+    drafts = any(plan.num_drafts is not None for plan in plans.values())
+    shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only, drafts)
     return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
 
 
@@ -64,8 +65,9 @@ def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
     prefills = np.flatnonzero(lengths != 1)
     counts = (int(prefills[0]) if len(prefills) else plan.num_seqs, plan.num_seqs)
     tables = tuple(table[:, : shape.pages] for table in plan.block_tables)
+    ends = plan.context + lengths
     return pack_step(
-        shape, plan.token_ids, plan.query_start, plan.context + lengths, plan.rows, counts, tables, empty_row
+        shape, plan.token_ids, plan.query_start, ends, plan.rows, counts, tables, empty_row, plan.num_drafts
     )
 
 
@@ -85,10 +87,12 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
     """Order sequences so that KV pages are written before they are read; return the plan and each old index.
 
     A new request with a cached prefix may read pages that a prefill in the same step writes. The kernel processes
-    sequences of one token first, so new requests with one token and a cached prefix are moved to the end.
+    sequences of one token first, so new requests with one token and a cached prefix are moved to the end, and with them
+    those that have drafts, too.
     """
     lengths = np.diff(plan.query_start)
-    readers = np.isin(plan.rows, [start.row for start in plan.starts]) & (lengths == 1) & (plan.context > 0)
+    short = lengths == 1 if plan.num_drafts is None else (lengths == 1) | (plan.num_drafts > 0)
+    readers = np.isin(plan.rows, [start.row for start in plan.starts]) & short & (plan.context > 0)
     if not readers.any() or lengths.max() == 1:
         return plan, np.arange(plan.num_seqs)
     order = np.concatenate([np.flatnonzero(~readers), np.flatnonzero(readers)])
@@ -101,6 +105,7 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
         token_ids=plan.token_ids[tokens],
         block_tables=tuple(table[order] for table in plan.block_tables),
         samples=plan.samples[order],
+        num_drafts=None if plan.num_drafts is None else plan.num_drafts[order],
         masked=None if plan.masked is None else np.flatnonzero(np.isin(order, plan.masked)).astype(np.int32),
         embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],
     )

@@ -5,7 +5,7 @@ A pooling program gets whole prompts, concatenated. Both kinds of input attend t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import jax
@@ -71,7 +71,8 @@ class KernelChoice:
 
 def packed_size(shape: StepShape) -> int:
     """Return the length of a step's packed array."""
-    return shape.tokens + 3 * shape.seqs + 1 + 2 + shape.groups * shape.seqs * shape.pages
+    drafts = shape.seqs if shape.width > 1 else 0
+    return shape.tokens + 3 * shape.seqs + 1 + 2 + drafts + shape.groups * shape.seqs * shape.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +84,37 @@ class StepInput:
     kv_len: jax.Array  # int32 [S]: tokens of the sequence after this step
     rows: jax.Array  # int32 [S]: row of the history
     counts: jax.Array  # int32 [2]: decode sequences, all sequences
+    num_drafts: jax.Array  # int32 [S], or [0] in steps without drafts
     page_tables: jax.Array  # int32 [G, S, P]
     kernel: KernelChoice
-    decode_only: bool
+    shape: StepShape
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
         """Split int32 [packed_size(shape)] in the order of `pack_step`."""
-        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2)
-        token_ids, query_start, kv_len, rows, counts, tables = jnp.split(packed, np.cumsum(sizes))
+        drafts = shape.seqs if shape.width > 1 else 0
+        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts)
+        token_ids, query_start, kv_len, rows, counts, num_drafts, tables = jnp.split(packed, np.cumsum(sizes))
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
-        return cls(token_ids, query_start, kv_len, rows, counts, tables, kernel, shape.decode_only)
+        return cls(token_ids, query_start, kv_len, rows, counts, num_drafts, tables, kernel, shape)
+
+    def shifted(self, rejected: jax.Array) -> StepInput:
+        """Return the step with exact lengths of the sequences whose newest token is PREVIOUS.
+
+        `rejected` int32 [rows+1]: drafts that the previous step of each row rejected, which `kv_len` includes.
+        """
+        newest = self.token_ids[jnp.minimum(self.query_start[:-1], self.token_ids.shape[0] - 1)]
+        in_flight = (newest == PREVIOUS) & (jnp.arange(len(self.kv_len)) < self.counts[1])
+        return replace(self, kv_len=self.kv_len - jnp.where(in_flight, rejected[self.rows], 0))
+
+    @property
+    def sampled(self) -> jax.Array:
+        """Return the tokens after which sequences sample, int32 [S * width]; rows without a token repeat another."""
+        last = self.query_start[1:] - 1
+        if self.shape.width > 1:
+            after = jnp.minimum(jnp.arange(self.shape.width), self.num_drafts[:, None])
+            last = ((last - self.num_drafts)[:, None] + after).reshape(-1)
+        return jnp.maximum(last, 0)
 
     @property
     def seq_ids(self) -> jax.Array:
@@ -141,7 +162,7 @@ class StepInput:
             counts=self.counts,
             k_scale=k_scale,
             v_scale=v_scale,
-            decode_only=self.decode_only,
+            decode_only=self.shape.decode_only,
         )
 
     def resolve_ids(self, history: jax.Array) -> jax.Array:
@@ -159,6 +180,7 @@ def pack_step(
     counts: tuple[int, int],
     page_tables: tuple[Int32, ...],
     empty_row: int,
+    num_drafts: Int32 | None = None,
 ) -> Int32:
     """Pack a step: int32 [packed_size(shape)]. Padding sequences have no tokens, row `empty_row`, the null block."""
     packed = np.zeros(packed_size(shape), np.int32)
@@ -173,7 +195,11 @@ def pack_step(
     packed[start : start + seqs] = rows
     start += shape.seqs
     packed[start : start + 2] = counts
-    tables = packed[start + 2 :].reshape(shape.groups, shape.seqs, shape.pages)
+    start += 2
+    if shape.width > 1:
+        packed[start : start + seqs] = 0 if num_drafts is None else num_drafts
+        start += shape.seqs
+    tables = packed[start:].reshape(shape.groups, shape.seqs, shape.pages)
     for table, pages in zip(tables, page_tables):
         table[:seqs, : pages.shape[1]] = pages
     return packed

@@ -94,7 +94,8 @@ def weight_bytes(model: Model) -> int:
 
 def activation_bytes(model: Model, limits: Limits) -> int:
     """Return the activation bytes of the largest step on one device: three copies of the logits, and one layer."""
-    return 3 * limits.max_num_seqs * model.spec.vocab * 4 + limits.max_num_batched_tokens * _token_bytes(model)
+    rows = limits.max_num_seqs * (1 + limits.max_drafts)
+    return 3 * rows * model.spec.vocab * 4 + limits.max_num_batched_tokens * _token_bytes(model)
 
 
 def _token_bytes(model: Model) -> int:

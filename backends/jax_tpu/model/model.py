@@ -110,17 +110,20 @@ class Model:
         history: jax.Array,
         packed: jax.Array,
         *embeds: jax.Array,
+        drafts: bool = False,
     ) -> tuple[Caches, jax.Array, jax.Array]:
-        """Run one step: updated caches, hidden [T, D], float32 logits [S, V] of each sequence's last token.
+        """Run one step: updated caches, hidden [T, D], float32 logits [S * width, V] after the last token of each
+        sequence, or after its newest token and each draft.
 
         `packed` int32 [shards, packed_size(shape)]. T and S are the shape's times the number of shards, by shard.
-        `embeds`: empty, or [T, D] with the embeddings of tokens marked EMBEDDED.
+        `embeds`: empty, or [T, D] with the embeddings of tokens marked EMBEDDED. `drafts`: of an engine with drafts,
+        whose history ends with a column of rejected ones.
         """
         specs = tuple(map(partition, self.axes))
         cache_specs = tuple(partition(CACHE_AXES) for _ in caches)
         by_shard = partition("R.")
         mapped = jax.shard_map(
-            partial(self._forward, shape),
+            partial(self._forward, shape, drafts),
             mesh=self.mesh,
             in_specs=(specs, cache_specs, PartitionSpec(), by_shard, *(by_shard for _ in embeds)),
             out_specs=(cache_specs, by_shard, by_shard),
@@ -131,6 +134,7 @@ class Model:
     def _forward(
         self,
         shape: StepShape,
+        drafts: bool,
         leaves: Leaves,
         caches: Caches,
         history: jax.Array,
@@ -138,10 +142,11 @@ class Model:
         *embeds: jax.Array,
     ) -> tuple[Caches, jax.Array, jax.Array]:
         step = StepInput.unpack(packed[0], shape, self.kernel)
+        if drafts:
+            step = step.shifted(history[:, -1])
         decoder = self.decoder(leaves)
         hidden, caches = decoder.hidden(step.resolve_ids(history), step, caches, *embeds)
-        last = jnp.maximum(step.query_start[1:] - 1, 0)
-        return caches, hidden, decoder.logits(hidden[last])
+        return caches, hidden, decoder.logits(hidden[step.sampled])
 
     def score(self, leaves: Leaves, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return float32 logits [n, V] for the token indices int32 [n] of hidden [T, D], both once per shard."""

@@ -19,6 +19,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     CudaStepShape,
     DecodeBuffers,
     decode_shape,
+    logits_indices,
     make_batch,
     pack,
     round_up,
@@ -26,6 +27,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     tables,
 )
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice, Run
+from pagoda.backends.torch_cuda.kernels.decode_attention import MAX_QUERY_LEN
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
@@ -64,6 +66,10 @@ class StepPrograms:
     A captured step is two graphs, so that logit edits of some requests can run between them: "forward" computes logits
     from the input buffers, "sample" computes tokens from logits and sampling parameters. Prefill and mixed steps run
     their own forward eagerly and share the sample graph.
+
+    Programs are by (size, width): the sequences of a step, and the rows of logits that each has, 1 or, in steps with
+    drafts, 1 + max_drafts. A forward of that width has as many tokens per sequence, padded at the front. There is none
+    for models with windows: padding would see positions whose blocks are released, and their contents spread.
     """
 
     def __init__(
@@ -71,23 +77,38 @@ class StepPrograms:
     ) -> None:
         self.parts, self.graph_sizes, self.splits, self._stream = parts, graph_sizes, splits, stream
         self._pool = stream.graph_pool()
-        self._forward: dict[int, Run] = {size: self._make_forward(size) for size in graph_sizes.sizes}
-        self._sample: dict[int, Run] = {size: self._make_sample(size) for size in graph_sizes.sizes}
+        most = 1 + parts.sampler.max_drafts
+        self._widths = (1,) if most == 1 else (1, most)
+        kinds = [(size, width) for size in graph_sizes.sizes for width in self._widths]
+        self._sample: dict[tuple[int, int], Run] = {kind: self._make_sample(*kind) for kind in kinds}
+        windowed = any(layer.attention.window is not None for layer in parts.decoder.spec.layers)
+        longest = 1 if windowed else MAX_QUERY_LEN
+        self._query_lens = tuple(width for width in self._widths if width <= longest)
+        self._forward: dict[tuple[int, int], Run] = {
+            kind: self._make_forward(*kind) for kind in kinds if kind[1] in self._query_lens
+        }
 
     def capture(self, sizes: tuple[int, ...] | None = None) -> None:
         """Capture these sizes (default: all configured), largest first: the others reuse its memory."""
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self._stream.captures
         sizes_to_capture = sorted(self.graph_sizes.captured if sizes is None else sizes, reverse=True)
         self.parts.buffers.clear()  # the capture runs on them
         for size in sizes_to_capture:
-            self._forward[size] = self._stream.capture(self._forward[size], self._pool)
-            self._sample[size] = self._stream.capture(self._sample[size], self._pool)
+            for width in reversed(self._widths):
+                for programs in (self._forward, self._sample):
+                    if (run := programs.get((size, width))) is not None:
+                        programs[size, width] = self._stream.capture(run, self._pool)
         if sizes_to_capture:
-            logger.info("%d graphs captured in %.1f s", 2 * len(sizes_to_capture), time.perf_counter() - begin)
+            captured = self._stream.captures - before
+            logger.info("%d graphs captured in %.1f s", captured, time.perf_counter() - begin)
 
-    def decode(self, size: int) -> None:
+    def has_decode(self, width: int) -> bool:
+        """Return whether `decode` computes steps with `width` tokens per sequence."""
+        return width in self._query_lens
+
+    def decode(self, size: int, width: int) -> None:
         """Compute the logits of `size` sequences from the input buffers, into the buffers."""
-        self._forward[size]()
+        self._forward[size, width]()
 
     def hidden(self, batch: CudaStepBatch) -> Tensor:
         """Return the hidden states [T, D] of any step."""
@@ -97,25 +118,28 @@ class StepPrograms:
         """Compute logits from hidden [R, D] into the first R rows of the buffer."""
         self.parts.decoder.logits(hidden, self.parts.buffers.logits[: len(hidden)])
 
-    def sample(self, size: int) -> Tensor:
-        """Return tokens int32 [size], sampled from the buffers' logits and parameters and recorded by the sampler."""
-        self._sample[size]()
-        return self.parts.buffers.tokens[:size]
+    def sample(self, size: int, width: int) -> Tensor:
+        """Return tokens int32 [size * width] of the buffers' logits and parameters, recorded by the sampler."""
+        self._sample[size, width]()
+        return self.parts.buffers.tokens[: size * width]
 
-    def _make_forward(self, size: int) -> Run:
-        parts, splits = self.parts, self.splits[size]
+    def _make_forward(self, size: int, width: int) -> Run:
+        parts, buffers, splits = self.parts, self.parts.buffers, self.splits[size]
 
         def run() -> None:
-            self.logits(self.hidden(parts.buffers.batch(size, parts.sampler.last, splits)))
+            hidden = self.hidden(buffers.batch(size, parts.sampler.newest, splits, width))
+            if width > 1:
+                hidden = hidden.index_select(0, buffers.logits_indices(size, width))
+            self.logits(hidden)
 
         return run
 
-    def _make_sample(self, size: int) -> Run:
-        buffers, sampler = self.parts.buffers, self.parts.sampler
-        logits, tokens, packed = buffers.logits[:size], buffers.tokens[:size], buffers.sampling(size)
+    def _make_sample(self, size: int, width: int) -> Run:
+        buffers, sampler, rows = self.parts.buffers, self.parts.sampler, size * width
+        logits, tokens, packed = buffers.logits[:rows], buffers.tokens[:rows], buffers.sampling(rows)
 
         def run() -> None:
-            tokens.copy_(sampler.sample(logits, packed))
+            tokens.copy_(sampler.sample(logits, packed, width))
 
         return run
 
@@ -127,7 +151,8 @@ class QueuedStep:
     plan: StepPlan
     shape: CudaStepShape
     num_decodes: int
-    tiles: Int32 | None  # of the sequences from `num_decodes` on; None: every sequence has one token
+    tiles: Int32 | None  # of the sequences from `num_decodes` on; None: a step that `StepPrograms.decode` computes
+    width: int  # rows of logits per sequence
 
 
 class Runner:
@@ -157,32 +182,45 @@ class Runner:
 
     def _sample(self, step: QueuedStep, masks: TokenMasks | None = None) -> PendingTokens:
         """Queue logit edits, sampling and logprobs of the logits in the buffers, which no later step has changed."""
-        parts, rows = self.programs.parts, step.shape.rows
-        raw = parts.sampler.edit(parts.buffers.logits[:rows], step.plan, masks)
-        tokens = self.programs.sample(rows)
+        parts, rows, drafts = self.programs.parts, step.shape.rows, step.plan.num_drafts
+        raw = parts.sampler.edit(parts.buffers.logits[:rows], step.plan, masks, parts.buffers.sampling(rows))
+        tokens = self.programs.sample(rows // step.width, step.width)
         logprobs = parts.sampler.logprobs(raw, tokens, step.plan, self.stream)
-        return PendingTokens(self.stream.fetch(tokens).array, logprobs)
+        fetched = self.stream.fetch(tokens)
+        if drafts is None:
+            return PendingTokens(fetched.array, logprobs)
+        most = 1 + int(drafts.max())
+        return PendingTokens(lambda: fetched.array().reshape(-1, step.width)[:, :most], logprobs)
 
     def _padded(self, plan: StepPlan) -> QueuedStep:
-        groups, width = len(plan.block_tables), table_width(plan)
+        groups, table, sampler = len(plan.block_tables), table_width(plan), self.programs.parts.sampler
         size = self.programs.graph_sizes.bucket_for(plan.num_seqs)
-        lengths = np.diff(plan.query_start)
-        if plan.num_tokens == plan.num_seqs:
-            return QueuedStep(plan, decode_shape(size, groups, width), size, None)
+        lengths, width, drafts = np.diff(plan.query_start), sampler.width(plan), sampler.max_drafts > 0
+        if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
+            shape = decode_shape(size, groups, table, drafts=drafts, query_len=width)
+            return QueuedStep(plan, shape, size, None, width)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
         tokens = round_up(plan.num_tokens, TOKEN_ALIGN)
-        shape = CudaStepShape(tokens, plan.num_seqs, size, groups, width, len(tiles))
-        return QueuedStep(plan, shape, num_decodes, tiles)
+        shape = CudaStepShape(tokens, plan.num_seqs, size * width, groups, table, len(tiles), drafts)
+        return QueuedStep(plan, shape, num_decodes, tiles, width)
+
+    def _has_graph(self, plan: StepPlan, lengths: Int32, width: int) -> bool:
+        """Return whether a step with drafts can be computed with `width` tokens per sequence, in the input buffers."""
+        fits = self.programs.has_decode(width) and lengths.max() <= width
+        return bool(fits and plan.embeds is None and not self._needs_prompt_logprobs(plan))
 
     def _send(self, step: QueuedStep) -> Tensor:
         """Pack the step's inputs, int32 [shape.size], and start their copy to the device."""
         plan, shape = step.plan, step.shape
         flat = self._staging.take(shape.size)
-        pack(flat, shape, plan, self._block_size)
+        sampler = self.programs.parts.sampler
+        pack(flat, shape, plan, self._block_size, empty_row=len(sampler.rows))
         if plan.samples.any():
-            shape.sections["sampling"].of(flat)[:] = self.programs.parts.sampler.pack(plan, shape.rows)
-        shape.vector(flat, "logits_indices")[: plan.num_seqs] = plan.query_start[1:] - 1
+            shape.sections["sampling"].of(flat)[:] = sampler.pack(plan, shape.rows)
+        shape.vector(flat, "logits_indices")[: plan.num_seqs * step.width] = logits_indices(
+            plan, shape.query_len, step.width
+        )
         if step.tiles is not None:
             shape.sections["tiles"].of(flat)[:] = step.tiles
         return self._staging.send()
@@ -193,15 +231,16 @@ class Runner:
         buffers, keeps_hidden = programs.parts.buffers, self._needs_prompt_logprobs(plan)
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
-            programs.decode(shape.rows)
+            programs.decode(step.num_decodes, step.width)
             return None
         batch = make_batch(
             shape,
             packed,
             tables(shape, packed),
-            programs.parts.sampler.last,
+            programs.parts.sampler.newest,
             num_decodes=step.num_decodes,
             splits=programs.splits[programs.graph_sizes.bucket_for(max(step.num_decodes, 1))],
+            block_size=self._block_size,
             tile=self._tile,
         )
         if plan.embeds is not None:  # captured steps read no embeddings

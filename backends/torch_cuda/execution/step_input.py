@@ -1,11 +1,15 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
-    sampling | token ids | token rows | positions | slots | query starts | KV lengths | logits indices | tiles | tables
+    sampling | token ids | token rows | positions | slots | token sequences | shift rows | query starts | KV lengths |
+    logits indices | tiles | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
 multiples of 128 bytes and table rows are multiples of 64 bytes long: Triton recompiles for less aligned pointers and
 strides.
+
+An engine with drafts plans ahead before it knows how many of them are rejected. Its positions are upper bounds that the
+device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
+from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
 from pagoda.common.engine.step import PREVIOUS, Int32, StepPlan
 
 ALIGN: Final = 32
@@ -27,9 +32,6 @@ ALIGN: Final = 32
 
 TABLE_ALIGN: Final = 16
 """Blocks: alignment of a block table's width."""
-
-SAMPLING_FIELDS: Final = 7
-"""Packed sampling parameters per row of logits."""
 
 Flat = TypeVar("Flat", Int32, Tensor)
 """The packed array, on the host or on the device."""
@@ -47,9 +49,9 @@ class GroupBatch:
 class CudaStepBatch:
     """One step of S sequences with T tokens, as device tensors.
 
-    The first `num_decodes` sequences have `query_len` tokens each; the others are cut into `tiles` of `tile` tokens
-    (see prefill_attention.make_tiles). Token j of a sequence is at position kv_len - its query tokens + j. Padding
-    sequences have kv_len 0.
+    The first `num_decodes` sequences have `query_len` tokens each, of which the first may be padding; the others are
+    cut into `tiles` of `tile` tokens (see prefill_attention.make_tiles). Token j of a sequence is at position kv_len -
+    its query tokens + j. Padding sequences have kv_len 0.
     """
 
     token_ids: Tensor  # int32 or int64 [T], without PREVIOUS
@@ -95,10 +97,12 @@ class CudaStepShape:
 
     tokens: int
     seqs: int
-    rows: int  # of logits; row s belongs to sequence s; may be more than `seqs`
+    rows: int  # of logits, as many for each sequence, in order; may be more than those of `seqs`
     groups: int
     width: int  # blocks per table
     tiles: int = 0
+    drafts: bool = False  # of an engine with drafts
+    query_len: int | None = None  # tokens of every sequence, padded at the front; None: of different lengths, or 1
 
     @property
     def sections(self) -> dict[str, InputSection]:
@@ -125,11 +129,13 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
     sections: dict[str, InputSection] = {}
     begin = 0
     for name, rows, columns, align in (
-        ("sampling", SAMPLING_FIELDS, shape.rows, ALIGN),
+        ("sampling", SAMPLING_FIELDS + (2 if shape.drafts else 0), shape.rows, ALIGN),
         ("token_ids", 1, shape.tokens, ALIGN),
         ("token_rows", 1, shape.tokens, ALIGN),
         ("positions", 1, shape.tokens, ALIGN),
-        ("slots", shape.groups, shape.tokens, ALIGN),
+        ("slots", 0 if shape.drafts else shape.groups, shape.tokens, ALIGN),
+        ("token_sequences", int(shape.drafts), shape.tokens, ALIGN),
+        ("shift_rows", int(shape.drafts), shape.seqs, ALIGN),
         ("query_start", 1, shape.seqs + 1, ALIGN),
         ("kv_lens", 1, shape.seqs, ALIGN),
         ("logits_indices", 1, shape.rows, ALIGN),
@@ -146,28 +152,57 @@ def table_width(plan: StepPlan) -> int:
     return round_up(max(table.shape[1] for table in plan.block_tables), TABLE_ALIGN)
 
 
-def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int) -> None:
+def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int, empty_row: int = 0) -> None:
     """Write the plan into int32 [shape.size], all but sampling, logits_indices and tiles, which become zero.
 
-    token_rows: the batch row of each token's sequence. Padding tokens get slot 0, padding sequences kv_len 0.
+    token_rows: the batch row of each token's sequence. Padding tokens get slot 0, of an engine with drafts position -1;
+    padding sequences get kv_len 0 and the shift row `empty_row`.
     """
     flat[: shape.prefix_size] = 0
-    seqs, tokens = plan.num_seqs, plan.num_tokens
+    seqs = plan.num_seqs
     sequence, positions = _token_positions(plan)
-    shape.vector(flat, "token_ids")[:tokens] = plan.token_ids
-    shape.vector(flat, "token_rows")[:tokens] = plan.rows[sequence]
-    shape.vector(flat, "positions")[:tokens] = positions
+    places = slice(plan.num_tokens) if shape.query_len is None else _last_places(plan, shape.query_len)
+    shape.vector(flat, "token_ids")[places] = plan.token_ids
+    shape.vector(flat, "token_rows")[places] = plan.rows[sequence]
     starts = shape.vector(flat, "query_start")
-    starts[: seqs + 1] = plan.query_start
-    starts[seqs + 1 :] = tokens
+    if shape.query_len is None:
+        starts[: seqs + 1] = plan.query_start
+        starts[seqs + 1 :] = plan.num_tokens
+    else:
+        starts[:] = np.arange(shape.seqs + 1) * shape.query_len
     shape.vector(flat, "kv_lens")[:seqs] = plan.context + np.diff(plan.query_start)
-    slots = shape.sections["slots"].of(flat)
     tables = shape.sections["tables"].of(flat).reshape(shape.groups, shape.seqs, shape.width)
-    pages, offsets = positions // block_size, positions % block_size
     for group, table in enumerate(plan.block_tables):
-        slots[group, :tokens] = table[sequence, pages] * block_size + offsets
         tables[group, :seqs, : table.shape[1]] = table
         tables[group, :seqs, table.shape[1] :] = 0
+    if shape.drafts:
+        shape.vector(flat, "positions")[:] = -1
+        shape.vector(flat, "token_sequences")[places] = sequence
+        shape.vector(flat, "shift_rows")[:] = empty_row
+        shape.vector(flat, "shift_rows")[:seqs] = shift_rows(plan, empty_row)
+    else:
+        slots = shape.sections["slots"].of(flat)
+        pages, offsets = positions // block_size, positions % block_size
+        for group, table in enumerate(plan.block_tables):
+            slots[group, places] = table[sequence, pages] * block_size + offsets
+    shape.vector(flat, "positions")[places] = positions
+
+
+def _last_places(plan: StepPlan, query_len: int) -> npt.NDArray[np.intp]:
+    """Return where the plan's tokens [T] stand in a step with `query_len` per sequence, of which they are the last."""
+    sequence, _ = _token_positions(plan)
+    ends: npt.NDArray[np.intp] = (sequence + 1) * query_len
+    return ends - plan.query_start[sequence + 1] + np.arange(plan.num_tokens)
+
+
+def logits_indices(plan: StepPlan, query_len: int | None, width: int) -> Int32:
+    """Return the tokens [S * width] whose logits a step needs, in the order of `SampledRows.of`; 0 for unused rows."""
+    if plan.num_drafts is None:
+        return plan.query_start[1:] - 1
+    indices = np.zeros((plan.num_seqs, width), np.int32)
+    tokens = sampled_indices(plan)
+    indices[sampled_positions(plan)] = tokens if query_len is None else _last_places(plan, query_len)[tokens]
+    return indices.ravel()
 
 
 def _token_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
@@ -181,9 +216,11 @@ def _token_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
     return sequence, positions
 
 
-def decode_shape(size: int, groups: int, width: int) -> CudaStepShape:
-    """Return the shape of a step of `size` sequences with one token each."""
-    return CudaStepShape(tokens=size, seqs=size, rows=size, groups=groups, width=width)
+def decode_shape(size: int, groups: int, width: int, *, drafts: bool = False, query_len: int = 1) -> CudaStepShape:
+    """Return the shape of a step of `size` sequences with at most `query_len` tokens each."""
+    tokens = size * query_len
+    of_each = query_len if query_len > 1 else None
+    return CudaStepShape(tokens, size, tokens, groups, width, drafts=drafts, query_len=of_each)
 
 
 def tables(shape: CudaStepShape, packed: Tensor) -> Tensor:
@@ -191,44 +228,73 @@ def tables(shape: CudaStepShape, packed: Tensor) -> Tensor:
     return shape.sections["tables"].of(packed).reshape(shape.groups, shape.seqs, shape.width)
 
 
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """What the last step of each row left on the device; the last row is padding's."""
+
+    last: Tensor  # int32 [rows + 1]: the last sampled token, which replaces PREVIOUS
+    rejected: Tensor  # int32 [rows + 1]: rejected drafts
+
+
 def make_batch(
     shape: CudaStepShape,
     packed: Tensor,
     tables: Tensor,
-    last: Tensor,
+    before: RowTokens,
     *,
     num_decodes: int,
     splits: int,
+    block_size: int,
     tile: int | None = None,
 ) -> CudaStepBatch:
-    """Return the decoder's input from int32 [shape.prefix_size or more] and block tables [G, S, W].
-
-    `last` int32 [rows]: each row's last sampled token, which replaces PREVIOUS on the device.
-    """
+    """Return the decoder's input from int32 [shape.prefix_size or more] and block tables [G, S, W]."""
     token_ids, token_rows = shape.vector(packed, "token_ids"), shape.vector(packed, "token_rows")
+    positions, kv_lens = shape.vector(packed, "positions"), shape.vector(packed, "kv_lens")
+    if shape.drafts:
+        sequences = shape.vector(packed, "token_sequences")
+        shift = before.rejected.index_select(0, shape.vector(packed, "shift_rows"))
+        kv_lens = kv_lens - shift
+        padding, positions = positions < 0, (positions - shift.index_select(0, sequences)).clamp_(min=0)
+        slots = make_slots(tables, sequences, positions, block_size).masked_fill_(padding, 0)
+    else:
+        slots = shape.sections["slots"].of(packed)
     return CudaStepBatch(
-        token_ids=torch.where(token_ids == PREVIOUS, last.index_select(0, token_rows), token_ids),
-        positions=shape.vector(packed, "positions"),
+        token_ids=torch.where(token_ids == PREVIOUS, before.last.index_select(0, token_rows), token_ids),
+        positions=positions,
         query_start=shape.vector(packed, "query_start"),
-        kv_lens=shape.vector(packed, "kv_lens"),
-        groups=tuple(map(GroupBatch, tables, shape.sections["slots"].of(packed))),
+        kv_lens=kv_lens,
+        groups=tuple(map(GroupBatch, tables, slots)),
         num_decodes=num_decodes,
         tiles=shape.sections["tiles"].of(packed) if shape.tiles else None,
         splits=splits,
+        query_len=shape.query_len or 1,
         tile=tile,
     )
 
 
-class DecodeBuffers:
-    """Static input buffers for decode steps of at most S sequences in G groups with W blocks each."""
+def make_slots(tables: Tensor, sequences: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return int32 [G, T], the cache slots of tokens [T] by block tables [G, S, W]."""
+    pages = torch.div(positions, block_size, rounding_mode="floor")
+    return tables[:, sequences.long(), pages.long()] * block_size + positions % block_size
 
-    def __init__(self, seqs: int, groups: int, width: int, vocab: int, device: torch.device) -> None:
+
+class DecodeBuffers:
+    """Static input buffers for decode steps of at most S sequences in G groups with W blocks each.
+
+    `max_drafts`: per sequence.
+    """
+
+    def __init__(
+        self, seqs: int, groups: int, width: int, vocab: int, device: torch.device, block_size: int, max_drafts: int = 0
+    ) -> None:
         self.groups, self.width = groups, round_up(width, TABLE_ALIGN)
-        size = decode_shape(seqs, groups, self.width).prefix_size
+        self.block_size, self.drafts = block_size, max_drafts > 0
+        rows = seqs * (1 + max_drafts)  # of logits
+        size = self._shape(seqs, 1 + max_drafts).prefix_size
         self._prefix = torch.zeros(size, dtype=torch.int32, device=device)
         self._tables = torch.zeros((groups, seqs, self.width), dtype=torch.int32, device=device)
-        self.logits = torch.zeros((seqs, vocab), dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(seqs, dtype=torch.int32, device=device)  # sampled
+        self.logits = torch.zeros((rows, vocab), dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)  # sampled; -1 after a rejected draft
 
     def clear(self) -> None:
         """Make every input padding, for any batch size."""
@@ -246,10 +312,24 @@ class DecodeBuffers:
         self._prefix[:end].copy_(packed[:end])
 
     def sampling(self, rows: int) -> Tensor:
-        """Return int32 [7, R]: packed sampling parameters."""
-        return decode_shape(rows, self.groups, self.width).sections["sampling"].of(self._prefix)
+        """Return int32 [7, R] or, with drafts, [9, R]: packed sampling parameters."""
+        return self._shape(rows, 1).sections["sampling"].of(self._prefix)
 
-    def batch(self, size: int, last: Tensor, splits: int) -> CudaStepBatch:
-        """Return the decode step of `size` sequences in the buffers; see `make_batch`."""
-        shape = decode_shape(size, self.groups, self.width)
-        return make_batch(shape, self._prefix, self._tables[:, :size], last, num_decodes=size, splits=splits)
+    def logits_indices(self, size: int, query_len: int) -> Tensor:
+        """Return int32 [R]: the token of each row of logits of a step of `size` sequences."""
+        return self._shape(size, query_len).vector(self._prefix, "logits_indices")
+
+    def batch(self, size: int, before: RowTokens, splits: int, query_len: int = 1) -> CudaStepBatch:
+        """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`."""
+        return make_batch(
+            self._shape(size, query_len),
+            self._prefix,
+            self._tables[:, :size],
+            before,
+            num_decodes=size,
+            splits=splits,
+            block_size=self.block_size,
+        )
+
+    def _shape(self, size: int, query_len: int) -> CudaStepShape:
+        return decode_shape(size, self.groups, self.width, drafts=self.drafts, query_len=query_len)

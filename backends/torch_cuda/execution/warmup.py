@@ -49,8 +49,13 @@ class WarmupPlans:
     def __init__(self, limits: Limits, layout: KvLayout) -> None:
         self._limits, self._layout = limits, layout
 
-    def plan(self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = RULES[0]) -> StepPlan:
-        """Return a step of sequences with `lengths` new tokens after `context` computed ones, shortest first."""
+    def plan(
+        self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = RULES[0], *, drafts: bool = False
+    ) -> StepPlan:
+        """Return a step of sequences with `lengths` new tokens after `context` computed ones, shortest first.
+
+        `drafts`: all but the first of each are drafts.
+        """
         size = np.sort(np.asarray(lengths, np.int32))
         known = size + context
         pages = -(-int(known.max()) // self._layout.block_size)
@@ -64,11 +69,20 @@ class WarmupPlans:
             token_ids=np.zeros(int(size.sum()), np.int32),
             block_tables=tuple(np.zeros((len(size), pages), np.int32) for _ in self._layout.groups),
             samples=np.ones(len(size), np.bool_),
+            num_drafts=size - 1 if drafts else None,
         )
 
     def decode(self, seqs: int, rules: SamplingRules = RULES[0]) -> StepPlan:
         """Return a step with one token for each of `seqs` sequences."""
         return self.plan([1] * seqs, min(3, self._limits.max_model_len - 1), rules)
+
+    def drafts(self, seqs: int, rules: SamplingRules = RULES[0]) -> Iterator[StepPlan]:
+        """Yield a step of `seqs` sequences with as many drafts as fit, or nothing if none do."""
+        of_each = min(self._limits.max_drafts, self._limits.max_model_len - 1)
+        most = min(seqs * of_each, self._max_step_tokens - seqs)
+        if most > 0:
+            lengths = [1 + min(of_each, max(most - row * of_each, 0)) for row in range(seqs)]
+            yield self.plan(lengths, min(3, self._limits.max_model_len - max(lengths)), rules, drafts=True)
 
     def prefill(self, tokens: int, seqs: int = 1, decodes: int = 0, rules: SamplingRules = RULES[0]) -> StepPlan:
         """Return a step of `seqs` prompts with `tokens` in all, and `decodes` decode tokens."""
@@ -83,17 +97,20 @@ class WarmupPlans:
         yield self.prefill(tokens, min_seqs, rules=MOST_MEMORY)
         yield self.prefill(tokens, seqs, rules=MOST_MEMORY)
         yield self.decode(seqs, MOST_MEMORY)
+        yield from self.drafts(seqs, MOST_MEMORY)
 
     def minimal(self) -> Iterator[StepPlan]:
         """Yield a short prefill and a decode: enough where nothing is compiled."""
         yield self.prefill(min(8, self._max_step_tokens))
         yield self.decode(1)
+        yield from self.drafts(1)
 
     def all(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
         """Yield decode steps of every size, prefills of every relevant size, and every kind of sampling parameters."""
         limits, max_tokens = self._limits, self._max_step_tokens
         for size in sizes:
             yield self.decode(size)
+            yield from self.drafts(size)
             if size < limits.max_num_seqs and size + 2 <= max_tokens and limits.max_model_len > 1:
                 yield self.prefill(2, decodes=size)
         for tokens in _prefill_sizes(max_tokens):
@@ -102,6 +119,7 @@ class WarmupPlans:
         for rules in RULES:
             for seqs in (seqs for seqs in _BATCHES if seqs <= limits.max_num_seqs):
                 yield self.decode(seqs, rules)
+                yield from self.drafts(seqs, rules)
             yield self.prefill(min(5, max_tokens, limits.max_model_len), rules=rules)
 
     @property

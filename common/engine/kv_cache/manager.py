@@ -316,9 +316,9 @@ class KvManager:
         return True
 
     def allocate(self, request: Request, row: int, computed: int, num_tokens: int) -> bool:
-        """Allocate blocks for the first `num_tokens` tokens, `computed` of them cached; release pages out of windows.
+        """Allocate blocks for the first `num_tokens` tokens; release pages that no token after `computed` sees.
 
-        Returns False if a pool has too few.
+        `computed`: tokens cached for certain, drafts in flight not included. Returns False if a pool has too few.
         """
         pages, needed = self.pages(num_tokens), [0] * len(self.pools)
         for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):

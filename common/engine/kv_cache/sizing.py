@@ -77,7 +77,8 @@ class _Demand:
 
     def __init__(self, layout: KvLayout, limits: Limits) -> None:
         self._rules, self._num_pools = group_rules(layout), len(layout.pools)
-        self._step_tokens = limits.max_num_batched_tokens
+        self._step_tokens = max(limits.max_num_batched_tokens, limits.max_decode_tokens)
+        self._decode_tokens = limits.max_decode_tokens
         self.pages = _pages(limits)
 
     def alone(self, pages: int) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ class _Demand:
         """
         needed = list(self.alone(self.pages))
         for rule in self._rules:
-            needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, 1)
+            needed[rule.pool] += (seqs - 1) * rule.max_blocks(pages, self._decode_tokens)
         return tuple(needed)
 
     @property

@@ -184,7 +184,7 @@ def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, row
             rules = replace(rules, allowed_token_ids=tuple(sorted(own)))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
     bits = sampling_state.allowed_bits({0: masked}, 1, VOCAB)
-    masks = TokenMasks(np.array([len(rows) - 1], np.int32), bits)
+    masks = TokenMasks(np.array([len(rows) - 1], np.int32), np.zeros(1, np.int32), bits)
     plan = replace(step([len(history) for _, history, _ in rows]), masked=masks.sequences)
     tokens = np.asarray(sampler.sample(padded(logits), {0: plan}, {0: masks}).tokens)[: len(rows)].tolist()
     assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
@@ -203,7 +203,7 @@ def test_masks_move_with_their_sequences() -> None:
     assert order.tolist() == [0, 2, 1]
     assert moved.masked is not None
     assert moved.masked.tolist() == [2]
-    masks = TokenMasks(np.array([1, 2], np.int32), np.array([[1], [2]], np.uint32))
+    masks = TokenMasks(np.array([1, 2], np.int32), np.zeros(2, np.int32), np.array([[1], [2]], np.uint32))
     in_order = PendingStep(moved, order=order).in_plan_order(masks)
     assert in_order.sequences.tolist() == [1, 2]
     assert in_order.bits.tolist() == [[2], [1]]

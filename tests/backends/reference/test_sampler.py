@@ -186,7 +186,7 @@ def test_a_mask_restricts_its_own_sequence_beside_one_that_does_not_sample() -> 
     sampler = Sampler(VOCAB, 3, 4)
     for row in range(3):
         sampler.start(RowStart(row, np.zeros(1, np.int32), 1, SamplingRules(temperature=0.0)))
-    masks = TokenMasks(np.array([2], np.int32), allowed_bits({0: (5, 77)}, 1, VOCAB))
+    masks = TokenMasks(np.array([2], np.int32), np.zeros(1, np.int32), allowed_bits({0: (5, 77)}, 1, VOCAB))
     plan = replace(decode_step([1, 1, 1], samples=[False, True, True]), masked=masks.sequences)
     logits = torch.zeros(2, VOCAB)
     logits[:, [77, 300]] = torch.tensor([1.0, 2.0])
@@ -217,8 +217,10 @@ def test_sampled_tokens_are_kept_by_row() -> None:
     sampler.start(RowStart(0, np.array([4], np.int32), 1, SamplingRules()))
     logits = torch.zeros(2, VOCAB)
     logits[0, 30] = logits[1, 40] = 1.0
-    tokens, logprobs = sampler.sample(logits, decode_step([2, 1], [2, 0]))
+    plan = decode_step([2, 1], [2, 0])
+    tokens, logprobs = sampler.sample(logits, plan)
     assert (tokens.tolist(), logprobs) == ([30, 40], {})
+    assert sampler.accept(plan, tokens, {})[0].tolist() == [30, 40]
     assert sampler.last.tolist() == [40, 0, 30]
     assert sampler.history.tolist() == [[4, 40, 0, 0, 0, 0], [0] * 6, [8, 9, 30, 0, 0, 0]]
 
@@ -232,12 +234,15 @@ def test_rows_that_do_not_sample_have_no_logits() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 30], logits[:, 31], logits[:, 32] = 9.0, 8.0, 7.0
     bits = allowed_bits({0: [31, 32]}, 1, VOCAB)
-    masks = TokenMasks(np.array([2], np.int32), bits)
+    masks = TokenMasks(np.array([2], np.int32), np.zeros(1, np.int32), bits)
     plan = replace(decode_step([2] * 4, samples=[True, False, True, True]), masked=masks.sequences)
     tokens, logprobs = sampler.sample(logits, plan, masks)
     assert tokens.tolist() == [30, 31, 31]
     assert list(logprobs) == [1]
     assert logprobs[1].token_ids.tolist() == [[31, 30]], "logprobs are of the logits before masks"
+    token_ids, by_sequence = sampler.accept(plan, tokens, logprobs)
+    assert token_ids.tolist() == [30, -1, 31, 31]
+    assert list(by_sequence) == [2]
     assert sampler.last.tolist() == [30, 0, 31, 31]
 
 
@@ -248,7 +253,7 @@ def test_masks_and_allowed_tokens_both_hold() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 30], logits[:, 31], logits[:, 32] = 9.0, 8.0, 7.0
     bits = allowed_bits({0: [30, 32], 1: [31, 599]}, 2, VOCAB)
-    masks = TokenMasks(np.array([0, 2], np.int32), bits)
+    masks = TokenMasks(np.array([0, 2], np.int32), np.zeros(2, np.int32), bits)
     plan = replace(decode_step([1] * 3), masked=masks.sequences)
     assert sampler.sample(logits, plan, masks)[0].tolist() == [32, 30, 31]
 
@@ -256,7 +261,7 @@ def test_masks_and_allowed_tokens_both_hold() -> None:
 def test_a_mask_alone_edits_the_logits() -> None:
     sampler = Sampler(VOCAB, 1, 5)
     sampler.start(RowStart(0, np.array([7], np.int32), 1, SamplingRules()))
-    masks = TokenMasks(np.array([0], np.int32), allowed_bits({0: [3]}, 1, VOCAB))
+    masks = TokenMasks(np.array([0], np.int32), np.zeros(1, np.int32), allowed_bits({0: [3]}, 1, VOCAB))
     plan = replace(decode_step([1]), masked=masks.sequences)
     assert sampler.sample(torch.linspace(1.0, 0.0, VOCAB)[None].clone(), plan, masks)[0].tolist() == [3]
 
@@ -265,7 +270,7 @@ def test_a_masked_sequence_without_a_mask_may_sample_any_token() -> None:
     sampler = Sampler(VOCAB, 1, 5)
     sampler.start(RowStart(0, np.array([7], np.int32), 1, SamplingRules()))
     plan = replace(decode_step([1]), masked=np.zeros(1, np.int32))
-    none = TokenMasks(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
+    none = TokenMasks(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
     assert sampler.sample(torch.linspace(1.0, 0.0, VOCAB)[None].clone(), plan, none)[0].tolist() == [0]
 
 

@@ -57,7 +57,7 @@ def test_several_steps_are_those_of_the_reference_backend(rows, seed: int, best:
         want, want_logprobs = reference.sample(torch.from_numpy(logits.copy()), decode_step(ends))
         tokens, logprobs = run(sampler, logits, decode_step(ends), ROOM)
         assert tokens.tolist() == want.tolist()
-        assert sampler.last[: len(rows)].tolist() == want.tolist()
+        assert sampler.newest.last[: len(rows)].tolist() == want.tolist()
         assert logprobs.keys() == want_logprobs.keys()
         for index, actual in logprobs.items():
             theirs = want_logprobs[index]
@@ -139,13 +139,13 @@ def test_rows_that_do_not_sample_change_no_state() -> None:
     sampler = make()
     sampler.start(RowStart(0, np.array([4, 5], np.int32), 2, SamplingRules(presence_penalty=1.0, logprobs=1)))
     sampler.start(RowStart(1, np.array([4, 5], np.int32), 2, SamplingRules()))
-    history, last = sampler.history[:ROOM].clone(), sampler.last[:ROOM].clone()
+    history, last = sampler.history[:ROOM].clone(), sampler.newest.last[:ROOM].clone()
     logits = noisy(1, 2)
     _, logprobs = run(sampler, logits, decode_step([2, 2], samples=[False, True]), ROOM)
     assert not logprobs
     history[1, 2] = last[1] = int(logits[1].argmax())
     torch.testing.assert_close(sampler.history[:ROOM], history)
-    torch.testing.assert_close(sampler.last[:ROOM], last)
+    torch.testing.assert_close(sampler.newest.last[:ROOM], last)
 
 
 @pytest.mark.parametrize(("mode", "normal"), [("raw_logprobs", True), ("raw_logits", False)])
@@ -207,7 +207,7 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
             rules = replace(rules, allowed_token_ids=tuple(sorted(map(int, own))))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
     bits = sampling_state.allowed_bits(dict(enumerate(allowed.values())), len(allowed), VOCAB)
-    masks = TokenMasks(np.array(list(allowed), np.int32), bits)
+    masks = TokenMasks(np.array(list(allowed), np.int32), np.zeros(len(allowed), np.int32), bits)
     plan = replace(decode_step([len(history) for _, history, _ in rows]), masked=masks.sequences)
     tokens, _ = run(sampler, logits, plan, ROOM, masks)
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]

@@ -11,6 +11,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     TABLE_ALIGN,
     CudaStepShape,
     DecodeBuffers,
+    RowTokens,
     decode_shape,
     make_batch,
     pack,
@@ -53,8 +54,8 @@ def test_packed_tokens_have_their_positions_and_slots(lengths: list[int], contex
     total = sum(lengths)
     shape = CudaStepShape(tokens=16, seqs=4, rows=4, groups=2, width=table_width(step_plan))
     numbers = torch.from_numpy(packed(step_plan, shape))
-    last = torch.arange(500, 520, dtype=torch.int32)
-    batch = make_batch(shape, numbers, tables(shape, numbers), last, num_decodes=1, splits=1)
+    before = RowTokens(torch.arange(500, 520, dtype=torch.int32), torch.zeros(20, dtype=torch.int32))
+    batch = make_batch(shape, numbers, tables(shape, numbers), before, num_decodes=1, splits=1, block_size=BLOCK)
     positions = [c + at for c, n in zip(context, lengths) for at in range(n)]
     token_rows = [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.token_ids.tolist() == [505, *range(1001, 1000 + total)] + [0] * (16 - total)
@@ -88,8 +89,8 @@ def test_sections_are_aligned_and_do_not_overlap(seqs: int) -> None:
 
 
 def test_a_size_reads_the_same_addresses_whatever_the_width() -> None:
-    buffers = DecodeBuffers(seqs=8, groups=2, width=40, vocab=16, device=torch.device("cpu"))
-    before = buffers.batch(4, torch.zeros(20, dtype=torch.int32), splits=1)
+    buffers = DecodeBuffers(seqs=8, groups=2, width=40, vocab=16, device=torch.device("cpu"), block_size=BLOCK)
+    before = buffers.batch(4, RowTokens(*torch.zeros((2, 20), dtype=torch.int32)), splits=1)
     for step_plan in (plan([1, 1, 1], [9, 0, 6]), plan([1, 1], [150, 0])):
         shape = decode_shape(4, 2, table_width(step_plan))
         buffers.fill(shape, torch.from_numpy(packed(step_plan, shape)), step_plan.num_seqs)

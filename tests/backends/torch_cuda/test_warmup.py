@@ -28,6 +28,8 @@ MIB = 1 << 20
         ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
         ("full norms", "int4", {"max_num_seqs": 8, "max_model_len": 48}),
         ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
+        ("windows", None, {"max_drafts": 3}),
+        ("experts", "int8", {"max_drafts": 7, "max_num_seqs": 5}),
     ],
 )
 def test_serving_compiles_nothing(model: str, quantization: str | None, limits: dict[str, int]) -> None:
@@ -43,8 +45,10 @@ class Gpu(Device):
     use_kernels = False
 
 
-@pytest.mark.parametrize(("seqs", "measured"), [(1, 1), (3, 3), (64, 6), (192, 8)])
-def test_a_start_reads_and_writes_within_bounds(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int) -> None:
+@pytest.mark.parametrize(("seqs", "measured", "drafts"), [(1, 1, 0), (3, 3, 0), (64, 6, 0), (192, 8, 0), (6, 4, 3)])
+def test_a_start_reads_and_writes_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int, drafts: int
+) -> None:
     """Nothing is read or written where it should not be: a CPU's indexing complains."""
     monkeypatch.setattr(stream, "GpuStream", stream.CpuStream)
     for name, fake in {
@@ -56,7 +60,7 @@ def test_a_start_reads_and_writes_within_bounds(monkeypatch: pytest.MonkeyPatch,
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    limits = Limits(max_model_len=48, max_num_batched_tokens=256, max_num_seqs=seqs, block_size=4)
+    limits = Limits(max_model_len=48, max_num_batched_tokens=256, max_num_seqs=seqs, block_size=4, max_drafts=drafts)
     spec = tiny_spec(window=6, moe=seqs == 3)
     layout = kv_layout(spec, limits.block_size)
     device = Gpu(CPU.torch, CPU.chip, "NVIDIA H100")
@@ -66,5 +70,7 @@ def test_a_start_reads_and_writes_within_bounds(monkeypatch: pytest.MonkeyPatch,
     assert plan.kv_cache > 48 * MIB, "what is left of nine tenths, which is more than these requests need"
     backend.init_cache(plan.num_blocks)
     backend.warmup()
-    assert backend._stream.captures == 2 * (len(backend.config.graph_sizes.captured) + measured)
-    assert not backend.execute(backend._warmup_plans.decode(seqs)).result().recompiles
+    programs = 2 * (1 + (drafts > 0))
+    assert backend._stream.captures == programs * (len(backend.config.graph_sizes.captured) + measured)
+    for served in (backend._warmup_plans.decode(seqs), *backend._warmup_plans.drafts(seqs)):
+        assert not backend.execute(served).result().recompiles

@@ -8,20 +8,23 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
+from support.replaying import Replaying, drafting
 from support.scripted_masks import add_masked
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, Peer, WarmedUp, encode, send_frame
-from pagoda.common.engine.core import SLEEP_TAGS, EngineCore, Sleeper, generation_core
+from pagoda.common.engine.core import SLEEP_TAGS, EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.step import EMBEDDED, StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError, WeightError
 
@@ -67,12 +70,12 @@ class Pair:
 
         return self.pool.submit(run)
 
-    def start(self) -> EngineCore:
+    def start(self, limits: Limits = LIMITS, make_scheduler: MakeScheduler = Scheduler) -> EngineCore:
         """Start up on host 0."""
         blocks = self.leading.plan_memory().num_blocks
         self.leading.init_cache(blocks)
         self.leading.warmup()
-        return generation_core(self.leading, self.here.layout, LIMITS, blocks)
+        return generation_core(self.leading, self.here.layout, limits, blocks, make_scheduler)
 
 
 @pytest.fixture
@@ -119,24 +122,29 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
     starts = [start.token_ids for start in plan.starts]
     embeds = [] if plan.embeds is None else [plan.embeds]
     numbers = [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples]
-    masked = [] if plan.masked is None else [plan.masked]
-    return [*numbers, *plan.block_tables, *starts, *masked, *embeds]
+    optional = [each for each in (plan.masked, plan.num_drafts) if each is not None]
+    return [*numbers, *plan.block_tables, *starts, *optional, *embeds]
 
 
-def test_every_host_runs_the_same_steps(make: Make) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_every_host_runs_the_same_steps(make: Make, drafts: int) -> None:
     pair = make()
     following = pair.follow()
-    tokens_of = answers(pair.start())
+    alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
+    want = answers(generation_core(alone, alone.layout, LIMITS, (40,)))
+    proposer = Replaying(want, wrong=lambda name, place: place == 3)
+    tokens_of = answers(pair.start(replace(LIMITS, max_drafts=drafts), drafting(proposer, 64)))
     pair.leading.close()
     assert following.result() is None
-    alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
-    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, (40,)))
+    assert tokens_of == want
+    assert any(plan.num_drafts is not None for plan in pair.there.plans) == (drafts > 0)
     assert len(pair.there.plans) == len(pair.here.plans) > 6
     assert any(plan.embeds is not None for plan in pair.there.plans)
     assert pair.here.masks.keys() == pair.there.masks.keys()
     assert len(pair.here.masks) > 3
     for step, masks in pair.here.masks.items():
         np.testing.assert_array_equal(masks.sequences, pair.there.masks[step].sequences)
+        np.testing.assert_array_equal(masks.after, pair.there.masks[step].after)
         np.testing.assert_array_equal(masks.bits, pair.there.masks[step].bits)
     for ours, theirs in zip(pair.here.plans, pair.there.plans):
         assert [start.rules for start in ours.starts] == [start.rules for start in theirs.starts]
@@ -282,10 +290,10 @@ def test_a_failure_before_watch_is_reported_by_watch(make: Make) -> None:
     ("data", "words"),
     [
         (encode(WarmedUp()), "host 1 (b) sent WarmedUp instead of BlockCount"),
-        (b"\xc1", "host 1 (b) is gone: not a message of version 5: "),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 6: "),
         (
             encode(AgreedBlocks((3,))).replace(b"num_blocks", b"num_clocks"),
-            "host 1 (b) is gone: not a message of version 5: ",
+            "host 1 (b) is gone: not a message of version 6: ",
         ),
     ],
 )

@@ -9,10 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fakes import FakeBackend, FakeShards, full_layout, hybrid_layout, mixed_layout, scrambled, state_layout
+from fakes import (
+    FakeBackend,
+    FakeShards,
+    full_layout,
+    hybrid_layout,
+    mixed_layout,
+    pools_layout,
+    scrambled,
+    state_layout,
+)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.replaying import Replaying, drafting
 from support.scripted_masks import FINAL, add_masked, allowed
 
 from pagoda.common.config.engine import Limits
@@ -35,10 +45,10 @@ PROMPT = st.builds(
     st.lists(st.integers(5, 8), max_size=6),
 )
 REQUEST = st.builds(
-    lambda prompt, max_tokens, min_tokens, priority, salt, prompt_logprobs: EngineRequest(
+    lambda prompt, max_tokens, min_tokens, priority, salt, logprobs, prompt_logprobs: EngineRequest(
         request_id="",
         prompt_token_ids=prompt,
-        rules=SamplingRules(min_tokens=min_tokens, prompt_logprobs=prompt_logprobs),
+        rules=SamplingRules(min_tokens=min_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         max_tokens=max_tokens,
         stop_token_ids=STOPS,
         eos_token_ids=frozenset({3}),
@@ -50,6 +60,7 @@ REQUEST = st.builds(
     st.sampled_from([0, 0, 4]),
     st.integers(0, 2),
     st.sampled_from([None, None, None, "s"]),
+    st.sampled_from([None, None, 0]),
     st.sampled_from([None, None, None, 0]),
 )
 
@@ -82,7 +93,14 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         layout=st.sampled_from(
-            [full_layout(), hybrid_layout(window=6), hybrid_layout(window=1), state_layout(), mixed_layout()]
+            [
+                full_layout(),
+                hybrid_layout(window=6),
+                hybrid_layout(window=1),
+                pools_layout(),
+                state_layout(),
+                mixed_layout(),
+            ]
         ),
         num_blocks=st.sampled_from([11, 14, 18, 24, 40]),
         num_states=st.sampled_from([3, 5, 9, 30]),
@@ -94,8 +112,25 @@ class Traffic(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         ahead=st.booleans(),
         extents=st.booleans(),
+        drafts=st.sampled_from([0, 1, 2, 3, 5, 7]),
+        accuracy=st.sampled_from([0, 30, 70, 90, 100]),
     )
-    def start(self, layout, num_blocks, num_states, rows, chunk, chunked, threshold, caching, policy, ahead, extents):
+    def start(
+        self,
+        layout,
+        num_blocks,
+        num_states,
+        rows,
+        chunk,
+        chunked,
+        threshold,
+        caching,
+        policy,
+        ahead,
+        extents,
+        drafts,
+        accuracy,
+    ):
         limits = Limits(
             max_model_len=MAX_LEN,
             max_num_batched_tokens=chunk if chunked else max(chunk, MAX_LEN),
@@ -106,12 +141,18 @@ class Traffic(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,
             async_scheduling=ahead,
+            max_drafts=0 if any(isinstance(pool.kind, StateCache) for pool in layout.pools) else drafts,
         )
         states = (isinstance(pool.kind, StateCache) for pool in layout.pools)
         blocks = tuple(num_states if state else num_blocks for state in states)
+        self.expected: dict[str, list[int]] = {}
+        self.proposer = Replaying(
+            self.expected,
+            wrong=lambda name, place: place * 37 % 101 * (1 + int(name)) % 100 >= accuracy,
+            most=lambda name, place: (place * 13 + int(name)) % 11,
+        )
         self.engine = self.make(limits, layout, blocks, next_token=scrambled, prefers_extents=extents)
         self.requests: dict[str, EngineRequest] = {}
-        self.expected: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.gone: set[str] = set()
@@ -119,7 +160,7 @@ class Traffic(RuleBasedStateMachine):
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
         backend = FakeBackend(layout, num_blocks=num_blocks, **fake)
-        return generation_core(backend, layout, limits, backend.num_blocks)
+        return generation_core(backend, layout, limits, backend.num_blocks, drafting(self.proposer, VOCAB))
 
     def kv(self, engine: Any) -> KvManager:
         """The manager of any shard."""
@@ -151,6 +192,11 @@ class Traffic(RuleBasedStateMachine):
                     assert [p.token_ids[0] for p in output.prompt_logprobs] == request.prompt_token_ids[1:]
                 else:
                     assert output.prompt_logprobs is None
+                if request.rules.logprobs is not None:
+                    length = len(request.prompt_token_ids) + len(self.answers[name])
+                    places = range(length, length + len(output.new_token_ids))
+                    assert [p.logprobs[0] for p in output.logprobs] == [-float(place) for place in places]
+                    assert [p.token_ids[0] for p in output.logprobs] == output.new_token_ids
                 self.answers[name] += output.new_token_ids
                 if output.finish_reason:
                     self.ended[name] = output.finish_reason
@@ -197,7 +243,7 @@ class ShardedTraffic(Traffic):
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
         backend = FakeShards(layout, 2, num_blocks=num_blocks, **fake)
-        return sharded_core(backend, layout, limits, backend.num_blocks, 2)
+        return sharded_core(backend, layout, limits, backend.num_blocks, 2, drafting(self.proposer, VOCAB))
 
     def kv(self, engine: Any) -> KvManager:
         return engine._scheduler.shards[0].kv

@@ -155,5 +155,5 @@ def test_rules_and_grammar_are_both_obeyed() -> None:
 
 def test_grammar_masks_are_by_row_of_logits() -> None:
     bits = np.array([[1], [2]], np.uint32)
-    found = grammar_masks({2: TokenMasks(np.array([0, 2], np.int32), bits)}, 8)
+    found = grammar_masks({2: TokenMasks(np.array([0, 2], np.int32), np.zeros(2, np.int32), bits)}, 8)
     assert {index: row.tolist() for index, row in found.items()} == {16: [1], 18: [2]}

@@ -1,0 +1,116 @@
+"""Proposers: who guesses the next tokens of a sequence. The model checks the guesses (drafts) in one step.
+
+A draft is accepted if it equals the token that is sampled in its place. A wrong one costs time and changes no token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.request import RunningBatch
+from pagoda.common.engine.step import Int32
+
+logger = logging.getLogger(__name__)
+
+
+class DraftContext(NamedTuple):
+    """A sequence whose next tokens are to be guessed: prompt, outputs, drafts, in this order."""
+
+    request_id: str
+    prompt: Int32  # token ids; EMBEDDED at positions that have an embedding
+    outputs: Sequence[int]  # the generated tokens that are known; the engine's list: neither keep nor change it
+    drafts: Sequence[int]  # the guesses in flight, taken as right
+    num_tokens: int  # guess at most this many tokens
+
+
+class Proposer(Protocol):
+    """Guesses tokens on the host, between two steps."""
+
+    @property
+    def name(self) -> str:
+        """The name in log messages."""
+        ...
+
+    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
+        """Return the token ids that follow each context, at most `num_tokens`; none where it has no guess."""
+        ...
+
+
+class Drafter:
+    """Asks a proposer until it returns a token id outside the vocabulary; from then on there are no drafts."""
+
+    def __init__(self, proposer: Proposer, vocab: int) -> None:
+        self.active = True
+        self._proposer, self._vocab = proposer, vocab
+
+    def propose(self, batch: RunningBatch, rows: Int32, limits: Limits) -> None:
+        """Set the drafts of the next step in the batch: of `rows`, all that run. Other rows have none."""
+        room = draft_room(batch, rows, limits)
+        rows, room = rows[room > 0], room[room > 0]
+        inflight = batch.inflight[rows] > 0
+        contexts = draft_contexts(batch, rows, room + inflight)
+        batch.num_drafts[:] = 0
+        if contexts:
+            ids, counts = self.guess(contexts, limits.max_drafts + 1)
+            # The first guess of a row in flight is for the token that the step in flight samples.
+            batch.drafts[rows] = np.where(inflight[:, None], ids[:, 1:], ids[:, :-1])
+            batch.num_drafts[rows] = np.maximum(counts - inflight, 0)
+
+    def guess(self, contexts: Sequence[DraftContext], width: int) -> tuple[Int32, Int32]:
+        """Return the guessed tokens int32 [n, width] of n contexts, row by row, and the number [n] of each.
+
+        `width`: the largest `num_tokens`. Logs an error and returns no guesses if a token id is invalid.
+        """
+        proposals = [ids[: context.num_tokens] for ids, context in zip(self._proposer.propose(contexts), contexts)]
+        counts = np.fromiter(map(len, proposals), np.int32, len(contexts))
+        tokens = list(chain.from_iterable(proposals))
+        padded = np.zeros((len(contexts), width), np.int32)
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab:
+            self._turn_off(next(token for token in tokens if not 0 <= token < self._vocab))
+            return padded, np.zeros_like(counts)
+        padded[np.arange(width) < counts[:, None]] = tokens
+        return padded, counts
+
+    def _turn_off(self, token: int) -> None:
+        self.active = False
+        logger.error(
+            "%s proposed token %d, but the vocabulary has %d tokens; drafts are off until the restart: use a proposer "
+            "made for this model's tokenizer",
+            self._proposer.name,
+            token,
+            self._vocab,
+        )
+
+
+def draft_room(batch: RunningBatch, rows: Int32, limits: Limits) -> Int32:
+    """Return how many drafts each of `rows` may have in the next step, within its length and the token budget.
+
+    Rows that compute their newest token have drafts, once no sampling rule depends on the number of their tokens.
+    """
+    total = batch.total[rows]
+    single = (total - batch.computed[rows] == 1) & (total < batch.limit[rows])
+    ready = single & (total - batch.inflight[rows] >= batch.drafts_from[rows])
+    room: Int32 = np.minimum(batch.limit[rows] - total - 1, limits.max_drafts) * ready
+    left = limits.max_num_batched_tokens - np.count_nonzero(single) - (np.cumsum(room) - room)
+    room = np.clip(left, 0, room).astype(np.int32)
+    return room
+
+
+def draft_contexts(batch: RunningBatch, rows: Int32, num_tokens: Int32) -> list[DraftContext]:
+    """Return what a proposer is given for `rows`, to guess `num_tokens` [n] tokens of each."""
+    columns = zip(
+        batch.requests_at(rows),
+        batch.drafts[rows].tolist(),
+        (batch.num_drafts[rows] * (batch.inflight[rows] > 0)).tolist(),
+        num_tokens.tolist(),
+    )
+    return [
+        DraftContext(request.request_id, request.prompt, request.outputs, drafts[:count], number)
+        for request, drafts, count, number in columns
+    ]
