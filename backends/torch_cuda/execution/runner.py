@@ -81,7 +81,7 @@ class StepPrograms:
         self._widths = (1,) if most == 1 else (1, most)
         kinds = [(size, width) for size in graph_sizes.sizes for width in self._widths]
         self._sample: dict[tuple[int, int], Run] = {kind: self._make_sample(*kind) for kind in kinds}
-        windowed = any(mixer.window is not None for mixer in parts.decoder.spec.mixers)
+        windowed = any(layer.attention.window is not None for layer in parts.decoder.spec.layers)
         longest = 1 if windowed else MAX_QUERY_LEN
         self._query_lens = tuple(width for width in self._widths if width <= longest)
         self._forward: dict[tuple[int, int], Run] = {
