@@ -1,6 +1,8 @@
-"""Steps with drafts on the accelerators' backends, planned ahead of the results: same tokens as one at a time."""
+"""Hand-made steps with drafts on the accelerators' backends, planned ahead: same tokens as one at a time."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -9,18 +11,30 @@ from support.draft_host import DraftHost, Sequence
 from support.reference_driver import Driver, tiny_spec
 
 from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.execution.runner import StepPrograms
 from pagoda.common.engine.sampling import SamplingRules
 
-SPEC = tiny_spec(window=6)
-BACKENDS = ["torch_cuda", "jax_tpu"]
-SEEDED = SamplingRules(temperature=1.0, seed=5, logprobs=2)
+SPECS = {"full": tiny_spec(), "windows": tiny_spec(window=6, moe=True)}
+VOCAB = SPECS["full"].vocab
 RULES = (
     SamplingRules(logprobs=0),
-    SEEDED,
+    SamplingRules(temperature=1.0, seed=5, logprobs=2),
     SamplingRules(temperature=0.8, top_k=20, top_p=0.9, seed=(1 << 40) + 3),
-    SamplingRules(temperature=0.7, seed=9, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
-    SamplingRules(temperature=1.5, seed=2, bad_words=tuple((a, b) for a in range(40) for b in range(3, 7))),
-    SamplingRules(repetition_penalty=1.2, logit_bias=((5, 1.0),), min_tokens=3, stop_ids=(7,)),
+    SamplingRules(
+        temperature=0.7,
+        seed=9,
+        repetition_penalty=1.5,
+        frequency_penalty=0.9,
+        presence_penalty=0.5,
+        allowed_token_ids=tuple(range(16)),
+    ),
+    SamplingRules(
+        temperature=1.5,
+        seed=2,
+        bad_words=tuple((a, b) for a in range(9) for b in range(9) if (a + b) % 3),
+        allowed_token_ids=tuple(range(9)),
+    ),
+    SamplingRules(frequency_penalty=2.0, logit_bias=((5, 1.0),), min_tokens=3, stop_ids=(7,)),
     SamplingRules(temperature=1.0, seed=4, allowed_token_ids=tuple(range(0, 96, 3)), logprobs=1),
     SamplingRules(temperature=1.0, seed=8),
 )
@@ -35,27 +49,24 @@ def sequences(count: int = 16) -> list[Sequence]:
     ]
 
 
-def make_driver(backend: str, drafts: int, **options) -> Driver:
+def make_driver(backend: str, model: str, drafts: int, **options) -> Driver:
     device = {"device": CPU} if backend == "torch_cuda" else {}
-    return Driver(SPEC, "scattered", 8, 8, backend=backend, max_drafts=drafts, **device, **options)
+    return Driver(SPECS[model], "scattered", 8, 8, backend=backend, max_drafts=drafts, **device, **options)
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def answers(request: pytest.FixtureRequest) -> tuple[str, list[Sequence]]:
-    """A backend, and what its sequences generate one token per step."""
-    driver, work = make_driver(request.param, 0), sequences()
-    DraftHost(driver, SPEC.vocab, drafts=0, ahead=False).serve(work)
+@lru_cache
+def one_by_one(backend: str, model: str) -> list[Sequence]:
+    """What the sequences generate one token per step."""
+    driver, work = make_driver(backend, model, 0), sequences()
+    DraftHost(driver, VOCAB, drafts=0, ahead=False).serve(work)
     driver.backend.close()
-    return request.param, work
+    return work
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3, 7])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_drafts_change_no_token(answers: tuple[str, list[Sequence]], drafts: int, ahead: bool) -> None:
-    backend, want = answers
-    driver, work = make_driver(backend, drafts), sequences()
+def check(driver: Driver, backend: str, model: str, drafts: int, *, ahead: bool = True) -> DraftHost:
+    want, work = one_by_one(backend, model), sequences()
     known = {one.row: one.tokens for one in want}
-    host = DraftHost(driver, SPEC.vocab, drafts=drafts, ahead=ahead, answers=known, seed=drafts)
+    host = DraftHost(driver, VOCAB, drafts=drafts, ahead=ahead, answers=known, seed=drafts)
     tokens = host.serve(work)
     driver.backend.close()
     assert tokens == known
@@ -63,3 +74,30 @@ def test_drafts_change_no_token(answers: tuple[str, list[Sequence]], drafts: int
     for one, other in zip(work, want):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     assert sum(len(result.token_ids.shape) == 2 for result in host.results) > 5
+    return host
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 7, 9])
+@pytest.mark.parametrize("model", SPECS)
+def test_torch_cuda(monkeypatch: pytest.MonkeyPatch, model: str, drafts: int) -> None:
+    """Decodes with drafts are padded to one length, as in a graph, unless a window or the length forbids it."""
+    decode, widths = StepPrograms.decode, []
+    monkeypatch.setattr(StepPrograms, "decode", lambda *args: widths.append(args[2]) or decode(*args))
+    check(make_driver("torch_cuda", model, drafts), "torch_cuda", model, drafts)
+    assert set(widths) == ({1, 1 + drafts} if model == "full" and drafts < 8 else {1})
+
+
+def test_torch_cuda_in_turn() -> None:
+    check(make_driver("torch_cuda", "full", 3), "torch_cuda", "full", 3, ahead=False)
+
+
+@pytest.mark.parametrize("drafts", [1, 7])
+def test_jax_tpu(drafts: int) -> None:
+    check(make_driver("jax_tpu", "windows", drafts), "jax_tpu", "windows", drafts)
+
+
+def test_jax_tpu_compiles_nothing_after_the_warm_up() -> None:
+    driver = make_driver("jax_tpu", "full", 3, strict=True)
+    driver.backend.warmup()
+    host = check(driver, "jax_tpu", "full", 3)
+    assert not host.recompiles

@@ -17,6 +17,7 @@ from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import generation_core
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
@@ -136,6 +137,28 @@ def run(
     return ran
 
 
+def run_sharded(proposer: Replaying) -> dict[str, list[int]]:
+    """Return the tokens of jax_tpu with two shards and three drafts."""
+    limits = replace(LIMITS, max_drafts=3)
+    layout = kv_layout(SPEC, limits.block_size)
+    backend = load_backend("jax_tpu").create(make_options(SPEC, limits=limits, layout=layout, data=2))
+    backend.load(random_weights(SPEC))
+    backend.init_cache((80,))
+    core = sharded_core(backend, layout, limits, (80,), 2, make_scheduler=drafting(proposer, SPEC.vocab))
+    for request in requests(list(RULES)):
+        if request.request_id.startswith("guided"):
+            add_masked(core, request, SPEC.vocab)
+        else:
+            core.add_request(request)
+    tokens: dict[str, list[int]] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    core.check_integrity()
+    backend.close()
+    return tokens
+
+
 def assert_equal(ran: Run, want: Run) -> None:
     assert ran.tokens == want.tokens
     assert ran.reasons == want.reasons
@@ -241,6 +264,13 @@ def test_drafts_are_refused_with_recurrent_state() -> None:
     with pytest.raises(ConfigError, match=r"^--speculative-config: a model with recurrent state cannot take rejected"):
         make_options(SPEC, limits=replace(LIMITS, max_drafts=1, block_size=4), layout=state_layout())
     make_options(SPEC, limits=replace(LIMITS, block_size=4), layout=state_layout())
+
+
+def test_drafts_in_one_shard_or_both() -> None:
+    """Requests without drafts share a shard or a step with others that have some."""
+    want = run("reference").tokens
+    proposer = Replaying(want, mixed, most=lambda name, place: 0 if place % 7 < 3 else 3)
+    assert run_sharded(proposer) == want
 
 
 def test_drafts_are_refused_with_logits_processors() -> None:

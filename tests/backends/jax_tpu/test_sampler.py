@@ -30,7 +30,7 @@ from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, l
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import sampling_state
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.pending import PendingStep
+from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
@@ -188,6 +188,26 @@ def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, row
     plan = replace(step([len(history) for _, history, _ in rows]), masked=masks.sequences)
     tokens = np.asarray(sampler.sample(padded(logits), {0: plan}, {0: masks}).tokens)[: len(rows)].tolist()
     assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
+
+
+def test_drafts_move_with_their_sequences() -> None:
+    """The request in row 1 begins with a cached prefix and a draft, the one in row 2 writes it."""
+    prompt = RowStart(1, np.zeros(9, np.int32), 9, SamplingRules())
+    plan = replace(
+        step([9, 10, 3]),
+        starts=(prompt, replace(prompt, row=2)),
+        query_start=np.array([0, 1, 3, 6], np.int32),
+        context=np.array([8, 8, 0], np.int32),
+        token_ids=np.array([5, 6, 7, 1, 2, 3], np.int32),
+        num_drafts=np.array([0, 1, 0], np.int32),
+    )
+    moved, order = writers_first(plan)
+    assert order.tolist() == [0, 2, 1]
+    assert moved.num_drafts is not None
+    assert moved.num_drafts.tolist() == [0, 0, 1]
+    assert moved.token_ids.tolist() == [5, 1, 2, 3, 6, 7]
+    tokens = PendingTokens(lambda: np.array([[4, -1], [8, -1], [7, 9]], np.int32))
+    assert PendingStep(moved, tokens, order=order).result().token_ids.tolist() == [[4, -1], [7, 9], [8, -1]]
 
 
 def test_masks_move_with_their_sequences() -> None:

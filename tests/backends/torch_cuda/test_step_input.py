@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     DecodeBuffers,
     RowTokens,
     decode_shape,
+    logits_indices,
     make_batch,
     pack,
     table_width,
@@ -42,9 +45,9 @@ def plan(lengths: list[int], context: list[int], groups: int = 2) -> StepPlan:
     )
 
 
-def packed(plan: StepPlan, shape: CudaStepShape) -> np.ndarray:
+def packed(plan: StepPlan, shape: CudaStepShape, empty_row: int = 0) -> np.ndarray:
     flat = np.full(shape.size, -7, np.int32)  # what the last step left
-    pack(flat, shape, plan, BLOCK)
+    pack(flat, shape, plan, BLOCK, empty_row)
     return flat
 
 
@@ -70,6 +73,28 @@ def test_packed_tokens_have_their_positions_and_slots(lengths: list[int], contex
             group.tables[:3, : step_plan.block_tables[0].shape[1]].tolist() == step_plan.block_tables[number].tolist()
         )
         assert not group.tables[:3, step_plan.block_tables[0].shape[1] :].any()
+
+
+def test_rejected_drafts_lower_the_positions_of_tokens_in_flight() -> None:
+    """Every sequence has four tokens, padded at the front; the sequences in rows 5 and 7 begin with PREVIOUS."""
+    step_plan = replace(plan([1, 1, 3], [9, 2, 12]), num_drafts=np.array([0, 0, 2], np.int32))
+    step_plan.token_ids[2] = PREVIOUS
+    shape = decode_shape(4, 2, table_width(step_plan), drafts=True, query_len=4)
+    numbers = torch.from_numpy(packed(step_plan, shape, empty_row=19))
+    rejected = torch.zeros(20, dtype=torch.int32)
+    rejected[5:8] = torch.tensor([2, 3, 1])
+    before = RowTokens(torch.arange(500, 520, dtype=torch.int32), rejected)
+    batch = make_batch(shape, numbers, tables(shape, numbers), before, num_decodes=4, splits=1, block_size=BLOCK)
+    assert batch.query_len == 4
+    assert batch.token_ids.tolist() == [0, 0, 0, 505, 0, 0, 0, 1001, 0, 507, 1003, 1004, *[0] * 4]
+    assert batch.positions.tolist() == [0, 0, 0, 7, 0, 0, 0, 2, 0, 11, 12, 13, *[0] * 4]
+    assert batch.kv_lens.tolist() == [8, 3, 14, 0]
+    assert logits_indices(step_plan, 4, 4).tolist() == [3, 0, 0, 0, 7, 0, 0, 0, 9, 10, 11, 0]
+    assert logits_indices(step_plan, None, 4).tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 2, 3, 4, 0]
+    for number, group in enumerate(batch.groups):
+        own = [(100 * number + 10 * s + p // BLOCK + 1) * BLOCK + p % BLOCK for s, p in enumerate((7, 2))]
+        last = [(100 * number + 20 + p // BLOCK + 1) * BLOCK + p % BLOCK for p in (11, 12, 13)]
+        assert group.slots.tolist() == [0, 0, 0, own[0], 0, 0, 0, own[1], 0, *last, *[0] * 4]
 
 
 @pytest.mark.parametrize("seqs", [1, 3, 24, 33])

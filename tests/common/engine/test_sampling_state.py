@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.sampling_definition import decode_step
 
-from pagoda.common.engine.sampling import SamplingRules, noise_keys
-from pagoda.common.engine.sampling_state import RowTable, SampledRows, prompt_targets
-from pagoda.common.engine.step import RowStart
+from pagoda.common.engine.sampling import SamplingRules, mix, noise_keys
+from pagoda.common.engine.sampling_state import RowTable, SampledRows, by_sequence, prompt_targets
+from pagoda.common.engine.step import PREVIOUS, RowStart
 
 
 def table(*rules: SamplingRules, rows: int = 6) -> RowTable:
@@ -108,6 +108,34 @@ def test_packed_parameters() -> None:
     ]
     greedy = SampledRows.of({0: decode_step([4], [0])}, 2, made).pack(2, 5)
     assert greedy.tolist() == [[0, 5], [4, 0], *[[0, 0]] * 5]
+
+
+def test_packed_parameters_of_steps_with_drafts() -> None:
+    """Positions and counters of a sequence whose newest token is in flight can be lowered on the device."""
+    made = table(SamplingRules(), SamplingRules(temperature=0.5, top_k=7, seed=1 << 40), SamplingRules())
+    lengths = np.array([1, 1, 3, 2], np.int32)
+    plan = replace(
+        decode_step([1] * 4, [2, 0, 1, 0]),
+        query_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        context=np.array([8, 4, 10, 20], np.int32),
+        token_ids=np.array([PREVIOUS, 50, PREVIOUS, 61, 62, 70, 71], np.int32),
+        samples=np.array([True, True, True, False]),
+        num_drafts=np.array([0, 0, 2, 0], np.int32),
+    )
+    plans = {1: plan}
+    chosen = SampledRows.of(plans, 12, made, width=3)
+    packed = chosen.pack_with_drafts(plans, 24, 9)
+    assert chosen.indices.tolist() == [12, 15, 18, 19, 20]
+    assert packed[:2, 12:].tolist() == [[2, 9, 9, 0, 9, 9, 1, 1, 1, 9, 9, 9], [9, 0, 0, 5, 0, 0, 11, 12, 13, 0, 0, 0]]
+    assert packed[4, 18:21].tolist() == [7] * 3
+    for shift in range(11):
+        keys = noise_keys(np.full(3, 1 << 40), np.arange(11, 14) - shift)
+        assert mix((packed[2, 18:21] - np.int32(shift)).view(np.uint32)).tolist() == keys.tolist()
+    assert packed[7, 12:].tolist() == [2, *[9] * 5, 1, 1, 1, *[9] * 3]
+    assert packed[8, 12:].tolist() == [*[-1] * 6, 61, 62, -1, *[-1] * 3]
+    assert packed[[0, 7], :12].tolist() == [[9] * 12] * 2
+    groups = [(sequence, [row.index for row in rows]) for sequence, rows in by_sequence(chosen.where("random"), 3)]
+    assert groups == [(6, [18, 19, 20])]
 
 
 def test_prompt_tokens_that_a_step_predicts() -> None:

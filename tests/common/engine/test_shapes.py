@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pagoda.common.config.engine import Limits
@@ -36,3 +38,23 @@ def test_every_step_within_the_limits_falls_into_a_listed_bucket():
         for tokens in range(rows, 41):
             for pages in (1, 8, 9, 25):
                 assert shapes.shape_for(tokens, rows, pages, tokens == rows) in listed
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_steps_with_drafts_have_shapes_of_their_own(drafts: int):
+    limits = Limits(max_model_len=100, max_num_batched_tokens=40, max_num_seqs=12, block_size=4, max_drafts=drafts)
+    shapes, plain = StepShapes.of(limits, 1), StepShapes.of(replace(limits, max_drafts=0), 1)
+    listed = list(shapes)
+    assert len(set(listed)) == len(listed)
+    assert {shape for shape in listed if shape.width == 1} == set(plain)
+    assert {shape.width for shape in listed} == {1, 1 + drafts} == set(shapes.widths)
+    assert plain.widths == (1,)
+    for rows in range(1, 13):
+        for tokens in range(rows + 1, 41):
+            shape = shapes.shape_for(tokens, rows, 9, False, drafts=True)
+            assert shape in listed
+            assert shape.tokens >= tokens
+            assert shape.seqs >= rows
+            if tokens <= rows * (1 + drafts):
+                assert shape.seqs == shapes.decode.bucket_for(rows), "no more rows of logits than needed"
+                assert shape.tokens == min(shape.seqs * (1 + drafts), 40)
