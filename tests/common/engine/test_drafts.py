@@ -70,6 +70,8 @@ def test_rows_with_drafts_stand_between_single_tokens_and_chunks() -> None:
     assert [ids(plan, index) for index in range(3)] == [[11], [11, 12, 13], [11, 12, 13]]
     assert np.diff(plan.query_start).tolist() == [1, 3, 3, 9], "chunks get what drafts leave of the budget"
     assert plan.samples.tolist() == [True, True, True, False]
+    engine.step()
+    assert np.diff(backend.plans[2].query_start).tolist() == [1, 3, 3, 9]
 
 
 def test_accepted_drafts_and_the_token_after_them_come_in_one_output() -> None:
@@ -224,15 +226,18 @@ def test_drafts_do_not_exceed_the_token_budget() -> None:
 
 
 def test_drafts_preempt_nobody() -> None:
-    """The drafts of one request get the last block; there is none for those of the other."""
-    engine, backend = start(Replaying(TEXTS), 3, num_blocks=4, prefix_caching=False)
+    """The drafts of one request get the last block, those of the other what is left of its own block."""
+    proposer = Replaying(TEXTS)
+    engine, backend = start(proposer, 3, num_blocks=4, prefix_caching=False, async_scheduling=True)
     for name in "ab":
-        add(engine, name, [10] * 3, max_tokens=5)
+        add(engine, name, [9, 10], max_tokens=8)
     engine.step()
-    assert [output.new_token_ids for output in engine.step().outputs] == [[12], [12, 13, 14, 15]]
-    assert backend.plans[1].num_drafts.tolist() == [0, 3]
-    assert engine.stats.preemptions == 0
-    drain(engine)
+    assert [ids(backend.plans[1], index) for index in range(2)] == [[PREVIOUS, 12, 13, 14], [PREVIOUS, 12]]
+    outputs = engine.step().outputs
+    assert [output.new_token_ids for output in outputs] == [[12, 13, 14, 15], [12, 13]]
+    assert engine.stats.preemptions == 1, "of b, for its next token"
+    assert [context.drafts for context in proposer.contexts] == [[], [], [12, 13, 14], [12]]
+    assert {name: tokens(each) for name, each in drain(engine).items()} == {"a": [16, 17, 18], "b": list(range(14, 19))}
 
 
 def test_pages_of_accepted_drafts_are_cached_and_those_of_rejected_ones_are_not() -> None:
