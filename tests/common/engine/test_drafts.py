@@ -16,6 +16,8 @@ from pagoda.common.engine.kv_cache.sizing import split_bytes
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
+from pagoda.common.engine.structured_output.grammar import Thinking
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
 VOCAB = 1000
 TEXTS = {name: list(range(11, 60)) for name in "abcd"}
@@ -83,6 +85,15 @@ def test_accepted_drafts_and_the_token_after_them_come_in_one_output() -> None:
     positions = [entry for output in outputs for entry in output.logprobs]
     assert [entry.token_ids[0] for entry in positions] == list(range(11, 23))
     assert [entry.logprobs[0] for entry in positions] == [-float(place) for place in range(1, 13)]
+    assert outputs[0].scheduled > 0
+    assert not any(output.scheduled for output in outputs[1:])
+
+
+def test_the_last_token_of_a_prompt_may_have_drafts() -> None:
+    engine, _ = start(Replaying(TEXTS), 3)
+    add(engine, "a", [10] * 17)
+    outputs = drain(engine)["a"]
+    assert outputs[0].new_token_ids == [11, 12, 13, 14]
     assert outputs[0].scheduled > 0
     assert not any(output.scheduled for output in outputs[1:])
 
@@ -174,16 +185,30 @@ def test_what_follows_the_last_token_of_a_grammar_is_dropped(drafts: int) -> Non
         assert masks.after.tolist() == list(range(len(masks.after)))
 
 
-def test_a_draft_that_the_grammar_forbids_ends_the_masks() -> None:
-    forbidden = next(token for token in range(64) if token not in allowed([], 64))
-    engine, backend = start(Replaying({"a": [forbidden] * 40}), 3)
-    add_masked(engine, EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=4), 64)
+def test_there_are_masks_up_to_the_first_draft_that_the_grammar_forbids() -> None:
+    engine, backend = start(Replaying({"a": [20, 21, 23, 25, 30] * 20}), 3)
+    add_masked(engine, EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=30), 64)
     answer = tokens(drain(engine)["a"])
+    numbers = []
+    for plan in backend.plans[1:]:
+        known, drafts, number = answer[: plan.context[0]], ids(plan, 0)[1:], 0
+        while number < len(drafts) and drafts[number] in allowed(known + drafts[:number], 64):
+            number += 1
+        assert backend.masks[plan.step].after.tolist() == list(range(1 + number))
+        numbers.append(number)
+    assert {0, 1} <= set(numbers)
     assert all(token in allowed(answer[:place], 64) for place, token in enumerate(answer))
-    afters = [masks.after.tolist() for masks in backend.masks.values()]
-    assert afters[0] == [0]
-    assert all(after == list(range(len(after))) for after in afters)
-    assert min(map(len, afters[1:3])) < 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_a_reasoning_budget_ends_among_drafts(drafts: int, ahead: bool) -> None:
+    """The first tokens have no mask."""
+    thinking = Thinking(starts=(), ends=((7,),), open=True, budget=5, in_grammar=False)
+    engine, _ = start(Replaying(TEXTS), drafts, async_scheduling=ahead)
+    request = EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=9)
+    engine._grammars._add(request, TokenMaskState(request.rules, 64, (), thinking=thinking))
+    assert tokens(drain(engine)["a"]) == [11, 12, 13, 14, 15, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(
