@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -233,12 +234,11 @@ def test_no_drafts_while_a_rule_depends_on_the_number_of_tokens(rules: SamplingR
 
 
 def test_drafts_end_where_the_request_does() -> None:
-    proposer = Replaying(TEXTS)
-    engine, backend = start(proposer, 7, max_model_len=10)
-    add(engine, "a", [10], max_tokens=4)
-    add(engine, "b", [10] * 4, max_tokens=40)
-    assert {name: tokens(each) for name, each in drain(engine).items()} == {"a": TEXTS["a"][:4], "b": TEXTS["b"][:6]}
-    assert drafts_per_step(backend) == [[0, 0], [2, 4]] or drafts_per_step(backend) == [[], [2, 4]]
+    engine, backend = start(Replaying(TEXTS), 3, max_model_len=10)
+    for name, prompt, max_tokens in (("a", 1, 4), ("b", 6, 40), ("c", 1, 6)):
+        add(engine, name, [10] * prompt, max_tokens=max_tokens)
+    assert {name: len(tokens(each)) for name, each in drain(engine).items()} == {"a": 4, "b": 4, "c": 6}
+    assert drafts_per_step(backend) == [[], [2, 2, 3], []]
 
 
 def test_drafts_do_not_exceed_the_token_budget() -> None:
@@ -318,11 +318,14 @@ def test_a_proposer_may_return_more_than_it_was_asked_for() -> None:
 
 def test_windows_have_blocks_for_drafts() -> None:
     """A sequence with 7 drafts, after 7 in flight, needs more than the window and a step of 8 tokens."""
-    longest, split = [], []
+    longest, split, alone = [], [], []
     for drafts in (0, 7):
         limits = Limits(max_model_len=64, max_num_batched_tokens=8, max_num_seqs=4, block_size=4, max_drafts=drafts)
         backend = FakeBackend(hybrid_layout(window=6), next_token=counting)
         longest.append(make_kv_manager(backend, backend.layout, limits, (19,)).max_tokens)
         split.append(split_bytes(pools_layout(), limits, (1, 1), 100))
+        one = replace(limits, max_num_seqs=1, max_num_batched_tokens=4)
+        alone.append(split_bytes(pools_layout(), one, (1, 1), 40))
     assert longest == [52, 48]
+    assert alone == [(26, 14), (29, 11)]
     assert split == [(71, 29), (74, 26)], "the first pool has the windows"
