@@ -68,8 +68,7 @@ class StepPrograms:
     their own forward eagerly and share the sample graph.
 
     Programs are by (size, width): the sequences of a step, and the rows of logits that each has, 1 or, in steps with
-    drafts, 1 + max_drafts. A forward of that width has as many tokens per sequence, padded at the front. There is none
-    for models with windows: padding would see positions whose blocks are released, and their contents spread.
+    drafts, 1 + max_drafts. A forward of that width has as many tokens per sequence, padded at the front.
     """
 
     def __init__(
@@ -81,11 +80,8 @@ class StepPrograms:
         self._widths = (1,) if most == 1 else (1, most)
         kinds = [(size, width) for size in graph_sizes.sizes for width in self._widths]
         self._sample: dict[tuple[int, int], Run] = {kind: self._make_sample(*kind) for kind in kinds}
-        windowed = any(layer.attention.window is not None for layer in parts.decoder.spec.layers)
-        longest = 1 if windowed else MAX_QUERY_LEN
-        self._query_lens = tuple(width for width in self._widths if width <= longest)
         self._forward: dict[tuple[int, int], Run] = {
-            kind: self._make_forward(*kind) for kind in kinds if kind[1] in self._query_lens
+            kind: self._make_forward(*kind) for kind in kinds if kind[1] <= MAX_QUERY_LEN
         }
 
     def capture(self, sizes: tuple[int, ...] | None = None) -> None:
@@ -104,7 +100,7 @@ class StepPrograms:
 
     def has_decode(self, width: int) -> bool:
         """Return whether `decode` computes steps with `width` tokens per sequence."""
-        return width in self._query_lens
+        return width <= MAX_QUERY_LEN
 
     def decode(self, size: int, width: int) -> None:
         """Compute the logits of `size` sequences from the input buffers, into the buffers."""

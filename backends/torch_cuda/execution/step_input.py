@@ -1,7 +1,7 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
     sampling | token ids | token rows | positions | slots | token sequences | shift rows | query starts | KV lengths |
-    logits indices | tiles | tables
+    query counts | logits indices | tiles | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
@@ -9,7 +9,8 @@ multiples of 128 bytes and table rows are multiples of 64 bytes long: Triton rec
 strides.
 
 An engine with drafts plans ahead before it knows how many of them are rejected. Its positions are upper bounds that the
-device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines.
+device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines. Query
+counts are those of sequences that are padded to one number of tokens.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class CudaStepBatch:
     tiles: Tensor | None  # int32 [n, 2]; None: decodes only
     splits: int  # split-KV count of decode attention
     query_len: int = 1
+    query_counts: Tensor | None = None  # int32 [num_decodes]: how many of their tokens are not padding; None: all
     tile: int | None = None  # None: each layer's own default, the same for all
     embedded: Embedded | None = None  # prompt embeddings; None: all tokens are looked up
 
@@ -138,6 +140,7 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
         ("shift_rows", int(shape.drafts), shape.seqs, ALIGN),
         ("query_start", 1, shape.seqs + 1, ALIGN),
         ("kv_lens", 1, shape.seqs, ALIGN),
+        ("query_counts", int(shape.query_len is not None), shape.seqs, ALIGN),
         ("logits_indices", 1, shape.rows, ALIGN),
         ("tiles", shape.tiles, 2, 2),
         ("tables", shape.groups * shape.seqs, shape.width, TABLE_ALIGN),
@@ -170,6 +173,7 @@ def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int, emp
         starts[seqs + 1 :] = plan.num_tokens
     else:
         starts[:] = np.arange(shape.seqs + 1) * shape.query_len
+        shape.vector(flat, "query_counts")[:seqs] = np.diff(plan.query_start)
     shape.vector(flat, "kv_lens")[:seqs] = plan.context + np.diff(plan.query_start)
     tables = shape.sections["tables"].of(flat).reshape(shape.groups, shape.seqs, shape.width)
     for group, table in enumerate(plan.block_tables):
@@ -268,6 +272,7 @@ def make_batch(
         tiles=shape.sections["tiles"].of(packed) if shape.tiles else None,
         splits=splits,
         query_len=shape.query_len or 1,
+        query_counts=None if shape.query_len is None else shape.vector(packed, "query_counts"),
         tile=tile,
     )
 

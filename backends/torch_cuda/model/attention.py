@@ -77,6 +77,7 @@ class CudaAttention:
             batch.groups[cache.group].tables[: batch.num_decodes],
             batch.kv_lens[: batch.num_decodes],
             query_len=batch.query_len,
+            query_counts=batch.query_counts,
             scale=self.spec.scale,
             window=self.spec.window,
             softcap=self.spec.softcap,

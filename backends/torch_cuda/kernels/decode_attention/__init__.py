@@ -37,6 +37,7 @@ def decode_attention(
     kv_lens: Tensor,
     *,
     query_len: int = 1,
+    query_counts: Tensor | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -50,21 +51,23 @@ def decode_attention(
     """Return the attention [T, N, H], in q's type, of each token to its sequence up to itself.
 
     q [T, N, H], T = S * query_len: tokens of sequence s are s * query_len + j, at positions kv_lens[s] - query_len + j;
-    query_len 1 to 8. Head n reads KV head n // (N / K). keys, values [P, K, B, H], each page contiguous, B a power of
-    two, K and V of these tokens included; in q's type, or float8_e4m3fn scaled by k_scale and v_scale (float32, one
-    element). tables int32 [S, W], kv_lens int32 [S], at most W * B: read on the device; table entries and cache slots
-    that no token sees are not read. kv_len 0 is padding: zeros. scale multiplies q.k. window: a token sees itself and
-    the window - 1 before it. softcap: scores become softcap * tanh(score / softcap). sinks [N]: a logit per head that
-    takes part in the softmax and has no value. splits: programs per sequence's keys (`choose_splits`). use_kernel
-    False: plain torch. Raise ValueError for other shapes or types.
+    query_len 1 to 8. query_counts int32 [S]: how many of a sequence's tokens, the last ones, are not padding (default:
+    all); what only padding would see is not read, and its rows are finite. Head n reads KV head n // (N / K). keys,
+    values [P, K, B, H], each page contiguous, B a power of two, K and V of these tokens included; in q's type, or
+    float8_e4m3fn scaled by k_scale and v_scale (float32, one element). tables int32 [S, W], kv_lens int32 [S], at most
+    W * B: read on the device; table entries and cache slots that no token sees are not read. kv_len 0 is padding:
+    zeros. scale multiplies q.k. window: a token sees itself and the window - 1 before it. softcap: scores become
+    softcap * tanh(score / softcap). sinks [N]: a logit per head that takes part in the softmax and has no value.
+    splits: programs per sequence's keys (`choose_splits`). use_kernel False: plain torch. Raise ValueError for other
+    shapes or types.
     """
     _check(q, keys, values, tables, kv_lens, query_len, sinks)
     if splits < 1:
         raise ValueError(f"splits is {splits}")
     rules = ScoreRules(scale, window, softcap, sinks, k_scale, v_scale)
     if not use_kernel:
-        return decode_attention_reference(q, keys, values, tables, kv_lens, query_len, rules)
-    return kernel.launch(q, keys, values, tables, kv_lens, query_len, rules, splits, chip)
+        return decode_attention_reference(q, keys, values, tables, kv_lens, query_len, query_counts, rules)
+    return kernel.launch(q, keys, values, tables, kv_lens, query_len, query_counts, rules, splits, chip)
 
 
 def _check(
@@ -116,6 +119,7 @@ def decode_attention_reference(
     tables: Tensor,
     kv_lens: Tensor,
     query_len: int,
+    query_counts: Tensor | None,
     rules: ScoreRules,
 ) -> Tensor:
     """Computes in float32, or in float64 if q is; q [S * query_len, N, H]. Keys may be of another type."""
@@ -123,7 +127,7 @@ def decode_attention_reference(
     kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
     if not len(kv_lens):
         return torch.empty_like(q)
-    seen, slots = _seen(tables, kv_lens, query_len, rules.window, keys.shape[2])  # [S, query_len, C], [S, C]
+    seen, slots = _seen(tables, kv_lens, query_len, query_counts, rules.window, keys.shape[2])
     k = _gather(keys, slots, rules.k_scale, wide)  # [S, K, C, H]
     v = _gather(values, slots, rules.v_scale, wide).masked_fill(~seen.any(1)[:, None, :, None], 0)
     rows = q.to(wide).view(-1, query_len, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
@@ -136,7 +140,9 @@ def decode_attention_reference(
     return out.masked_fill(~seen.any(-1).view(-1, 1, 1), 0).to(q.dtype)
 
 
-def _seen(tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, page_size: int) -> tuple[Tensor, Tensor]:
+def _seen(
+    tables: Tensor, kv_lens: Tensor, query_len: int, query_counts: Tensor | None, window: int | None, page_size: int
+) -> tuple[Tensor, Tensor]:
     """Return which of positions 0..C each token sees, bool [S, query_len, C], and their cache slots, int64 [S, C].
 
     C is the maximum length. Positions that no token sees get the cache's first slot.
@@ -146,6 +152,8 @@ def _seen(tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, p
     seen = positions <= last[..., None]
     if window is not None:
         seen &= positions > last[..., None] - window
+        if query_counts is not None:
+            seen &= positions > (kv_lens - query_counts - window)[:, None, None]
     slots = tables[:, positions // page_size].long() * page_size + positions % page_size
     return seen, slots.masked_fill(~seen.any(1), 0)
 

@@ -102,20 +102,29 @@ CHUNK: Final = 32
 
 
 @triton.jit
-def _first(kv_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first position that any of the tokens sees."""
+def _first(kv_len, count, WINDOW: tl.constexpr):
+    """Return the first position that any of the last `count` tokens sees."""
     if WINDOW == 0:
         return 0
     else:
-        return tl.maximum(kv_len - QUERY_LEN - WINDOW + 1, 0)
+        return tl.maximum(kv_len - count - WINDOW + 1, 0)
 
 
 @triton.jit
-def _share(kv_len, splits, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
+def _share(kv_len, splits, count, WINDOW: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
     """Return (start of the first tile, tiles of the sequence, tiles of a split)."""
-    start = _first(kv_len, QUERY_LEN, WINDOW) // RUN * RUN
+    start = _first(kv_len, count, WINDOW) // RUN * RUN
     tiles = tl.cdiv(kv_len - start, TILE)
     return start, tiles, tl.cdiv(tiles, splits)
+
+
+@triton.jit
+def _count(query_counts, seq, QUERY_LEN: tl.constexpr):
+    """Return how many of a sequence's tokens are not padding."""
+    if query_counts is None:
+        return QUERY_LEN
+    else:
+        return tl.load(query_counts + seq)
 
 
 @triton.jit
@@ -180,13 +189,16 @@ def _inverse(weight):
 
 
 # Arguments that vary between steps or are views into a larger tensor must not be specialized on alignment.
-@triton.jit(do_not_specialize=["tables", "kv_lens", "tops", "sums", "k_scale", "v_scale", "table_stride"])
+@triton.jit(
+    do_not_specialize=["tables", "kv_lens", "query_counts", "tops", "sums", "k_scale", "v_scale", "table_stride"]
+)
 def attend(
     q,
     keys,
     values,
     tables,
     kv_lens,
+    query_counts,
     out,
     tops,
     sums,
@@ -216,8 +228,8 @@ def attend(
     head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     RUN: tl.constexpr = min(PAGE, TILE)
-    kv_len = tl.load(kv_lens + seq)
-    start, _, share = _share(kv_len, splits, QUERY_LEN, WINDOW, RUN, TILE)
+    kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+    start, _, share = _share(kv_len, splits, count, WINDOW, RUN, TILE)
     begin = start + split * share * TILE
     end = tl.minimum(begin + share * TILE, kv_len)
     if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
@@ -239,7 +251,7 @@ def attend(
         queries, power = _halved(queries)
         scales *= power
     last = kv_len - QUERY_LEN + row // GROUP
-    first, final = _first(kv_len, QUERY_LEN, WINDOW), tl.maximum(kv_len - 1, 0)
+    first, final = _first(kv_len, count, WINDOW), tl.maximum(kv_len - 1, 0)
 
     table = tables + seq.to(tl.int64) * table_stride
     keys += head * (PAGE * H)
@@ -285,12 +297,13 @@ def attend(
         tl.store(sums + partial, weight, mask=real)
 
 
-@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "splits"])
+@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "query_counts", "splits"])
 def reduce(
     partial,
     tops,
     sums,
     kv_lens,
+    query_counts,
     sinks,
     out,
     splits,
@@ -307,8 +320,9 @@ def reduce(
     head, token = tl.program_id(0), tl.program_id(1)
     query = token.to(tl.int64) * HEADS + head
     RUN: tl.constexpr = min(PAGE, TILE)
-    kv_len = tl.load(kv_lens + token // QUERY_LEN)
-    _, tiles, share = _share(kv_len, splits, QUERY_LEN, WINDOW, RUN, TILE)
+    seq = token // QUERY_LEN
+    kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+    _, tiles, share = _share(kv_len, splits, count, WINDOW, RUN, TILE)
     live = tl.cdiv(tiles, tl.maximum(share, 1))
 
     dims = tl.arange(0, WIDTH)
@@ -341,6 +355,7 @@ def launch(
     tables: Tensor,
     kv_lens: Tensor,
     query_len: int,
+    query_counts: Tensor | None,
     rules: ScoreRules,
     splits: int,
     chip: Chip,
@@ -367,6 +382,7 @@ def launch(
         values,
         tables,
         kv_lens,
+        query_counts,
         partial,
         tops,
         sums,
@@ -386,7 +402,7 @@ def launch(
     )
     if splits > 1:
         reduce[heads, tokens](
-            partial, tops, sums, kv_lens, rules.sinks, out, splits, HEADS=heads, CHUNK=CHUNK, **common
+            partial, tops, sums, kv_lens, query_counts, rules.sinks, out, splits, HEADS=heads, CHUNK=CHUNK, **common
         )
     return out
 
@@ -466,7 +482,7 @@ class DecodeAttentionArgs:
             "splits": "i32",
             **({"sinks": queries} if self.sinks else {}),
         }
-        constants = {**({} if self.sinks else {"sinks": None}), **self._common(blocks(self.shape, chip))}
+        constants = {**dict.fromkeys(set(reduce.arg_names) - set(signature)), **self._common(blocks(self.shape, chip))}
         constants |= {"HEADS": KV_HEADS * self.shape.group, "CHUNK": CHUNK}
         return Launch(reduce, signature, constants, num_stages=3)
 

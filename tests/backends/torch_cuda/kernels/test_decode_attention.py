@@ -47,9 +47,10 @@ class Case:
         caches = torch.full((2, pages, self.kv_heads, self.page, self.dim), float("nan")).to(cached)
         tables = torch.full((len(self.lens), width), 1 << 30, dtype=torch.int32)
         free = (1 + torch.randperm(pages - 1)).tolist()
-        for row, length in enumerate(self.lens):
+        counts = self.options.get("query_counts", [self.query_len] * len(self.lens))
+        for row, (length, count) in enumerate(zip(self.lens, counts)):
             window = self.options.get("window")
-            first = 0 if window is None else max(0, length - self.query_len - window + 1)
+            first = 0 if window is None else max(0, length - int(count) - window + 1)
             for position in range(first, length):
                 at, slot = divmod(position, self.page)
                 if tables[row, at] == 1 << 30:
@@ -86,6 +87,11 @@ CASES = {
     "more rows than a program has": Case([50], heads=6, kv_heads=1, query_len=8),
     "window": Case([100, 7, 40], options={"window": 20}),
     "window of drafts": Case([90, 21, 30], query_len=4, options={"window": 5}),
+    "window of padded drafts": Case(
+        [90, 21, 30, 0, 3, 66],
+        query_len=4,
+        options={"window": 5, "query_counts": torch.tensor([1, 4, 2, 0, 3, 1], dtype=torch.int32)},
+    ),
     "window of one": Case([90, 1], options={"window": 1}),
     "soft cap": Case([40, 9], options={"softcap": 2.0}),
     "sinks": Case([40, 9, 0], options={"sinks": SINKS}),
@@ -103,7 +109,23 @@ CASES = {
 @pytest.mark.parametrize("splits", [1, 3])
 def test_kernel_is_the_reference(name: str, splits: int):
     case = CASES[name]
-    torch.testing.assert_close(case.run(use_kernel=True, splits=splits), case.run(use_kernel=False), rtol=0, atol=3e-6)
+    out, expected = case.run(use_kernel=True, splits=splits), case.run(use_kernel=False)
+    if (counts := case.options.get("query_counts")) is not None:
+        assert out.isfinite().all()
+        assert expected.isfinite().all()
+        real = (torch.arange(case.query_len) >= case.query_len - counts[:, None]).flatten()
+        out, expected = out[real], expected[real]
+    torch.testing.assert_close(out, expected, rtol=0, atol=3e-6)
+
+
+def test_padding_changes_nothing():
+    """Two tokens among four are those of two alone."""
+    padded = Case([21, 30], query_len=4, options={"window": 5, "query_counts": torch.tensor([2, 2], dtype=torch.int32)})
+    q, *rest = padded.arrays()
+    more = {"scale": 0.25, "splits": 1, "use_kernel": False, "chip": NATIVE}
+    out = decode_attention(q, *rest, query_len=4, **more, **padded.options)
+    alone = decode_attention(q.view(2, 4, 4, 16)[:, 2:].flatten(0, 1), *rest, query_len=2, window=5, **more)
+    torch.testing.assert_close(out.view(2, 4, 4, 16)[:, 2:].flatten(0, 1), alone, rtol=0, atol=1e-6)
 
 
 def test_half_precision():
