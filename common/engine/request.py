@@ -320,7 +320,7 @@ class RunningBatch:
         self.total[row] = len(request.tokens)
         self.limit[row] = request.limit
         self.newest[row] = request.tokens[-1]
-        self.inflight[row] = self.drafts_inflight[row] = self.num_drafts[row] = 0
+        self.inflight[row] = self.drafts_inflight[row] = 0
         self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
         self.masked[row] = request.mask_state is not None

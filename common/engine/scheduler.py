@@ -510,13 +510,12 @@ def append_tokens(
 
 
 def drop_after_ends(requests: Sequence[Request], tokens: list[int], drafts: Sequence[list[int]]) -> None:
-    """Drop what comes after a draft that stops its request or reaches its length; `tokens` and `drafts` as above."""
+    """Drop what comes after a draft that stops its request; no draft reaches its length. Arguments as above."""
     for index, (request, accepted) in enumerate(zip(requests, drafts)):
-        generated = len(request.outputs)
-        if generated + len(accepted) < request.max_outputs and request.stop_token_ids.isdisjoint(accepted):
+        if request.stop_token_ids.isdisjoint(accepted):
             continue
         for count, token in enumerate(accepted, 1):
-            if finish_status(request, token, generated + count) is not RUNNING:
+            if finish_status(request, token, len(request.outputs) + count) is not RUNNING:
                 _end_at(index, count, tokens, drafts)
                 break
 

@@ -39,9 +39,9 @@ def test_a_row_is_assigned_and_released() -> None:
     with pytest.raises(RuntimeError, match="row 0 is free"):
         batch.request_at(0)
     assert batch.requests_at(rows(0, 1)) == [two]
-    batch.inflight[0], batch.next_page[0] = 3, 9
+    batch.inflight[0], batch.next_page[0], batch.drafts_inflight[0] = 3, 9, 2
     batch.assign(one, 0)
-    assert (batch.inflight[0], batch.next_page[0]) == (0, NEVER)
+    assert (batch.inflight[0], batch.next_page[0], batch.drafts_inflight[0]) == (0, NEVER, 0)
     assert batch.epoch[0] not in (0, *epochs)
 
 
@@ -71,3 +71,20 @@ def test_plans_and_reports() -> None:
     assert (batch.inflight[0], batch.newest[0]) == (1, PREVIOUS)
     assert batch.report(rows(0), rows(21)).tolist() == [0]
     assert (batch.inflight[0], batch.newest[0], batch.total[0]) == (0, 21, 5)
+
+
+def test_drafts_are_planned_as_accepted_and_the_rejected_ones_taken_back() -> None:
+    batch = RunningBatch(2, 3)
+    for each in (request(5, 6, 7), request(8, 9)):
+        batch.assign(each, len(each.prompt) - 1)
+    batch.drafts[0], batch.num_drafts[0] = (20, 21, 22), 2
+    starts, drafts, every = np.array([0, 1, 4], np.int32), rows(0, 2), np.array([True, True])
+    assert batch.token_ids(rows(1, 0), rows(1, 3), starts, every, drafts).tolist() == [9, 7, 20, 21]
+    batch.plan(rows(1, 0), rows(1, 3), every, drafts)
+    numbers = (batch.computed, batch.total, batch.inflight, batch.drafts_inflight)
+    assert [each.tolist() for each in numbers] == [[5, 2], [6, 3], [3, 1], [2, 0]]
+    batch.num_drafts[:] = [2, 1]  # of a step that is planned ahead
+    batch.report_drafts(rows(1, 0), drafts, rows(0, 1))
+    batch.report(rows(1, 0), rows(30, 31))
+    assert [each.tolist() for each in numbers] == [[4, 2], [5, 3], [0, 0], [0, 0]]
+    assert (batch.newest.tolist(), batch.num_drafts.tolist()) == ([31, 30], [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from pagoda.common.engine.kv_cache.sizing import split_bytes
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
+from pagoda.common.engine.structured_output.grammar import Thinking
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
 VOCAB = 1000
 TEXTS = {name: list(range(11, 60)) for name in "abcd"}
@@ -70,6 +73,8 @@ def test_rows_with_drafts_stand_between_single_tokens_and_chunks() -> None:
     assert [ids(plan, index) for index in range(3)] == [[11], [11, 12, 13], [11, 12, 13]]
     assert np.diff(plan.query_start).tolist() == [1, 3, 3, 9], "chunks get what drafts leave of the budget"
     assert plan.samples.tolist() == [True, True, True, False]
+    engine.step()
+    assert np.diff(backend.plans[2].query_start).tolist() == [1, 3, 3, 9]
 
 
 def test_accepted_drafts_and_the_token_after_them_come_in_one_output() -> None:
@@ -81,6 +86,15 @@ def test_accepted_drafts_and_the_token_after_them_come_in_one_output() -> None:
     positions = [entry for output in outputs for entry in output.logprobs]
     assert [entry.token_ids[0] for entry in positions] == list(range(11, 23))
     assert [entry.logprobs[0] for entry in positions] == [-float(place) for place in range(1, 13)]
+    assert outputs[0].scheduled > 0
+    assert not any(output.scheduled for output in outputs[1:])
+
+
+def test_the_last_token_of_a_prompt_may_have_drafts() -> None:
+    engine, _ = start(Replaying(TEXTS), 3)
+    add(engine, "a", [10] * 17)
+    outputs = drain(engine)["a"]
+    assert outputs[0].new_token_ids == [11, 12, 13, 14]
     assert outputs[0].scheduled > 0
     assert not any(output.scheduled for output in outputs[1:])
 
@@ -172,16 +186,30 @@ def test_what_follows_the_last_token_of_a_grammar_is_dropped(drafts: int) -> Non
         assert masks.after.tolist() == list(range(len(masks.after)))
 
 
-def test_a_draft_that_the_grammar_forbids_ends_the_masks() -> None:
-    forbidden = next(token for token in range(64) if token not in allowed([], 64))
-    engine, backend = start(Replaying({"a": [forbidden] * 40}), 3)
-    add_masked(engine, EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=4), 64)
+def test_there_are_masks_up_to_the_first_draft_that_the_grammar_forbids() -> None:
+    engine, backend = start(Replaying({"a": [20, 21, 23, 25, 30] * 20}), 3)
+    add_masked(engine, EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=30), 64)
     answer = tokens(drain(engine)["a"])
+    numbers = []
+    for plan in backend.plans[1:]:
+        known, drafts, number = answer[: plan.context[0]], ids(plan, 0)[1:], 0
+        while number < len(drafts) and drafts[number] in allowed(known + drafts[:number], 64):
+            number += 1
+        assert backend.masks[plan.step].after.tolist() == list(range(1 + number))
+        numbers.append(number)
+    assert {0, 1} <= set(numbers)
     assert all(token in allowed(answer[:place], 64) for place, token in enumerate(answer))
-    afters = [masks.after.tolist() for masks in backend.masks.values()]
-    assert afters[0] == [0]
-    assert all(after == list(range(len(after))) for after in afters)
-    assert min(map(len, afters[1:3])) < 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_a_reasoning_budget_ends_among_drafts(drafts: int, ahead: bool) -> None:
+    """The first tokens have no mask."""
+    thinking = Thinking(starts=(), ends=((7,),), open=True, budget=5, in_grammar=False)
+    engine, _ = start(Replaying(TEXTS), drafts, async_scheduling=ahead)
+    request = EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=9)
+    engine._grammars._add(request, TokenMaskState(request.rules, 64, (), thinking=thinking))
+    assert tokens(drain(engine)["a"]) == [11, 12, 13, 14, 15, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +234,11 @@ def test_no_drafts_while_a_rule_depends_on_the_number_of_tokens(rules: SamplingR
 
 
 def test_drafts_end_where_the_request_does() -> None:
-    proposer = Replaying(TEXTS)
-    engine, backend = start(proposer, 7, max_model_len=10)
-    add(engine, "a", [10], max_tokens=4)
-    add(engine, "b", [10] * 4, max_tokens=40)
-    assert {name: tokens(each) for name, each in drain(engine).items()} == {"a": TEXTS["a"][:4], "b": TEXTS["b"][:6]}
-    assert drafts_per_step(backend) == [[0, 0], [2, 4]] or drafts_per_step(backend) == [[], [2, 4]]
+    engine, backend = start(Replaying(TEXTS), 3, max_model_len=10)
+    for name, prompt, max_tokens in (("a", 1, 4), ("b", 6, 40), ("c", 1, 6)):
+        add(engine, name, [10] * prompt, max_tokens=max_tokens)
+    assert {name: len(tokens(each)) for name, each in drain(engine).items()} == {"a": 4, "b": 4, "c": 6}
+    assert drafts_per_step(backend) == [[], [2, 2, 3], []]
 
 
 def test_drafts_do_not_exceed_the_token_budget() -> None:
@@ -224,15 +251,18 @@ def test_drafts_do_not_exceed_the_token_budget() -> None:
 
 
 def test_drafts_preempt_nobody() -> None:
-    """The drafts of one request get the last block; there is none for those of the other."""
-    engine, backend = start(Replaying(TEXTS), 3, num_blocks=4, prefix_caching=False)
+    """The drafts of one request get the last block, those of the other what is left of its own block."""
+    proposer = Replaying(TEXTS)
+    engine, backend = start(proposer, 3, num_blocks=4, prefix_caching=False, async_scheduling=True)
     for name in "ab":
-        add(engine, name, [10] * 3, max_tokens=5)
+        add(engine, name, [9, 10], max_tokens=8)
     engine.step()
-    assert [output.new_token_ids for output in engine.step().outputs] == [[12], [12, 13, 14, 15]]
-    assert backend.plans[1].num_drafts.tolist() == [0, 3]
-    assert engine.stats.preemptions == 0
-    drain(engine)
+    assert [ids(backend.plans[1], index) for index in range(2)] == [[PREVIOUS, 12, 13, 14], [PREVIOUS, 12]]
+    outputs = engine.step().outputs
+    assert [output.new_token_ids for output in outputs] == [[12, 13, 14, 15], [12, 13]]
+    assert engine.stats.preemptions == 1, "of b, for its next token"
+    assert [context.drafts for context in proposer.contexts] == [[], [], [12, 13, 14], [12]]
+    assert {name: tokens(each) for name, each in drain(engine).items()} == {"a": [16, 17, 18], "b": list(range(14, 19))}
 
 
 def test_pages_of_accepted_drafts_are_cached_and_those_of_rejected_ones_are_not() -> None:
@@ -288,11 +318,14 @@ def test_a_proposer_may_return_more_than_it_was_asked_for() -> None:
 
 def test_windows_have_blocks_for_drafts() -> None:
     """A sequence with 7 drafts, after 7 in flight, needs more than the window and a step of 8 tokens."""
-    longest, split = [], []
+    longest, split, alone = [], [], []
     for drafts in (0, 7):
         limits = Limits(max_model_len=64, max_num_batched_tokens=8, max_num_seqs=4, block_size=4, max_drafts=drafts)
         backend = FakeBackend(hybrid_layout(window=6), next_token=counting)
         longest.append(make_kv_manager(backend, backend.layout, limits, (19,)).max_tokens)
         split.append(split_bytes(pools_layout(), limits, (1, 1), 100))
+        one = replace(limits, max_num_seqs=1, max_num_batched_tokens=4)
+        alone.append(split_bytes(pools_layout(), one, (1, 1), 40))
     assert longest == [52, 48]
+    assert alone == [(26, 14), (29, 11)]
     assert split == [(71, 29), (74, 26)], "the first pool has the windows"

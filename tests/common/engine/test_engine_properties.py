@@ -159,7 +159,7 @@ class Traffic(RuleBasedStateMachine):
         self.room = min(MAX_LEN, self.kv(self.engine).max_tokens + 1)
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
-        backend = FakeBackend(layout, num_blocks=num_blocks, **fake)
+        self.backend = backend = FakeBackend(layout, num_blocks=num_blocks, **fake)
         return generation_core(backend, layout, limits, backend.num_blocks, drafting(self.proposer, VOCAB))
 
     def kv(self, engine: Any) -> KvManager:
@@ -218,6 +218,7 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.engine.check_integrity()
+        assert all(plan.num_tokens <= self.engine.limits.max_num_batched_tokens for plan in self.backend.plans[-6:])
         for name, answer in self.answers.items():
             assert answer == self.expected[name][: len(answer)]
 
@@ -242,7 +243,7 @@ class ShardedTraffic(Traffic):
     """The same over two copies of the model."""
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
-        backend = FakeShards(layout, 2, num_blocks=num_blocks, **fake)
+        self.backend = backend = FakeShards(layout, 2, num_blocks=num_blocks, **fake)
         return sharded_core(backend, layout, limits, backend.num_blocks, 2, drafting(self.proposer, VOCAB))
 
     def kv(self, engine: Any) -> KvManager:
