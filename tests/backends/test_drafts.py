@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from support.scripted_masks import add_masked, allowed
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
+from pagoda.common.backend import Backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.data_parallel import sharded_core
@@ -82,6 +85,23 @@ def requests(names: list[str]) -> list[EngineRequest]:
     ]
 
 
+@lru_cache(maxsize=3)
+def loaded_backend(name: str, spec: ModelSpec, limits: Limits, num_blocks: int) -> Backend:
+    """Return a backend that several engines use in turn, so that jax_tpu compiles once for all of them."""
+    layout = kv_layout(spec, limits.block_size)
+    device = {"device": CPU} if name == "torch_cuda" else {}
+    backend = load_backend(name).create(make_options(spec, limits=limits, layout=layout), **device)
+    backend.load(random_weights(spec))
+    backend.init_cache((num_blocks,) * len(layout.pools))
+    return backend
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_backends() -> Iterator[None]:
+    yield
+    loaded_backend.cache_clear()
+
+
 def run(
     backend_name: str,
     proposer: Replaying | None = None,
@@ -93,10 +113,7 @@ def run(
     limits = replace(LIMITS, **settings)
     layout = kv_layout(spec, limits.block_size)
     blocks = (num_blocks,) * len(layout.pools)
-    device = {"device": CPU} if backend_name == "torch_cuda" else {}
-    backend = load_backend(backend_name).create(make_options(spec, limits=limits, layout=layout), **device)
-    backend.load(random_weights(spec))
-    backend.init_cache(blocks)
+    backend = loaded_backend(backend_name, spec, replace(limits, async_scheduling=True), num_blocks)
     options = {} if proposer is None else {"make_scheduler": drafting(proposer, spec.vocab)}
     core = generation_core(backend, layout, limits, blocks, **options)
     ran, plans = Run(), {}
@@ -133,7 +150,6 @@ def run(
         core.check_integrity()
         ran.steps += 1
     ran.preemptions, ran.cached = core.stats.preemptions, core.stats.prefix_hits
-    backend.close()
     return ran
 
 
