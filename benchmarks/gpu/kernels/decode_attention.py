@@ -244,4 +244,4 @@ def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: Deco
     load = inputs.load
     arrays = inputs.q[copy], inputs.keys, inputs.values, inputs.tables[copy], inputs.kv_lens
     rules = ScoreRules(load.head_dim**-0.5, load.window, load.softcap, inputs.sinks, inputs.scale, inputs.scale)
-    return launch(*arrays, load.query_len, rules, splits, bench.chip, chosen)
+    return launch(*arrays, load.query_len, None, rules, splits, bench.chip, chosen)

@@ -17,6 +17,7 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model import layers
 from pagoda.backends.jax_tpu.model.layers import JaxBuildContext, MoeFfn
 from pagoda.backends.jax_tpu.parallel import make_mesh, partition
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import Mlp, Moe, Router
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
@@ -41,7 +42,7 @@ def run(spec: Moe, use_kernel: bool) -> np.ndarray:
         for name in ("router", "inner_bias", "down_bias"):  # the scan of the decoder cuts these
             if getattr(ffn, name) is not None:
                 getattr(ffn, name).set_value(getattr(ffn, name)[...][LAYER])
-        step = StepInput(*[ends] * 6, kernel, False)
+        step = StepInput(*[ends] * 7, kernel, StepShape(TOKENS, 1, 1, 1, False))
         return ffn(x, jnp.int32(LAYER), step)
 
     everywhere = PartitionSpec()
