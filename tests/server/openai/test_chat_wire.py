@@ -128,9 +128,11 @@ def test_bytes_of_a_stream(server: LiveServer) -> None:
     assert all(event.pop("usage") is None for event in events[:-1])
     first, *between, last, _ = events
     assert first == chunk({"delta": {"role": "assistant", "content": ""}})
-    assert last == chunk({"delta": {}, "finish_reason": "tool_calls", "stop_reason": None})
+    delta = last["choices"][0]["delta"]  # on a busy machine the last tokens come together with the end
+    assert last == chunk({"delta": delta, "finish_reason": "tool_calls", "stop_reason": None})
     deltas = [event["choices"][0]["delta"] for event in between]
     assert between == [chunk({"delta": delta}) for delta in deltas], "nothing else is in between"
+    deltas += [delta] if delta else []
     thought = [delta for delta in deltas if "reasoning" in delta]
     assert all(delta == dict.fromkeys(("reasoning", "reasoning_content"), delta["reasoning"]) for delta in thought)
     assert "".join(delta["reasoning"] for delta in thought) == "hm"
