@@ -165,7 +165,7 @@ class FakePending:
 
 
 def allowed_from(masks: TokenMasks | None, index: int, token: int, after: int = 0) -> int:
-    """That token, or the next one after it that the sequence's mask after so many drafts allows."""
+    """Return the token, or the next higher id that the sequence's mask at this position allows."""
     if masks is None or (index, after) not in zip(masks.sequences, masks.after):
         return token
     bits = masks.bits[list(zip(masks.sequences, masks.after)).index((index, after))]

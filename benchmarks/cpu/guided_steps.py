@@ -95,7 +95,7 @@ def engine(device: SleepingDevice, structured: Structured, requests: int) -> Eng
     """Return an engine with `requests` requests."""
     layout = KvLayout((KvGroup(FullCache(3, 64), (0,)),), BLOCK_SIZE)
     limits = Limits(max_model_len=1024, max_num_batched_tokens=8192, max_num_seqs=requests, block_size=BLOCK_SIZE)
-    core = generation_core(device, layout, limits, (BLOCKS,), structured=structured)  # type: ignore[arg-type]
+    core = generation_core(device, layout, limits, (BLOCKS,), structured=structured)
     grammar = Grammar(guidance_text(StructuredOutputsParams(json=SCHEMA), {}))
     for number in range(requests):
         core.add_request(

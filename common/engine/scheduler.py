@@ -206,7 +206,9 @@ class Scheduler:
 
     def _allocate(self, row: int, num_tokens: int) -> bool:
         request = self._batch.request_at(row)
-        accepted = int(self._batch.computed[row] - self._batch.drafts_inflight[row])  # at least so many are true
+        accepted = int(
+            self._batch.computed[row] - self._batch.drafts_inflight[row]
+        )  # lower bound: drafts in flight may be rejected
         if not self.kv.allocate(request, row, accepted, num_tokens):
             return False
         self._batch.capacity[row] = self.kv.capacity(request)

@@ -323,7 +323,7 @@ class _Section:
         return QuantizationConfig("fp8", (LayerGroup(("Linear",), scheme),), (*self._ignored(), "lm_head"), scale)
 
     def _no_others(self, values: Mapping[str, Any], known: set[str], name: str) -> None:
-        """Raise ModelError for a key with a value that nobody reads."""
+        """Raise ModelError for a key whose value is set but not read."""
         known = known | {"quant_method", *_IGNORED_KEYS}
         for key, value in values.items():
             if key not in known and value not in (None, False, {}, []) and value != {"format": "dense"}:

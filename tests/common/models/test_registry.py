@@ -343,11 +343,11 @@ def test_specs_are_hashable_and_equal_when_configs_are():
 
 def test_mechanisms_of_published_configs():
     llama, gemma2, gemma3 = spec(LLAMA_3_1_8B), spec(GEMMA_2_2B), spec(GEMMA_3_1B)
-    assert isinstance(llama.layers[0].attention.rope.scaling, Llama3Scaling)  # type: ignore[union-attr]
+    assert isinstance(llama.layers[0].attention.rope.scaling, Llama3Scaling)
     assert [layer.attention.window for layer in gemma2.layers[:4]] == [4096, None, 4096, None]
     assert [layer.attention.window for layer in gemma3.layers[:7]] == [512] * 5 + [None, 512]
-    assert gemma3.layers[5].attention.rope.theta == 1e6  # type: ignore[union-attr]
-    assert gemma3.layers[6].attention.rope.theta == 1e4  # type: ignore[union-attr]
+    assert gemma3.layers[5].attention.rope.theta == 1e6
+    assert gemma3.layers[6].attention.rope.theta == 1e4
     phi = spec(PHI_4_MINI).layers[0].attention.rope
     assert phi is not None
     assert phi.dim == 96

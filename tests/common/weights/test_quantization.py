@@ -38,7 +38,7 @@ def random_tensor(kind: str, seed: int = 0) -> tuple[QuantizedTensor, np.ndarray
     scales = noise.uniform(1, 2, size=[-(-size // part) for size, part in zip((10, 12), group)]).astype(np.float32)
     spread = scales.repeat(group[0], 0)[:10].repeat(group[1], 1)[:, :12]
     data = numbers.view(np.uint8).view(dtypes.FLOAT8_E4M3FN)
-    return QuantizedTensor(Float8(kind), data, scales, group), numbers.astype(np.float32) * spread  # type: ignore[arg-type]
+    return QuantizedTensor(Float8(kind), data, scales, group), numbers.astype(np.float32) * spread
 
 
 def values(weight: Value) -> np.ndarray:
