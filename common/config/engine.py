@@ -104,6 +104,11 @@ class Limits:
         """Tokens of a generating sequence that are not known: one and its drafts, after the drafts in flight."""
         return 1 + 2 * self.max_drafts
 
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of one sequence, at most, between two releases of blocks before its window."""
+        return max(self.max_num_batched_tokens, self.max_decode_tokens)
+
     def check(self) -> None:
         """Raise ConfigError if the limits contradict each other or could starve a request."""
         tokens = self.max_num_batched_tokens

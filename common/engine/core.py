@@ -279,7 +279,7 @@ def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_bloc
         num_blocks,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        max_step_tokens=max(limits.max_num_batched_tokens, limits.max_decode_tokens),
+        max_step_tokens=limits.max_step_tokens,
         prefix_caching=limits.prefix_caching,
         prefers_extents=backend.capabilities.prefers_extents,
     )

@@ -10,8 +10,10 @@ Knows pages and blocks; steps, budgets and queues are the scheduler's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from operator import le
 
 import numpy as np
 
@@ -166,6 +168,38 @@ def _group_rule(index: int, group: KvGroup, layout: KvLayout) -> GroupRule:
             return GroupRule(index, group.pool, block_size)
 
 
+def growing_pools(rules: Sequence[GroupRule]) -> tuple[bool, ...]:
+    """Return for each pool whether a longer sequence needs more of its blocks."""
+    return tuple(any(rule.grows for rule in rules if rule.pool == pool) for pool in range(_num_pools(rules)))
+
+
+def blocks_alone(rules: Sequence[GroupRule], pages: int, step_tokens: int) -> tuple[int, ...]:
+    """Return the blocks per pool of one sequence on the way to `pages` pages, in steps of at most `step_tokens` tokens,
+    and the null block.
+    """
+    needed = [1] * _num_pools(rules)
+    for rule in rules:
+        needed[rule.pool] += rule.max_blocks(pages, step_tokens)
+    return tuple(needed)
+
+
+def _num_pools(rules: Sequence[GroupRule]) -> int:
+    return 1 + max(rule.pool for rule in rules)
+
+
+def longest_alone(rules: Sequence[GroupRule], num_blocks: Sequence[int], max_pages: int, step_tokens: int) -> int:
+    """Return the pages, at most `max_pages`, of the longest sequence that `num_blocks` blocks per pool hold alone."""
+    return largest(0, max_pages, lambda pages: all(map(le, blocks_alone(rules, pages, step_tokens), num_blocks)))
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number from `low` to `high` that fits; `low` if none does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 class KvManager:
     """Blocks of all requests, each group's from its pool."""
 
@@ -186,8 +220,7 @@ class KvManager:
         self.pools = tuple(BlockPool(number, extents=prefers_extents) for number in num_blocks)
         self.rules = group_rules(layout)
         self._rules = tuple((rule, self.pools[rule.pool]) for rule in self.rules)
-        self._grows = tuple(any(rule.grows for rule in self.rules if rule.pool == p) for p in range(len(self.pools)))
-        self.max_step_tokens = max_step_tokens
+        self._grows = growing_pools(self.rules)
         self.caches_prefixes = prefix_caching
         self._states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
         # tokens between two snapshots of recurrent state; 0: there are none
@@ -195,28 +228,16 @@ class KvManager:
         self._copies: tuple[dict[int, int], ...] = tuple({} for _ in self.pools)  # destination -> source
         max_pages = self.pages(max_model_len)
         self._tables = [np.full((max_num_seqs, max_pages), NULL_BLOCK, np.int32) for _ in self.rules]
-        self.max_tokens = self._longest(max_pages) * self.block_size  # of a sequence that runs alone
+        # of a sequence that runs alone
+        self.max_tokens = longest_alone(self.rules, num_blocks, max_pages, max_step_tokens) * self.block_size
 
     def pages(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens span."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """True if a sequence of `num_tokens` fits when it runs alone."""
-        return self._fits(self.pages(num_tokens))
-
-    def _fits(self, pages: int) -> bool:
-        needed = [1] * len(self.pools)
-        for rule in self.rules:
-            needed[rule.pool] += rule.max_blocks(pages, self.max_step_tokens)
-        return all(number <= pool.num_blocks for number, pool in zip(needed, self.pools))
-
-    def _longest(self, max_pages: int) -> int:
-        low, high = 0, max_pages
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(middle) else (low, middle - 1)
-        return low
+        """True if a sequence of `num_tokens`, at most `max_model_len`, fits when it runs alone."""
+        return num_tokens <= self.max_tokens
 
     def usage(self) -> tuple[int, int]:
         """Return the blocks in use and all blocks of the fullest pool, without the null block."""

@@ -7,11 +7,10 @@ A model with one pool gets as many blocks as fit. With several, the bytes are di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import le
+from collections.abc import Sequence
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_cache.manager import group_rules
+from pagoda.common.engine.kv_cache.manager import blocks_alone, group_rules, growing_pools, largest, longest_alone
 from pagoda.common.engine.kv_cache.spec import KvLayout
 
 
@@ -30,7 +29,9 @@ def stated_blocks(layout: KvLayout, limits: Limits, number: int) -> tuple[int, .
     sequence; in the others too, but no more than the states of running requests fill.
     """
     states = (1 + limits.max_num_seqs * len(groups) for groups in layout.groups_by_pool)
-    return tuple(number if grows else min(number, most) for grows, most in zip(_grows(layout), states))
+    return tuple(
+        number if grows else min(number, most) for grows, most in zip(growing_pools(group_rules(layout)), states)
+    )
 
 
 def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -43,11 +44,11 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
         return total - sum(number * size for number, size in zip(blocks, block_bytes))
 
     if left(longest.blocks(1, 1)) < 0:  # the longest sequence does not fit: a single shorter one
-        pages = _largest(0, longest.pages, lambda pages: left(longest.alone(pages)) >= 0)
+        pages = largest(0, longest.pages, lambda pages: left(longest.alone(pages)) >= 0)
         blocks = longest.alone(pages)
     else:
-        seqs = _largest(1, limits.max_num_seqs, lambda seqs: left(longest.blocks(seqs, 1)) >= 0)
-        pages = _largest(1, longest.pages, lambda pages: left(longest.blocks(seqs, pages)) >= 0)
+        seqs = largest(1, limits.max_num_seqs, lambda seqs: left(longest.blocks(seqs, 1)) >= 0)
+        pages = largest(1, longest.pages, lambda pages: left(longest.blocks(seqs, pages)) >= 0)
         blocks = longest.blocks(seqs, pages)
         sequences = left(blocks) // sum(number * size for number, size in zip(longest.cached, block_bytes))
         blocks = tuple(number + sequences * each for number, each in zip(blocks, longest.cached))
@@ -58,18 +59,13 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
 
 def longest_sequence(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> int:
     """Return the tokens, in whole pages up to `max_model_len`, of the longest sequence that fits when it runs alone."""
-    demand = _Demand(layout, limits)
-    return _largest(0, demand.pages, lambda pages: _fits(demand.alone(pages), num_blocks)) * limits.block_size
+    rules, pages = group_rules(layout), _pages(limits)
+    return longest_alone(rules, num_blocks, pages, limits.max_step_tokens) * limits.block_size
 
 
 def longest_sequence_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
     """Return the blocks per pool of a sequence of `max_model_len` tokens that runs alone, and the null block."""
-    demand = _Demand(layout, limits)
-    return demand.alone(demand.pages)
-
-
-def _fits(needed: Sequence[int], num_blocks: Sequence[int]) -> bool:
-    return all(map(le, needed, num_blocks))
+    return blocks_alone(group_rules(layout), _pages(limits), limits.max_step_tokens)
 
 
 class _Demand:
@@ -77,16 +73,12 @@ class _Demand:
 
     def __init__(self, layout: KvLayout, limits: Limits) -> None:
         self._rules, self._num_pools = group_rules(layout), len(layout.pools)
-        self._step_tokens = max(limits.max_num_batched_tokens, limits.max_decode_tokens)
-        self._decode_tokens = limits.max_decode_tokens
+        self._step_tokens, self._decode_tokens = limits.max_step_tokens, limits.max_decode_tokens
         self.pages = _pages(limits)
 
     def alone(self, pages: int) -> tuple[int, ...]:
         """Return the blocks per pool for one sequence of `pages` pages that fills a step, and the null block."""
-        needed = [1] * self._num_pools
-        for rule in self._rules:
-            needed[rule.pool] += rule.max_blocks(pages, self._step_tokens)
-        return tuple(needed)
+        return blocks_alone(self._rules, pages, self._step_tokens)
 
     def blocks(self, seqs: int, pages: int) -> tuple[int, ...]:
         """Return the blocks per pool for the longest sequence that fills a step, for `seqs` - 1 of `pages` pages, and
@@ -113,22 +105,10 @@ def _blocks_per_sequence(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
     pages = _pages(limits)
     state = 1 + pages // layout.snapshot_pages
     return tuple(
-        len(groups) * (pages if grows else state) for groups, grows in zip(layout.groups_by_pool, _grows(layout))
+        len(groups) * (pages if grows else state)
+        for groups, grows in zip(layout.groups_by_pool, growing_pools(group_rules(layout)))
     )
-
-
-def _grows(layout: KvLayout) -> tuple[bool, ...]:
-    rules = group_rules(layout)
-    return tuple(any(rule.grows for rule in rules if rule.pool == pool) for pool in range(len(layout.pools)))
 
 
 def _pages(limits: Limits) -> int:
     return -(-limits.max_model_len // limits.block_size)
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from `low` to `high` that fits; `low` if none does."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
