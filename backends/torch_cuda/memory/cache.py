@@ -37,7 +37,7 @@ def allocate(
     caches: dict[int, CudaLayerCache] = {}
     for number, group in enumerate(layout.groups):
         heads, dim = head_shape(group.spec, shard)
-        shape = (num_blocks[group.pool], heads, layout.pools[group.pool].block_tokens, dim)
+        shape = (num_blocks[group.pool], heads, layout.block_size, dim)
         for index, layer in enumerate(group.layers):
             key = (group.pool, index)
             if key not in arrays:

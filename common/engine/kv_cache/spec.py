@@ -47,7 +47,6 @@ class PoolSpec:
     """Blocks of one size, which several groups may share."""
 
     kind: CacheSpec  # what a block holds per layer; windows share the blocks of full caches
-    block_tokens: int  # tokens per block; a block of recurrent state holds the state after any number of tokens
     block_elements: int  # per block, over the pool's arrays
 
 
@@ -87,7 +86,7 @@ class KvLayout:
 
     def _pool_spec(self, groups: tuple[KvGroup, ...]) -> PoolSpec:
         kind, arrays = block_kind(groups[0].spec), max(len(group.layers) for group in groups)
-        return PoolSpec(kind, self.block_size, arrays * kind.block_elements(self.block_size))
+        return PoolSpec(kind, arrays * kind.block_elements(self.block_size))
 
 
 def per_pool(numbers: Iterable[int]) -> str:

@@ -35,7 +35,7 @@ def test_the_rarest_kind_sets_the_group_size():
         KvGroup(window, (5,)),
         KvGroup(full, (3, 6)),
     )
-    assert layout.pools == (PoolSpec(full, 16, 2 * (2 * 1 * 8 * 16)),)
+    assert layout.pools == (PoolSpec(full, 2 * (2 * 1 * 8 * 16)),)
 
 
 def test_one_group_keeps_everything_and_knows_each_window():
@@ -63,7 +63,7 @@ def test_different_windows_are_different_kinds():
 def test_each_kind_of_cache_has_blocks_of_its_own_size():
     layout = layout_of({StateCache(500): [0, 1, 3], LatentCache(32, 8): [2, 4]}, 4)
     assert layout.groups == (KvGroup(StateCache(500), (0, 1, 3)), KvGroup(LatentCache(32, 8), (2, 4), pool=1))
-    assert layout.pools == (PoolSpec(StateCache(500), 4, 3 * 500), PoolSpec(LatentCache(32, 8), 4, 2 * 160))
+    assert layout.pools == (PoolSpec(StateCache(500), 3 * 500), PoolSpec(LatentCache(32, 8), 2 * 160))
 
 
 def test_windows_of_another_shape_have_another_pool_and_group_size():
@@ -75,7 +75,7 @@ def test_windows_of_another_shape_have_another_pool_and_group_size():
         KvGroup(narrow, (3, 4, 5, 6), pool=1),
         KvGroup(full, (7, 8)),
     )
-    assert layout.pools == (PoolSpec(full, 4, 2 * 128), PoolSpec(FullCache(1, 8), 4, 4 * 64))
+    assert layout.pools == (PoolSpec(full, 2 * 128), PoolSpec(FullCache(1, 8), 4 * 64))
     assert [len(groups) for groups in layout.groups_by_pool] == [3, 1]
 
 
@@ -98,9 +98,9 @@ def test_latents_index_keys_windows_and_full_attention():
         KvGroup(WindowCache(1, 8, 5), (4,), pool=1),
     )
     assert layout.pools == (
-        PoolSpec(LatentCache(10, 4), 4, 3 * 14 * 4),
-        PoolSpec(FullCache(1, 8), 4, 2 * 8 * 4),
-        PoolSpec(IndexCache(6), 4, 2 * 6 * 4),
+        PoolSpec(LatentCache(10, 4), 3 * 14 * 4),
+        PoolSpec(FullCache(1, 8), 2 * 8 * 4),
+        PoolSpec(IndexCache(6), 2 * 6 * 4),
     )
     with pytest.raises(ConfigError, match=r"--disable-hybrid-kv-cache-manager: .* different shapes.*drop the flag"):
         kv_layout(spec, 4, hybrid=False)
