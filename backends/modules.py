@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,9 @@ from pagoda.common.backend import (
 )
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import RankInfo
+from pagoda.common.models.family import PoolUse
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import TransformersSpec
 
 
 class BackendModule(Protocol):
@@ -46,6 +48,25 @@ class PoolingModule(Protocol):
     @staticmethod
     def create(options: PoolingOptions) -> PoolingBackend:
         """Return a backend without weights. Raises ConfigError for options it does not support."""
+        ...
+
+
+class DescriberModule(Protocol):
+    """Describes models that the library transformers computes."""
+
+    @staticmethod
+    def describe(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> TransformersSpec:
+        """Return the spec of the model in a folder, whose config.json is `config`. Raises ModelError if it cannot run.
+
+        `trust_remote_code`: the folder's Python files may be executed.
+        """
+        ...
+
+    @staticmethod
+    def describe_pooling(
+        folder: Path, config: Mapping[str, Any], use: PoolUse, *, trust_remote_code: bool
+    ) -> TransformersSpec:
+        """Return the spec of the same model, to be pooled for `use`. Raises ModelError if it cannot run."""
         ...
 
 

@@ -13,6 +13,7 @@ from pagoda.backends.modules import (
     BackendModule,
     CompilerModule,
     ConverterModule,
+    DescriberModule,
     HostRuntime,
     PoolingModule,
     RankRuntime,
@@ -21,6 +22,8 @@ from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
+from pagoda.common.weights.quantization.support import SchemeSupport
+from pagoda.common.weights.quantization.tensors import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,14 @@ class Entry:
     checkpoints: bool = False  # implements CheckpointBackend
     remedy: str = ""  # what to do without the device
     moves_weights: bool = False  # implements SleepingBackend; weights may stay in host memory
+    batch_invariant: bool = False  # a token's numbers can be independent of its batch
+    quantizes: tuple[str, ...] = ()  # values of --quantization that it rounds on its devices; others come rounded
     pooling: str | None = None  # PoolingModule; None: it only generates
     pooling_parallel: tuple[str, ...] = ()  # as `parallel`, for pooling models
+    transformers: tuple[str, ...] = ()  # packages with which it runs models of the library transformers
+    transformers_extra: str = "transformers"  # the extra that installs them
+    pools_transformers: bool = False  # pools such models, too
+    encoder_decoder: bool = False  # it runs the encoder-decoder models among them
 
     def obstacle(self, named: bool = False) -> str | None:
         """Return why this backend cannot run here, with the remedy. `named`: it was chosen by name."""
@@ -81,8 +90,12 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         parallel=("tensor", "data"),
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
+        batch_invariant=True,
+        quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.jax_tpu.pooling",
         pooling_parallel=("tensor",),
+        transformers=("transformers", "torch", "torchax"),
+        transformers_extra="torchax",
     ),
     Entry(
         "torch_cuda",
@@ -96,7 +109,11 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         without_device=TORCH_CUDA_DEVICE.is_on,
         remedy=": install its driver, or use --backend reference",
         moves_weights=True,
+        batch_invariant=True,
+        quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.torch_cuda.pooling",
+        transformers=("transformers",),
+        pools_transformers=True,
     ),
     Entry(
         "reference",
@@ -104,7 +121,11 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         ("torch",),
         "CPU",
         "pip install 'pagoda[cpu]'",
+        batch_invariant=True,
         pooling="pagoda.backends.reference.pooling",
+        transformers=("transformers",),
+        pools_transformers=True,
+        encoder_decoder=True,
     ),
     Entry("simulated", None, (), "device", "", lambda: True),
 )
@@ -194,6 +215,24 @@ def check_moves(name: str, *, sleep_mode: bool, cpu_offload_gb: float) -> None:
             raise ConfigError(flag, f"{name} cannot move its weights; drop it, or use --backend {able}")
 
 
+def check_batch_invariant(name: str) -> None:
+    """Raise ConfigError if the backend's numbers depend on the batch."""
+    if not _entry(name).batch_invariant:
+        able = _names(lambda each: each.batch_invariant)
+        raise ConfigError("--batch-invariant", f"{name} does not support it; drop it, or use --backend {able}")
+
+
+def quantizes(name: str, method: str) -> bool:
+    """Return whether the backend rounds dense matrices itself for a value of --quantization."""
+    return method in _entry(name).quantizes
+
+
+def load_scheme_support(name: str) -> Callable[[Scheme, bool], SchemeSupport]:
+    """Import what a backend declares of quantised matrices, without the packages that it computes with."""
+    module = importlib.import_module(f"pagoda.backends.{_entry(name).name}.supported")
+    return cast(Callable[[Scheme, bool], SchemeSupport], module.scheme_support)
+
+
 def load_backend(name: str) -> BackendModule:
     """Import a backend that `choose_backend` returned. May take seconds."""
     return cast(BackendModule, _load(_entry(name).module))
@@ -217,6 +256,32 @@ def pooling_parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes
 def load_pooling(name: str) -> PoolingModule:
     """Import a backend's pooling module, after `pooling_parallel_sizes`. May take seconds."""
     return cast(PoolingModule, _load(_entry(name).pooling))
+
+
+def load_describer(name: str, *, pooling: bool = False) -> DescriberModule:
+    """Import what describes models of the library transformers to a backend. May take seconds.
+
+    Raises ConfigError if the backend cannot run (or pool) them, or the library is not installed.
+    """
+    entry = _entry(name)
+    if pooling and entry.transformers and not entry.pools_transformers:
+        able = _names(lambda each: each.pools_transformers)
+        raise ConfigError("--model-impl", f"transformers: {name} does not pool its models; use --backend {able}")
+    if not entry.transformers:
+        able = _names(lambda each: bool(each.transformers))
+        raise ConfigError("--model-impl", f"transformers: {name} does not run its models; use --backend {able}")
+    if missing := [package for package in entry.transformers if not _installed(package)]:
+        extra = f"pip install 'pagoda[{entry.transformers_extra}]'"
+        others = "" if missing == ["transformers"] else ", or use --backend reference"
+        raise ConfigError("--model-impl", f"{' and '.join(missing)} is not installed; {extra}{others}")
+    return cast(DescriberModule, _load("pagoda.backends.fallback.describe"))
+
+
+def check_encoder_decoder(name: str) -> None:
+    """Raise ConfigError if the backend does not run encoder-decoder models."""
+    if not _entry(name).encoder_decoder:
+        able = _names(lambda each: each.encoder_decoder)
+        raise ConfigError("--backend", f"{name} does not run encoder-decoder models; use {able}")
 
 
 def load_compiler() -> CompilerModule:

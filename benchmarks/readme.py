@@ -140,7 +140,8 @@ def processor(result: dict) -> str:
 def offline_rows(result: dict) -> list[str]:
     """Rows beside the peer."""
     rows = []
-    for case, found in result["offline"].items():
+    for case in (case for case in CASES if case in result["offline"]):
+        found = result["offline"][case]
         theirs, ratio = found.get("vllm", {}).get("median", "not measured"), found.get("ratio", {}).get("median", "")
         asked = ">= 1.5" if case in ASKED else ""
         rows.append(

@@ -20,8 +20,9 @@ from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import StateCache
-from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization import Scheme, Value
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.transformers_spec import AnySpec
+from pagoda.common.weights.quantization.tensors import Scheme, Value
 
 MasksT_contra = TypeVar("MasksT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -83,7 +84,7 @@ class ProgramOptions:
 class BackendOptions:
     """What a backend for one model is created with. `backends.registry` refuses options that a backend lacks."""
 
-    spec: ModelSpec
+    spec: AnySpec
     limits: Limits  # of each copy of the model
     layout: KvLayout
     cache: CacheConfig
@@ -98,11 +99,33 @@ class BackendOptions:
     attention: str = AUTO  # kernel of prefill and mixed steps, by its name in AttentionConfig
     sleep_mode: bool = False  # `sleep` will be called
     prompt_embeds: bool = False  # steps may have embeddings in place of tokens
+    batch_invariant: bool = False  # a token's numbers do not depend on what else is in its step
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if drafts are wanted from a model or with settings that cannot have them."""
-        if not self.limits.max_drafts:
-            return
+        """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
+        if self.batch_invariant:
+            self._check_batch_invariant()
+        if self.limits.max_drafts:
+            self._check_drafts()
+
+    def _check_batch_invariant(self) -> None:
+        for mixer in self.spec.mixers:
+            blocks = isinstance(mixer, Attention) and mixer.blocks is not None
+            if blocks or not isinstance(mixer, Attention):
+                kind = f"{type(mixer).__name__} with an indexer" if blocks else type(mixer).__name__
+                raise ConfigError(
+                    "--batch-invariant",
+                    f"the model has mixers of kind {kind}, whose numbers depend on how a prompt is cut "
+                    "into chunks; drop it",
+                )
+            if mixer.chunk is not None:
+                raise ConfigError(
+                    "--batch-invariant",
+                    "the model attends in chunks, at whose ends numbers depend on the batch; drop it, or use "
+                    f"--max-model-len {mixer.seen_chunks}",
+                )
+
+    def _check_drafts(self) -> None:
         if any(isinstance(group.spec, StateCache) for group in self.layout.groups):
             raise ConfigError(
                 "--speculative-config", "a model with recurrent state cannot take rejected drafts back; drop it"
@@ -117,7 +140,7 @@ class BackendOptions:
 class PoolingOptions:
     """What a backend for one pooling model is created with."""
 
-    spec: ModelSpec
+    spec: AnySpec
     limits: Limits
     dtype: str  # resolved, not `auto`
     parallel: ParallelSizes = ParallelSizes()
@@ -162,6 +185,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]  # of each pool, including block 0, the null block
     block_bytes: tuple[int, ...]  # of a block of each pool
     graphs: int = 0  # captured CUDA graphs
+    cross_attention: int = 0  # keys and values of the encoder prompts of all rows
 
     @property
     def kv_cache(self) -> int:
@@ -171,8 +195,9 @@ class MemoryPlan:
     def __str__(self) -> str:
         gib = 1 << 30
         graphs = f"graphs {self.graphs / gib:.2f} GiB, " if self.graphs else ""
+        cross = f"cross-attention {self.cross_attention / gib:.2f} GiB, " if self.cross_attention else ""
         return (
-            f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, {graphs}"
+            f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, {graphs}{cross}"
             f"KV cache {self.kv_cache / gib:.2f} GiB in {per_pool(self.num_blocks)} blocks"
         )
 

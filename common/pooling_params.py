@@ -16,8 +16,7 @@ from pagoda.common.sampling_params import RequestOutputKind
 TASKS: Final[tuple[str, ...]] = get_args(PoolingTask)
 
 NOT_YET: Final = {
-    "step_tag_id": "no model scores steps",
-    "returned_token_ids": "no model scores selected tokens",
+    "returned_token_ids": "the labels of a model are fixed at start (--hf-overrides classifier_from_token)",
     "requires_token_ids": "poolers do not see token ids",
     "late_interaction_params": "documents are not stored for later queries",
     "extra_kwargs": "no pooler reads them",
@@ -31,7 +30,7 @@ class PoolingParams:
 
     use_activation: bool | None = None  # normalise embeddings, turn labels into probabilities; None: model's default
     dimensions: int | None = None  # leading dimensions of an embedding to keep (Matryoshka); None: all
-    step_tag_id: int | None = None
+    step_tag_id: int | None = None  # only tokens with this id have an output, in tasks with one per token
     returned_token_ids: list[int] | None = None
     task: str | None = None  # one of the model's tasks; None: its default
     requires_token_ids: bool = False
@@ -55,6 +54,8 @@ class PoolingParams:
         for name in ("use_activation", "skip_reading_prefix_cache"):
             if getattr(self, name) not in (None, True, False):
                 raise RequestError(name, f"{name} must be true, false or unset")
+        if self.step_tag_id is not None and (type(self.step_tag_id) is not int or self.step_tag_id < 0):
+            raise RequestError("step_tag_id", "step_tag_id must be an integer of 0 or more")
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
             raise RequestError("dimensions", "dimensions must be an integer of 1 or more")
         if self.task is not None and self.task not in TASKS:

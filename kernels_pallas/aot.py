@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:2x2x1"}
+TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:2x2x1", "v7x": "tpu7x:2x2x1"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Facts:
 
 def one_chip(name: str) -> SingleDeviceSharding:
     """Return a sharding on one compile-only chip `name`. Raise KeyError if the compiler cannot target it."""
-    extra = {} if name == "v5p" else {"chips_per_host_bounds": (1, 1, 1)}
+    extra = {"chips_per_host_bounds": (1, 1, 1)} if TOPOLOGIES[name].endswith(":1x1") else {}
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name], **extra)
     return SingleDeviceSharding(topology.devices[0])
 

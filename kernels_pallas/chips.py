@@ -9,6 +9,7 @@ for v5e, 252,216 for both cores of v5p, 455,675 for v6e), rounded up to what the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MIB = 1 << 20
 
@@ -26,7 +27,10 @@ class ChipInfo:
     peak_flops: float
     flops_per_cycle: int
     int8: bool = True  # matrix units support int8; v7x does not
-    float8: str = "float8_e4m3b11fnuz"  # float8 dtype with 4 exponent bits that the matrix units support
+    # dtype with 4 exponent bits that the matrix units take as weights
+    float8: Literal["float8_e4m3fn", "float8_e4m3b11fnuz"] = "float8_e4m3b11fnuz"
+    multiplies_float8: bool = False  # they multiply it by itself, faster than bfloat16
+    packed_bfloat16: bool = True  # vector units compute with two bfloat16 numbers in a word
 
     @property
     def clock_hz(self) -> float:
@@ -37,11 +41,14 @@ class ChipInfo:
 CHIPS: dict[str, ChipInfo] = {
     chip.name: chip
     for chip in (
-        ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072),
-        ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072),
+        ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072, packed_bfloat16=False),
+        ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072, packed_bfloat16=False),
         ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288),
         ChipInfo(
-            "v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288, int8=False, float8="float8_e4m3fn"
+            *("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288),
+            int8=False,
+            float8="float8_e4m3fn",
+            multiplies_float8=True,
         ),
     )
 }

@@ -39,10 +39,11 @@ from pagoda.server.processing.inputs import (
     Prompt,
     PromptType,
     TextOptions,
-    open_tokenizer,
+    max_prompt_tokens,
 )
 from pagoda.server.processing.output_processor import OutputProcessor, RequestStream
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.tokenizer import open_tokenizer
 
 LONG_TEXT: Final = 16_384
 """Characters or token ids from which a prompt is prepared in a thread, so that other requests keep streaming."""
@@ -392,7 +393,7 @@ class WarmEngine:
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
         """Build it from the engine's description."""
-        tokenizer = None if tokenizer is None else tokenizer.with_context(info.limits.max_model_len)
+        tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
         processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
         return cls(
             info=info,

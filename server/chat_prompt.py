@@ -22,9 +22,9 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.output_parser import OutputParser
-from pagoda.server.parsers.parser import Bracket, Brackets, LeavesMarkup, Parser, Tool, ToolFormat
+from pagoda.server.parsers.parser import AdaptsConversation, Bracket, Brackets, LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
-from pagoda.server.processing.inputs import Prompt, encode_kept
+from pagoda.server.processing.inputs import Prompt, encode_kept, max_prompt_tokens
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -107,7 +107,7 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
     Leading system messages are kept, and the kept messages start with a user's. Reserves max_tokens, at most half of
     the context, for the output. The last turn is never dropped: it may still be refused as too long.
     """
-    context = state.llm().max_model_len
+    context = max_prompt_tokens(state.llm().info)
     limit = context - min(params.max_tokens or 1, context // 2)
     messages = list(conversation.messages)
     head = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -175,9 +175,13 @@ def _render_now(
     tools = _shown_tools(state, conversation)
     template = _template_of(tokenizer, conversation, state)
     variables = _effort_variables(conversation.reasoning_effort, template)
+    messages = [_with_reasoning(message) for message in conversation.messages]
+    reasoning = state.reasoning_format
+    if reasoning is not None and isinstance(reasoning, AdaptsConversation):
+        messages, tools = reasoning.adapted(messages, tools)
     text = render_chat(
         tokenizer,
-        [_with_reasoning(message) for message in conversation.messages],
+        messages,
         template=template,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
@@ -187,7 +191,9 @@ def _render_now(
         content_format=state.config.chat_template_content_format,
         **{**state.config.default_chat_template_kwargs, **variables, **conversation.keywords},
     )
-    return text, encode_kept(tokenizer, text, params, state.engine.max_model_len, conversation.add_special_tokens)
+    return text, encode_kept(
+        tokenizer, text, params, max_prompt_tokens(state.engine.info), conversation.add_special_tokens
+    )
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
@@ -344,7 +350,7 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
     if choice == "none":
         return []
     if choice == "auto":
-        if tools and (state.tool_format is None or not state.config.enable_auto_tool_choice):
+        if tools and (state.tool_format is None or not state.auto_tool_choice):
             raise RequestError(
                 "tool_choice",
                 'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; '

@@ -10,6 +10,8 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, PagodaError, RequestError, WeightError
+from pagoda.common.models.family import AnswerFormat
+from pagoda.common.models.spec import TokenSelection
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,12 +26,20 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_matryoshka: bool = False  # requests may name fewer dimensions
     dimensions: tuple[int, ...] = ()  # allowed dimensions; empty: any up to embedding_size
     default_dimensions: int | None = None  # None: all
+    selections: dict[str, TokenSelection] = {}  # by per-token task; of others every token has an output
     prompts: dict[str, str] = {}  # text prefixes by input type, from the model's authors; added by Cohere's API only
 
     @property
     def num_labels(self) -> int:
         """Number of classes; 0 for a model without a classifier."""
         return len(self.labels)
+
+
+class EncoderInfo(msgspec.Struct, frozen=True):
+    """The encoder of an encoder-decoder model, which reads the prompts of requests."""
+
+    max_tokens: int  # of a prompt
+    decoder_start: tuple[int, ...]  # token ids that the decoder starts from
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +57,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: str
     phases: tuple[tuple[str, float], ...]  # start-up phases and their seconds, in order
     pooling: PoolingInfo | None = None  # None: the model generates
+    answers: AnswerFormat = AnswerFormat()
     embeds_width: int = 0  # numbers in a row of prompt_embeds; 0: prompt_embeds are refused
+    encoder: EncoderInfo | None = None  # None: the model has no encoder, prompts are the beginning of the output
 
     @property
     def runner(self) -> Literal["generate", "pooling"]:

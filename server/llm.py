@@ -85,7 +85,8 @@ class LLM:
         """Generate for each prompt and return the outputs in order.
 
         `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
-        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params applies to all prompts, a
+        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}; of an encoder-decoder model what the encoder
+        reads, or {"encoder_prompt": ..., "decoder_prompt": ...}. One set of params applies to all prompts, a
         list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
         `priority`: smaller runs first, with scheduling_policy="priority".
 
@@ -150,7 +151,7 @@ class LLM:
         """
         _refuse_lora(lora_request)
         engine = self.llm_engine
-        check_engine(engine.config.model, params, engine.info.vocab_size)
+        check_engine(engine.config.model, params, engine.info)
         listed = _listed(prompts)
         check_prompts(listed)
         ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed]
@@ -433,7 +434,9 @@ class GenerationBar:
             return
         completions = output.outputs if isinstance(output, RequestOutput) else ()
         count = len(completions) or 1
-        self._tokens_in += len(output.prompt_token_ids or ()) * count
+        read = len(output.prompt_token_ids or ())
+        read += len(output.encoder_prompt_token_ids or ()) if isinstance(output, RequestOutput) else 0
+        self._tokens_in += read * count
         self._tokens_out += sum(len(completion.token_ids) for completion in completions)
         seconds = max(self._bar.format_dict["elapsed"], 1e-9)
         self._bar.postfix = _speed(self._tokens_in / seconds, self._tokens_out / seconds)

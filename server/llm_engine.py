@@ -18,9 +18,10 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
-from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
+from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType, max_prompt_tokens
 from pagoda.server.processing.output_processor import OutputProcessor
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 
@@ -48,7 +49,7 @@ class LLMEngine:
             tokenizer = opening.result()
         self.info: EngineInfo = self._built.info
         if tokenizer is not None:
-            tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(self.info.limits.max_model_len)
+            tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(max_prompt_tokens(self.info))
         self.tokenizer = tokenizer
         self._core = self._built.core
         self._sleeper = self._built.sleeper

@@ -10,6 +10,7 @@ Entry point groups:
                                 a common.engine.core.StepScheduler
     pagoda.tool_parsers         server.parsers.parser.ToolFormat objects for --tool-call-parser
     pagoda.reasoning_parsers    server.parsers.parser.ReasoningFormat objects for --reasoning-parser
+    pagoda.models               common.models.family.Family objects by architecture, read by common.models.registry
 
 Flags also take qualified names, `package.module.Class`; --tool-parser-plugin and --reasoning-parser-plugin take a
 module or a file. Plugins read --additional-config as `config.extension.additional_config`.

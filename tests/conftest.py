@@ -23,6 +23,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 # Triton decides when a kernel is defined: here its interpreter runs them, on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Meshes are tested on eight CPU devices, however early a test that needs one makes XLA's client.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)

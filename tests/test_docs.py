@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import interface
 import pytest
+from model_support import FALLBACK_ONLY, UNSUPPORTED
 from support.served import REAL, environment, served, wait_ready
 
 import docs
@@ -31,7 +32,23 @@ DOCUMENTS = [
 def test_the_support_table_lists_the_registry() -> None:
     table = (ROOT / "docs" / "reference" / "models.md").read_text()
     assert set(re.findall(r"`(\w+)`", table)) >= set(ARCHITECTURES)
-    assert set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", table)) <= set(ARCHITECTURES)
+    named = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", table))
+    assert named - set(ARCHITECTURES) - set(UNSUPPORTED) == set(FALLBACK_ONLY) > {"NanoChatForCausalLM"}
+    assert set(UNSUPPORTED) <= named
+
+
+def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
+    listed = set((ROOT / "tests" / "data" / "vllm_text_architectures.txt").read_text().split())
+    stated = len(listed & set(ARCHITECTURES)), len(listed)
+    texts = {name: (ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md")}
+    for name, text in texts.items():
+        found = re.search(r"(\d+) of the (\d+) text architectures", text)
+        assert found is not None, name
+        assert (int(found[1]), int(found[2])) == stated, name
+    table = set(re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "reference" / "models.md").read_text(), re.MULTILINE))
+    rows = set(re.findall(r"`(\w+)`", " ".join(table)))
+    assert listed & {*ARCHITECTURES, *FALLBACK_ONLY} <= rows
+    assert sorted(listed - rows) == sorted(UNSUPPORTED)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

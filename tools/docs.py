@@ -20,18 +20,24 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import interface
+import model_support
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic_core import PydanticUndefined
 
 import pagoda
 from pagoda import server
+from pagoda.backends.registry import load_scheme_support
 from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.settings import Setting
 from pagoda.common.models.registry import ARCHITECTURES
+from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
+from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
+from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport, bits_per_weight
+from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Scheme
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
@@ -68,6 +74,7 @@ def pages() -> dict[Path, str]:
         reference / "environment.md": _environment(),
         reference / "metrics.md": _metrics(),
         reference / "models.md": _models(),
+        reference / "quantization.md": _quantization(),
         reference / "api.md": _api(),
         reference / "python.md": _python(),
         ROOT / "README.md": _readme((ROOT / "README.md").read_text()),
@@ -186,19 +193,97 @@ def _metrics() -> str:
 
 
 def _models() -> str:
-    families: dict[str, list[str]] = {}
+    statuses = model_support.statuses()
+    families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for architecture, (module, _) in ARCHITECTURES.items():
-        families.setdefault(module, []).append(architecture)
+        families.setdefault((module, statuses[architecture]), []).append(architecture)
     rows = []
-    for module, architectures in sorted(families.items()):
+    for (module, status), architectures in sorted(families.items()):
         about = (import_module(f"pagoda.common.models.families.{module}").__doc__ or "").partition("\n")[0]
         names = ", ".join(f"`{name}`" for name in architectures)
-        rows.append((names, about, f"[{module}.py](../../common/models/families/{module}.py)"))
+        path = f"{module.replace('.', '/')}.py"
+        rows.append((names, *status, about, f"[{path}](../../common/models/families/{path})"))
+    fallback = [(f"`{name}`", *model_support.FALLBACK_STATUS) for name in model_support.FALLBACK_ONLY]
+    pooled = [(f"`{name}`", *model_support.POOLING_STATUS) for name in model_support.POOLED_BY_FALLBACK]
+    backends = model_support.BACKENDS
     return (
-        f"{_WRITTEN}# Supported models\n\nSelected by `architectures` in `config.json`. Other architectures and "
-        "unknown config keys are refused at start. Every architecture is tested against transformers: float32 logits "
-        "agree to 3e-5.\n\n" + _table(("architecture", "description", "file"), rows)
+        f"{_WRITTEN}# Supported models\n\nSelected by `architectures` in `config.json`. Unknown config keys are "
+        "refused at start. Every architecture of the first table is tested against transformers: float32 logits agree "
+        "to 3e-5.\n\nPer backend: *spec*: computed by pagoda from the family's specification; *fallback*: by "
+        "transformers' code over pagoda's KV cache, with `--model-impl transformers` (on jax_tpu traced by torchax); "
+        "*refused*: with what is missing."
+        "\n\n"
+        + _table(("architecture", *backends, "description", "file"), rows)
+        + "\n## Without a specification\n\nFor any other architecture `--model-impl auto` falls back to transformers "
+        "([guide](../guides/transformers-models.md)), which runs it if its attention goes through transformers' "
+        "attention interface. Logits were compared for:\n\n"
+        + _table(("architecture", *backends), fallback)
+        + "\nIt also runs [pooling models](../guides/transformers-models.md#pooling), whatever their attention. "
+        "Outputs were compared for the following, and for generating architectures as embedders and classifiers:\n\n"
+        + _table(("architecture", *backends), pooled)
+        + "\nNeither a specification nor the fallback is known to run "
+        + ", ".join(f"`{name}`" for name in model_support.UNSUPPORTED)
+        + ".\n\n## Text models of multimodal checkpoints\n\nServed text-only: the checkpoint's media towers are not "
+        "loaded, and a request with images, audio or video is a 400.\n\n"
+        + _table(("architecture", "text model"), _tower_rows())
     )
+
+
+def _quantization() -> str:
+    backends = model_support.BACKENDS
+    columns = {backend: load_scheme_support(backend) for backend in backends}
+    text = (
+        f"{_WRITTEN}# Quantised weights\n\nWhat each backend does with matrices of a scheme, from any source: a "
+        "quantised checkpoint, a GGUF file, or `--quantization` while loading. *Computes*: its kernels read the "
+        "numbers as they are stored; behind it which ones. *Dequantises*: the values take the bytes of the model's "
+        "data type (16 bits a weight, in float32 32), which a log line says at load. *Refused*: an error that says "
+        "why. `tests/backends/test_scheme_support.py` holds each cell. How to choose: "
+        "[guide](../guides/quantization.md).\n\nBits: per weight, with the scales as checkpoints usually store them.\n"
+    )
+    for title, experts in (("Linear layers", False), ("Mixtures of experts", True)):
+        rows = (
+            (
+                name,
+                f"{round(bits_per_weight(scheme), 2):g}",
+                *(_support_cell(columns[backend](scheme, experts)) for backend in backends),
+            )
+            for name, scheme in SCHEMES.items()
+        )
+        text += f"\n## {title}\n\n" + _table(("scheme", "bits", *(f"`{backend}`" for backend in backends)), rows)
+    return text + "\n## `--quantization` of dense models\n\n" + _table(("value", "scheme"), _method_rows())
+
+
+def _support_cell(support: SchemeSupport) -> str:
+    return f"dequantises to {support.how}" if support.kind == "dequantises" else f"{support.kind}: {support.how}"
+
+
+def _method_rows() -> Iterator[tuple[str, str]]:
+    for method in METHODS:
+        scheme = scheme_of(method, 1 << 12)
+        assert scheme is not None
+        experts = " of experts only" if method == "experts_int8" else ""
+        yield f"`{method}`", f"{_scheme_words(scheme)}{experts}"
+
+
+def _scheme_words(scheme: Scheme) -> str:
+    """Return what the numbers of a method are, what shares a scale and how activations are rounded."""
+    assert isinstance(scheme, Float8 | Int8 | Int4 | Codes4)
+    name = scheme.table.upper() if isinstance(scheme, Codes4) else type(scheme).__name__.upper().replace("FLOAT", "FP")
+    group = scheme.group if isinstance(scheme.group, str) else " x ".join(map(str, scheme.group)) + " numbers"
+    activations = getattr(scheme, "activations", None)
+    if activations is None:
+        return f"{name}, a scale per {group}; weight-only"
+    rounded = "token" if activations.group == "row" else f"{activations.group} inputs of a token"
+    return (
+        f"{name}, a scale per {group}; activations too where the backend multiplies such numbers, a scale per {rounded}"
+    )
+
+
+def _tower_rows() -> Iterator[tuple[str, str]]:
+    for architecture, tower in sorted(TEXT_TOWERS.items()):
+        key = tower.sections[-1]
+        text = f"`{tower.architecture}`" if tower.architecture else f"the supported one that its `{key}` names"
+        yield f"`{architecture}`", text
 
 
 def _api() -> str:

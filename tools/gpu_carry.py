@@ -3,7 +3,7 @@
 usage: python tools/gpu_carry.py FOLDER --model MODEL.gguf [--cache triton-cache.tar.xz]
 
 For Linux on x86-64, Python 3.12, Triton 3.6.0 and sm_90. The cache contains the kernels of all stages of
-benchmarks/gpu.sh except `tune`, under the keys of Triton's Python 3.12 wheel. If python3.12 and its headers are
+benchmarks/gpu.sh but those of trials, under the keys of Triton's Python 3.12 wheel. If python3.12 and its headers are
 installed here, it also contains the kernel launchers, so that the GPU machine needs no C compiler. --cache: cache of
 an earlier GPU run, whose entries are added. The folder and the checkout's tracked files may take 64 MiB together.
 """
@@ -41,7 +41,7 @@ WHEELS: Final = (
 """Packages of the base install and of structured output; the locally installed versions are used."""
 PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")
 """Packages that the GPU machine has: torch, transformers and their dependencies."""
-STAGES: Final = ("smoke", "decode", "prefill", "throughput", "peers", "kernels")
+STAGES: Final = ("smoke", "decode", "prefill", "throughput", "invariance", "peers", "kernels", "mixers", "experts")
 LAUNCHER, UTILS = "__triton_launcher", "cuda_utils"
 SUFFIX: Final = ".cpython-312-x86_64-linux-gnu.so"
 MACHINES: Final = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")

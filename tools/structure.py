@@ -25,8 +25,12 @@ SMALL: Final = 80
 
 REASONS: Final[Mapping[str, str]] = {
     "common/models/families/": "a file per model family",
+    "common/weights/quantization/methods/": "a file per quant_method",
+    "backends/reference/model/": "a file per mixer",
     "backends/torch_cuda/kernels/": "a folder per kernel",
     "backends/torch_cuda/ranks.py": "the registry loads it, without torch",
+    "backends/jax_tpu/supported.py": "importable without jax",
+    "backends/jax_tpu/model/": "a file per kind of mixer",
     "kernels_pallas/": "a folder per kernel",
     "server/openai/": "a file per endpoint",
     "server/admin/": "a file per endpoint",

@@ -19,6 +19,7 @@ import numpy as np
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.execution.program_keys import (
     SCORE_TOKENS,
+    CopyStates,
     Forward,
     ForwardEmbeds,
     Key,
@@ -29,22 +30,24 @@ from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPro
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import (
     Plans,
+    check_invariant,
     check_tables,
     make_batch,
     make_embeds,
+    step_shapes,
     with_row_offset,
     writers_first,
 )
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
-from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
+from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales, with_stored_kv_scales
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
-from pagoda.backends.jax_tpu.model.decoder import Caches
-from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.model.layers import Caches
+from pagoda.backends.jax_tpu.model.model import Leaves, Model, StepModel, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh, platform
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
+from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.backends.jax_tpu.weights.loading import WeightWriter, load
-from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.engine.kv_cache.sizing import stated_blocks
@@ -56,10 +59,11 @@ from pagoda.common.engine.pending import (
     PromptScores,
     score_prompts,
 )
-from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
-from pagoda.common.errors import ConfigError
+from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.shapes import params
+from pagoda.common.models.transformers_spec import TransformersSpec
+from pagoda.common.weights.quantization.kv_scales import take_kv_scales
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
@@ -81,11 +85,13 @@ def create(options: BackendOptions) -> JaxBackend:
         raise ConfigError(
             "--compiled-bundle", "bundles have no programs for embeddings; drop it, or drop --enable-prompt-embeds"
         )
+    if options.batch_invariant:
+        check_invariant(options)
     bundle = None if options.programs.bundle is None else open_bundle(options.programs.bundle)
     return JaxBackend(options, _model(options), bundle)
 
 
-def _model(options: BackendOptions) -> Model:
+def _model(options: BackendOptions) -> StepModel:
     limits = options.limits
     if ON_TPU:
         check_tables(limits)
@@ -93,9 +99,16 @@ def _model(options: BackendOptions) -> Model:
     model_dtype = dtype_of(options.dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kv_dtype = cache_dtype(options.cache, model_dtype, chip if ON_TPU else None)
-    kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=ON_TPU, chip=chip)
-    quantized = matrix_dtype(options.quantization, options.spec, chip, options.schemes)
-    return build_model(options.spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
+    kernel = KernelChoice(
+        limits.block_size, kv_dtype, use_kernel=ON_TPU, chip=chip, batch_invariant=options.batch_invariant
+    )
+    spec = options.spec
+    if isinstance(spec, TransformersSpec):
+        from pagoda.backends.jax_tpu.model.transformers_decoder import build_transformers_model
+
+        return build_transformers_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel)
+    formats = matrix_formats(options.quantization, spec, chip, options.schemes, options.parallel.tensor)
+    return build_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, formats)
 
 
 def check(options: BackendOptions) -> None:
@@ -106,7 +119,7 @@ def check(options: BackendOptions) -> None:
 class JaxBackend:
     """Implements common.backend.ShardedBackend (a shard is a model replica) and CheckpointBackend."""
 
-    def __init__(self, options: BackendOptions, model: Model, bundle: Bundle | None = None) -> None:
+    def __init__(self, options: BackendOptions, model: StepModel, bundle: Bundle | None = None) -> None:
         programs, limits, cache = options.programs, options.limits, options.cache
         self.model, self.limits, self.cache_config = model, limits, cache
         self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
@@ -133,22 +146,34 @@ class JaxBackend:
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Load every parameter directly to its devices. Raise WeightError."""
-        self._leaves = self._calibrated(load(self.model, weights))
+        if isinstance(self.model, Model):
+            scales: dict[str, float] = {}
+            leaves = load(self.model, take_kv_scales(weights, scales))
+            self._leaves = self._calibrated(self.model, with_stored_kv_scales(self.model, leaves, scales))
+        else:
+            from pagoda.backends.jax_tpu.model.transformers_decoder import TorchaxModel, load_transformers
+
+            assert isinstance(self.model, TorchaxModel)
+            self._leaves = load_transformers(self.model, weights)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load the arrays of `convert`; each device reads its piece. Raise ConfigError or WeightError."""
-        self._leaves = self._calibrated(checkpoints.load(self.model, ShardedCheckpoint(folder)))
+        model = self.model
+        assert isinstance(model, Model), "pagoda convert takes no other"
+        self._leaves = self._calibrated(model, checkpoints.load(model, ShardedCheckpoint(folder)))
 
     def update_weights(self, weights: Iterable[Weight]) -> None:
         """Replace parameters in the arrays on the devices. Raise WeightError."""
+        if not isinstance(self.model, Model):
+            raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
         writer = WeightWriter(self.model, self._leaves)
         try:
             writer.write(weights, params(self.model.spec))
         finally:
             self._leaves = writer.leaves()
 
-    def _calibrated(self, leaves: Leaves) -> Leaves:
-        return with_kv_scales(self.model, leaves) if self.cache_config.calculate_kv_scales else leaves
+    def _calibrated(self, model: Model, leaves: Leaves) -> Leaves:
+        return with_kv_scales(model, leaves) if self.cache_config.calculate_kv_scales else leaves
 
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit in each shard. Raise ConfigError if there are too few."""
@@ -162,7 +187,7 @@ class JaxBackend:
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
-        shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
+        shapes = step_shapes(self.model, self.limits, factor=2 if ON_TPU else 4)
         return StepProgramSet(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode, self._prompt_embeds)
 
     def warmup(self) -> None:
@@ -201,6 +226,7 @@ class JaxBackend:
         for plan in active.values():
             for start in plan.starts:
                 sampler.start(start)
+        self._copy_states(active, programs)
         shape, packed = make_batch(active, shards, programs.program_set.shapes, self.limits.block_size, shards * size)
         inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
         if any(plan.embeds is not None for plan in active.values()):
@@ -220,6 +246,19 @@ class JaxBackend:
         elif any(plan.samples.any() for plan in active.values()):
             pending.set_tokens(self._sample(logits, active))
         return pending
+
+    def _copy_states(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, Key]) -> None:
+        """Enqueue the copies of recurrent state that come before the step."""
+        for pool in self.model.state_pools:
+            pairs = {shard: plan.state_copies[pool] for shard, plan in plans.items() if plan.state_copies}
+            count = max(map(len, pairs.values()), default=0)
+            if not count:
+                continue
+            size = next(size for size in programs.program_set.copy_counts if size >= count)
+            packed = np.zeros((self.model.shards, 2, size), np.int32)  # the others copy the null block to itself
+            for shard, each in pairs.items():
+                packed[shard, :, : len(each)] = each.T
+            self._caches = programs[CopyStates(pool, size)](self._caches, packed)
 
     def _sample(
         self, logits: jax.Array, plans: Plans, masks: Mapping[int, TokenMasks] | None = None

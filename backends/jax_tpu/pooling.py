@@ -31,6 +31,7 @@ from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules, PoolPlan, PoolResult
 from pagoda.common.engine.step import Float32
 from pagoda.common.models.spec import Pooler
+from pagoda.common.models.transformers_spec import own_spec
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _EMPTY: Final[Float32] = np.zeros((0, 0), np.float32)
 
 def create(options: PoolingOptions) -> JaxPooling:
     """Return a backend on one copy of the model, without weights. Raise ConfigError."""
-    spec, limits, programs = options.spec, options.limits, options.programs
+    spec, limits, programs = own_spec(options.spec, "pooling on jax_tpu"), options.limits, options.programs
     bundle = None if programs.bundle is None else open_bundle(programs.bundle)
     if ON_TPU and any(mixer.causal for mixer in spec.mixers):
         check_tables(limits)
@@ -149,12 +150,16 @@ def _of_tokens(rules: PoolingRules, pooler: Pooler) -> bool:
 
 def _postprocess(rows: Float32, rules: PoolingRules, pooler: Pooler) -> Float32:
     """Truncate, normalise or activate: [1 or length, n] -> [n] or [length, n]."""
+    if rules.task in OF_TOKENS and pooler.token_heads:
+        ends = np.cumsum([head.width for head in pooler.token_heads])
+        tasks: list[str] = [head.task for head in pooler.token_heads]
+        rows = np.split(rows, ends[:-1], axis=-1)[tasks.index(rules.task)]
     if rules.task in EMBEDS:
         rows = rows[:, : rules.dimensions]
         if rules.use_activation:
             rows = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
-    elif rules.use_activation and pooler.classifier is not None:
-        rows = _activate(rows, pooler.classifier.activation)
+    elif rules.use_activation:
+        rows = _activate(rows, pooler.activation(rules.task))
     return rows if rules.task in OF_TOKENS else rows[0]
 
 
@@ -164,4 +169,6 @@ def _activate(rows: Float32, name: str | None) -> Float32:
     elif name == "softmax":
         powers = np.exp(rows - rows.max(-1, keepdims=True))
         rows = powers / powers.sum(-1, keepdims=True)
+    elif name == "relu":
+        rows = np.maximum(rows, 0)
     return rows

@@ -8,3 +8,7 @@ import os
 # torch is imported; see benchmarks/LOG.md.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "8000")
+
+# Tensors of megabytes (weights, logits, activations of prompts) in huge pages, where the system allows them on request:
+# a fault then maps 2 MiB, not 4 KiB, so that a step does not clear its memory page by page. torch reads this once.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded, make_batch
-from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, plan_memory
+from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
+from pagoda.backends.reference.threads import ComputeThreads, divide, part_of
 from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
+from pagoda.common.config.env import TRANSFORMERS_DEVICE
 from pagoda.common.engine.pending import unbound_masks
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import prompt_targets, sampled_indices
 from pagoda.common.engine.step import RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from pagoda.common.errors import ConfigError
+from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.transformers_spec import TransformersSpec
+
+if TYPE_CHECKING:
+    from pagoda.backends.reference.model.transformers_decoder import EncoderDecoder, TransformersDecoder
 
 ResultT = TypeVar("ResultT")
 
 CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
+
+_CPU: Final = torch.device("cpu")
+_WARMUP_TOKENS: Final = 8
 
 
 def create(options: BackendOptions) -> ReferenceBackend:
@@ -41,7 +50,29 @@ def create(options: BackendOptions) -> ReferenceBackend:
             "--kv-cache-dtype",
             "the reference backend's cache has the activations' dtype; use auto, or --backend jax_tpu",
         )
-    return ReferenceBackend(options)
+    return ReferenceBackend(options, _layer_device(options))
+
+
+def _layer_device(options: BackendOptions) -> torch.device:
+    """Return the device of the layers that transformers computes. Raises ConfigError if there is none such."""
+    chosen = TRANSFORMERS_DEVICE.read()
+    if chosen is None or not isinstance(options.spec, TransformersSpec):
+        return _CPU
+    if options.spec.encoder is not None:
+        raise ConfigError(TRANSFORMERS_DEVICE.name, "encoder-decoder models run on the CPU; unset it")
+    if chosen != "xla":
+        raise ConfigError(TRANSFORMERS_DEVICE.name, f"{chosen} is unknown; use xla, or unset it to run on the CPU")
+    try:
+        import torch_xla
+    except ImportError as error:  # also where it was built for another torch
+        words = str(error).partition("\n")[0]
+        raise ConfigError(
+            TRANSFORMERS_DEVICE.name,
+            f"torch_xla cannot be imported ({words}); pip install 'pagoda[torch-xla]' in an environment of its own, or "
+            "use --backend jax_tpu with 'pagoda[torchax]'",
+        ) from None
+    device: torch.device = torch_xla.device()
+    return device
 
 
 def check(options: BackendOptions) -> tuple[int, ...] | None:
@@ -54,14 +85,21 @@ def check(options: BackendOptions) -> tuple[int, ...] | None:
 class ReferenceBackend:
     """Implements common.backend.Backend."""
 
-    def __init__(self, options: BackendOptions) -> None:
+    def __init__(self, options: BackendOptions, layer_device: torch.device = _CPU) -> None:
+        """`layer_device`: of the layers that transformers computes."""
+        self._layer_device = layer_device
         self.spec, self.limits, self.layout = options.spec, options.limits, options.layout
-        self.cache_config, self.numerics = options.cache, numerics(options.dtype)
+        self.cache_config = options.cache
+        self.numerics = numerics(options.dtype, batch_invariant=options.batch_invariant)
+        keep_freed_memory()
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
         self._sampler = Sampler(
             options.spec.vocab, options.limits.max_num_seqs, options.limits.max_model_len, options.sampling
         )
-        self._decoder: Decoder | None = None
+        self._threads = ComputeThreads(thread_count())
+        self._decoder: Decoder | TransformersDecoder | EncoderDecoder | None = None
+        self._encoder: EncoderDecoder | None = None  # the decoder again, if it has an encoder
+        self._weight_bytes = 0
         self._caches: dict[int, LayerCache] = {}
 
     @property
@@ -74,8 +112,24 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def _load(self, weights: Iterable[Weight]) -> None:
+        if isinstance(self.spec, TransformersSpec):
+            self._decoder = decoder = self._load_transformers(self.spec, weights)
+            self._weight_bytes = decoder.num_bytes
+            return
         params = Packer(self.spec, self.numerics).pack(weights)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
+        self._weight_bytes = params.num_bytes
+
+    def _load_transformers(
+        self, spec: TransformersSpec, weights: Iterable[Weight]
+    ) -> TransformersDecoder | EncoderDecoder:
+        from pagoda.backends.reference.model.transformers_decoder import EncoderDecoder, TransformersDecoder
+
+        max_len = self.limits.max_model_len
+        if spec.encoder is None:
+            return TransformersDecoder(spec, weights, self.numerics, max_len, self._layer_device)
+        self._encoder = EncoderDecoder(spec, weights, self.numerics, max_len)
+        return self._encoder
 
     def update_weights(self, weights: Iterable[Weight]) -> None:
         """Replace parameters; the layers before stay in memory meanwhile. Raises WeightError, without a change."""
@@ -83,7 +137,9 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def _update(self, weights: Iterable[Weight]) -> None:
-        assert self._decoder is not None, "load comes before update_weights"
+        if isinstance(self.spec, TransformersSpec):
+            raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
+        assert isinstance(self._decoder, Decoder), "load comes before update_weights"
         params = Packer(self.spec, self.numerics).pack(weights, self._decoder.params)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
@@ -91,7 +147,7 @@ class ReferenceBackend:
         """Return the KV blocks that fit. `weights`: bytes, before load. Raises ConfigError with the missing bytes."""
         if weights is None:
             assert self._decoder is not None, "load comes before plan_memory"
-            weights = self._decoder.params.num_bytes
+            weights = self._weight_bytes
         return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
@@ -99,9 +155,10 @@ class ReferenceBackend:
 
     def warmup(self) -> None:
         """Run a short prefill and a decode step on the null block, so that first-call costs are paid."""
-        start = RowStart(0, np.zeros(1, np.int32), 1, SamplingRules())
+        encoder = None if self._encoder is None else np.zeros(_WARMUP_TOKENS, np.int32)
+        start = RowStart(0, np.zeros(1, np.int32), 1, SamplingRules(), encoder)
         tables = tuple(np.zeros((1, 1), np.int32) for _ in self.layout.groups)
-        for tokens in (min(8, self.layout.block_size, self.limits.max_model_len), 1):
+        for tokens in (min(_WARMUP_TOKENS, self.layout.block_size, self.limits.max_model_len), 1):
             self.execute(
                 StepPlan(
                     step=-1,
@@ -121,6 +178,7 @@ class ReferenceBackend:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
 
     def submit(self, run: Callable[[], ResultT]) -> Future[ResultT]:
         """Run a part of a step on the worker thread, after those before."""
@@ -131,14 +189,40 @@ class ReferenceBackend:
         assert self._decoder is not None, "load comes before execute"
         for start in plan.starts:
             self._sampler.start(start)
+            if self._encoder is not None:
+                self._encoder.start(start)
         copy_states(plan.state_copies, self.layout, self._caches)
         plan = self._sampler.resolve(plan)
-        batch = make_batch(plan, self.layout)
-        embedded = Embedded.of(plan, self.numerics.weights)
-        hidden = self._decoder.hidden(torch.from_numpy(plan.token_ids.astype(np.int64)), batch, self._caches, embedded)
+        self._threads.together()
+        hidden = self._divided(plan)
+        if hidden is None:
+            hidden = self._hidden(plan)
         prompt_logprobs = self._prompt_logprobs(plan, hidden)
         sampled = torch.from_numpy(sampled_indices(plan))
         return ForwardPass(plan, self._decoder.logits(hidden[sampled]) if len(sampled) else None, prompt_logprobs)
+
+    def _hidden(self, plan: StepPlan) -> Tensor:
+        """Return the hidden states [T, D]."""
+        assert self._decoder is not None
+        batch = make_batch(plan, self.layout)
+        embedded = Embedded.of(plan, self.numerics.weights)
+        token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
+        return self._decoder.hidden(token_ids, batch, self._caches, embedded)
+
+    def _divided(self, plan: StepPlan) -> Tensor | None:
+        """Return the hidden states [T, D] of parts computed by a thread each; None if that gains nothing."""
+        threads, decoder = self._threads, self._decoder
+        if not threads.load.contended or not isinstance(decoder, Decoder) or not decoder.is_row_wise:
+            return None
+        sequences = divide(plan, threads.count, self.layout)
+        if len(sequences) < 2:
+            return None
+        plans, tokens = zip(*(part_of(plan, part) for part in sequences))
+        parts = threads.map(lambda part: _run_part(lambda: self._hidden(part)), plans)
+        hidden = parts[0].new_empty(plan.num_tokens, parts[0].shape[1])
+        for indices, part in zip(tokens, parts):
+            hidden[torch.from_numpy(indices)] = part
+        return hidden
 
     def sample(self, forward: ForwardPass, masks: TokenMasks | None = None) -> StepResult:
         """Sample the step's tokens. `masks`: of sequences in `plan.masked`."""

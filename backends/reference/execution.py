@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import softcap
+from pagoda.backends.reference.model.ops import alibi, softcap, softmax
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
@@ -47,13 +48,34 @@ class CacheSpan:
             return cache[:, self.first_slot : self.first_slot + self.length]
         return cache.index_select(1, self.slots)
 
+    def of_chunk(self, context: int, chunk: int, lookback: int) -> CacheSpan:
+        """Return the span of new tokens from position `context` on that each see their own chunk and some before."""
+        first, end = max(0, context // chunk - lookback) * chunk, self.start + self.length
+        cut = max(0, first - self.start)
+        start = self.start + cut
+        slots = None if self.slots is None else self.slots[cut:]
+        mask = None
+        if end - context > 1:
+            mask = _mask(start, context, end, None)
+            mask &= torch.arange(context, end)[:, None] // chunk - torch.arange(start, end) // chunk <= lookback
+        return CacheSpan(start, end - start, self.first_slot + cut, slots, mask=mask)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class ViewBatch:
     """A step as seen by the layers of one view of the cache (see KvLayout)."""
 
     write_slots: Tensor  # int64 [T] of each token's K and V
-    spans: tuple[CacheSpan, ...]
+    table: Int32  # [S, P] without gaps
+    context: Int32  # [S]
+    lengths: Int32  # [S] new tokens
+    window: int | None
+    block_size: int
+
+    @cached_property
+    def spans(self) -> tuple[CacheSpan, ...]:
+        """What each sequence attends to."""
+        return _spans(self.table, self.context, self.lengths, self.window, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +93,7 @@ class Sequence:
     begin: int
     end: int
     context: int
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +122,7 @@ class Embedded:
         return x.index_copy(0, self.indices, self.rows.to(x.dtype))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepBatch:
     """A step on the device."""
 
@@ -108,6 +131,22 @@ class StepBatch:
     views: dict[int, ViewBatch]  # by number of the layout's view
     states: dict[int, StateBatch]  # likewise, for recurrent state
     num_decodes: int  # these first sequences have exactly one token
+    context: Int32  # [S]
+    _tiles: dict[int, Int32] = field(default_factory=dict)
+
+    def tiles(self, tokens: int) -> Int32:
+        """Return the prompts' tokens in tiles of at most `tokens`, int32 [n, 4].
+
+        Columns: sequence, first token in the step, its position, number of tokens.
+        """
+        if tokens not in self._tiles:
+            rows = [
+                (index, at, seq.context + at - seq.begin, min(tokens, seq.end - at))
+                for index, seq in enumerate(self.sequences[self.num_decodes :], self.num_decodes)
+                for at in range(seq.begin, seq.end, tokens)
+            ]
+            self._tiles[tokens] = np.array(rows, np.int32).reshape(-1, 4)
+        return self._tiles[tokens]
 
 
 def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
@@ -124,13 +163,17 @@ def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
             continue
         views[number] = ViewBatch(
             torch.from_numpy(_slots(table, owner, positions, layout.block_size)),
-            _spans(table, plan.context, lengths, window, layout.block_size),
+            np.ascontiguousarray(table),
+            plan.context,
+            lengths,
+            window,
+            layout.block_size,
         )
     starts = plan.query_start.tolist()
-    sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist()))
+    sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist(), plan.rows.tolist()))
     longer = np.flatnonzero(lengths != 1)
     num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
-    return StepBatch(torch.from_numpy(positions), sequences, views, states, num_decodes)
+    return StepBatch(torch.from_numpy(positions), sequences, views, states, num_decodes, plan.context)
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
@@ -208,16 +251,17 @@ class PackedPrompts:
     positions: Tensor  # int64 [T]
     token_types: Tensor | None  # int64 [T]
     groups: tuple[SameLength, ...]
-    masks: dict[tuple[int, bool, int | None], Tensor] = field(default_factory=dict)  # by length, causal, window
+    masks: dict[tuple[int, bool, int | None, int | None, int], Tensor] = field(default_factory=dict)
+    # By length, causal, window, chunk, chunks before.
 
     def mask(self, length: int, spec: Attention) -> Tensor | None:
         """Return which token (row) sees which (column), bool [length, length]; None: all see all."""
         window = spec.window if spec.window is not None and spec.window < length else None
         if window is None and not spec.causal:
             return None
-        key = length, spec.causal, window
+        key = length, spec.causal, window, spec.chunk, spec.chunk_lookback
         if key not in self.masks:
-            self.masks[key] = _mask_packed(length, spec.causal, window, self.positions.device)
+            self.masks[key] = _mask_packed(*key, self.positions.device)
         return self.masks[key]
 
 
@@ -251,10 +295,11 @@ def attend(
     batch: PackedPrompts,
     spec: Attention,
     masks: Mapping[int, Tensor] = NO_MASKS,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention within each prompt: queries [T, N, H], keys [T, K, H], values [T, K, V] -> [T, N*V].
 
-    `masks`: by length, bool [n, 1, length, length] in place of what the spec lets a token see.
+    `masks`: by length, bool [n, 1, length, length] in place of what the spec lets a token see. `sinks` [N].
     """
     out = queries.new_empty(*queries.shape[:2], values.shape[-1])
     repeats = spec.heads // spec.kv_heads
@@ -263,39 +308,48 @@ def attend(
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         if (mask := masks.get(group.length)) is None:
-            mixed = _attend(q, k, v, batch, spec).transpose(1, 2)
+            mixed = _attend(q, k, v, batch, spec, sinks).transpose(1, 2)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale).transpose(1, 2)
         out[group.rows] = mixed[0] if isinstance(group.rows, slice) else mixed
     return out.flatten(1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedPrompts, spec: Attention) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedPrompts, spec: Attention, sinks: Tensor | None) -> Tensor:
     """Softmax attention of q, k, v [n, N, length, H]."""
     length = q.shape[2]
     mask = batch.mask(length, spec)
-    if spec.softcap is None:
-        whole = mask is not None and spec.causal and (spec.window is None or spec.window >= length)
+    if spec.alibi_slopes is not None:
+        bias = alibi(spec, length, length, q)
+        bias = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=spec.scale)
+    if spec.softcap is None and sinks is None:
+        whole = mask is not None and spec.causal and (spec.window or spec.seen_chunks or length) >= length
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=None if whole else mask, is_causal=whole, scale=spec.scale
         )
     rows = [
-        _capped(q[:, :, at : at + QUERIES], k, v, None if mask is None else mask[at : at + QUERIES], spec)
+        _explicit(q[:, :, at : at + QUERIES], k, v, None if mask is None else mask[at : at + QUERIES], spec, sinks)
         for at in range(0, length, QUERIES)
     ]
     return torch.cat(rows, 2)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attention) -> Tensor:
-    """Attention with a softcap, which torch's attention lacks."""
-    assert spec.softcap is not None, "_attend comes before"
-    scores = softcap((q @ k.transpose(-1, -2)) * spec.scale, spec.softcap)
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attention, sinks: Tensor | None) -> Tensor:
+    """Attention with a softcap or sinks, which torch's attention lacks."""
+    scores = (q @ k.transpose(-1, -2)) * spec.scale
+    scores = scores if spec.softcap is None else softcap(scores, spec.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.float().softmax(-1).to(v.dtype) @ v
+    return softmax(scores, None if sinks is None else sinks[:, None]).to(v.dtype) @ v
 
 
-def _mask_packed(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+def _mask_packed(
+    length: int, causal: bool, window: int | None, chunk: int | None, lookback: int, device: torch.device
+) -> Tensor:
     ahead = torch.arange(length, device=device)[None] - torch.arange(length, device=device)[:, None]  # key - query
     seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if chunk is not None:
+        positions = torch.arange(length, device=device)
+        seen &= positions[:, None] // chunk - positions // chunk <= lookback
     return seen if window is None else seen & (ahead.abs() < window)

@@ -1,4 +1,4 @@
-"""The CPU memory plan, and the paged KV cache.
+"""The CPU memory plan, the paged KV cache, and the bytes that a loaded model holds.
 
 An array of keys or values is [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which
 attention reads without a gather (a gather costs several times the attention itself). Recurrent state is [P, elements].
@@ -6,11 +6,13 @@ attention reads without a gather (a gather costs several times the attention its
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from operator import lt, mul
-from typing import Final, assert_never
+from types import FunctionType
+from typing import Final, Protocol, assert_never, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.step import Int32
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30
 """Default size of the KV cache, as of vLLM's CPU backend."""
@@ -34,16 +36,23 @@ _SHARE_OF_AVAILABLE: Final = 0.5
 
 
 def plan_memory(
-    spec: ModelSpec, limits: Limits, layout: KvLayout, config: CacheConfig, numerics: Numerics, weights: int
+    spec: AnySpec, limits: Limits, layout: KvLayout, config: CacheConfig, numerics: Numerics, weights: int
 ) -> MemoryPlan:
     """Return bytes and blocks. `weights`: loaded bytes. Raises ConfigError with the missing bytes."""
+    encoded = encoded_bytes(spec, limits, numerics.compute)
     block = tuple(pool.block_elements * cache_dtype(pool.kind, numerics.compute).itemsize for pool in layout.pools)
     if config.num_gpu_blocks_override is not None:
         num_blocks = stated_blocks(layout, limits, config.num_gpu_blocks_override)
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = split_bytes(layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        room = min(DEFAULT_KV_BYTES, int(available_bytes() * _SHARE_OF_AVAILABLE))
+        room = min(DEFAULT_KV_BYTES, int((available_bytes() - encoded) * _SHARE_OF_AVAILABLE))
+        if encoded and room < 0:
+            raise ConfigError(
+                "--max-num-seqs",
+                f"the cross-attention of {limits.max_num_seqs} requests takes {encoded} bytes, more than are free; use "
+                f"{max(1, int(limits.max_num_seqs * available_bytes() * _SHARE_OF_AVAILABLE / encoded))} or less",
+            )
         num_blocks = tuple(map(min, max_blocks(layout, limits), split_bytes(layout, limits, block, room)))
     least = min_blocks(layout)
     if any(map(lt, num_blocks, least)):
@@ -54,7 +63,17 @@ def plan_memory(
         )
     widest = max(spec.vocab, 4 * spec.width)
     activations = limits.max_num_seqs * spec.vocab * 4 + limits.max_num_batched_tokens * widest // 8
-    return MemoryPlan(weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block)
+    return MemoryPlan(
+        weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block, cross_attention=encoded
+    )
+
+
+def encoded_bytes(spec: AnySpec, limits: Limits, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of cross-attention, if all rows have encoder prompts of full length."""
+    encoder = spec.encoder if isinstance(spec, TransformersSpec) else None
+    if encoder is None:
+        return 0
+    return limits.max_num_seqs * encoder.max_positions * encoder.cross_elements * dtype.itemsize
 
 
 def available_bytes() -> int:
@@ -73,8 +92,8 @@ def available_bytes() -> int:
 class LayerCache:
     """One layer's arrays and the view (see KvLayout) that the layer reads.
 
-    K and V, each [K, P*B, H]; or with K = 1 the latents, each followed by its rotary key, or the keys of an indexer; or
-    the states [P, elements].
+    K [K, P*B, H] and V [K, P*B, V]; or with K = 1 the latents, each followed by its rotary key, or the keys of an
+    indexer; or the states [P, elements].
     """
 
     arrays: tuple[Tensor, ...]
@@ -106,7 +125,7 @@ def array_shapes(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[tup
     slots = num_blocks * block_size
     match spec:
         case FullCache() | WindowCache():
-            return ((spec.kv_heads, slots, spec.head_dim),) * 2
+            return (spec.kv_heads, slots, spec.head_dim), (spec.kv_heads, slots, spec.value_dim or spec.head_dim)
         case LatentCache():
             return ((1, slots, spec.rank + spec.rope_dim),)
         case IndexCache():
@@ -131,3 +150,71 @@ def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int
         for layer in max((group.layers for group in groups), key=len):  # group.layers[j] uses array j
             for array in caches[layer].arrays:
                 array.index_copy_(0, to, array[source])
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt in malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep memory that a step frees for the next one, which else the kernel clears page by page.
+
+    No effect without glibc. The kernel maps and clears tensors above 32 MiB in every step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 512 << 20)
+        mallopt(_ARENA_MAX, 1)
+
+
+# The memory of a loaded model.
+
+
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """An object with memory outside of tensors."""
+
+    outside_bytes: int
+
+
+def held_bytes(root: object) -> int:
+    """Return the bytes of all tensors reachable from an object, each memory once.
+
+    Objects that hold memory outside of tensors are `HoldsMemory`.
+    """
+    sizes: dict[int, int] = {}
+    seen: set[int] = set()
+    objects = [root]
+    while objects:
+        each = objects.pop()
+        if isinstance(each, Tensor):
+            address, size = _memory(each)
+            sizes[address] = max(size, sizes.get(address, 0))
+        elif id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, HoldsMemory):
+                sizes[-id(each)] = each.outside_bytes
+            objects += _parts(each)
+    return sum(sizes.values())
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return address and bytes; of a tensor in oneDNN's layout, which tells neither, its identity."""
+    if tensor.is_mkldnn:
+        return -id(tensor), tensor.numel() * tensor.element_size()
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _parts(owner: object) -> Iterator[object]:
+    """Yield what an object of a model refers to."""
+    if isinstance(owner, list | tuple):
+        yield from owner
+    elif isinstance(owner, dict):
+        yield from owner.values()
+    elif isinstance(owner, FunctionType):
+        yield from (cell.cell_contents for cell in owner.__closure__ or ())
+    elif is_dataclass(owner):
+        yield from (getattr(owner, field.name) for field in fields(owner))
+    elif type(owner).__module__.startswith(__name__.partition(".")[0]):
+        yield from vars(owner).values()

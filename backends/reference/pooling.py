@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import assert_never
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,24 +14,28 @@ from torch import Tensor
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
 from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotations
-from pagoda.backends.reference.model.decoder import DecoderLayer, MixerStep, TokenEmbedding, make_norm
-from pagoda.backends.reference.model.gated_delta import PackedGatedDelta
+from pagoda.backends.reference.model.block_sparse import PackedBlockAttention
+from pagoda.backends.reference.model.decoder import MixerStep, TokenEmbedding, make_layers, make_norm, make_recurrence
 from pagoda.backends.reference.model.latent_attention import PackedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics, numerics
-from pagoda.backends.reference.model.pooler import ReferencePooler
+from pagoda.backends.reference.model.ops import query_growth
+from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
+from pagoda.backends.reference.model.recurrent.recurrence import PackedRecurrence
+from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.weights import (
     AttentionParams,
-    GatedDeltaParams,
     LatentAttentionParams,
     MixerParams,
     ModelParams,
     Packer,
+    rounded_weights,
 )
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.mixers import Attention, GatedDelta, LatentAttention, Mixer
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
 
 def create(options: PoolingOptions) -> ReferencePooling:
@@ -42,11 +46,11 @@ def create(options: PoolingOptions) -> ReferencePooling:
 class ReferencePooling:
     """Implements common.backend.PoolingBackend."""
 
-    def __init__(self, spec: ModelSpec, limits: Limits, numerics: Numerics) -> None:
+    def __init__(self, spec: AnySpec, limits: Limits, numerics: Numerics) -> None:
         assert spec.pooler is not None, "the model pools"
         self.spec, self.limits, self.numerics = spec, limits, numerics
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
-        self._parts: tuple[Encoder, ReferencePooler] | None = None
+        self._pool: PoolPrompts | None = None
         self.num_bytes = 0
 
     @property
@@ -59,10 +63,19 @@ class ReferencePooling:
     @torch.inference_mode()
     def _load(self, weights: Iterable[Weight]) -> None:
         assert self.spec.pooler is not None, "the model pools"
+        max_len = self.limits.max_model_len
+        if isinstance(self.spec, TransformersSpec):
+            from pagoda.backends.reference.model.transformers_pooling import TransformersPooler
+
+            rounded = rounded_weights(weights, self.numerics)
+            model = TransformersPooler(self.spec, rounded, self.numerics.compute, max_len, torch.device("cpu"))
+            self._pool, self.num_bytes = model, model.num_bytes
+            return
         params = Packer(self.spec, self.numerics).pack(weights)
         self.num_bytes = params.num_bytes
-        encoder = Encoder(self.spec, params, self.numerics, self.limits.max_model_len)
-        self._parts = encoder, ReferencePooler(self.spec.pooler, params.pooler)
+        encoder = Encoder(self.spec, params, self.numerics, max_len)
+        pooler = ReferencePooler(self.spec.pooler, params.pooler)
+        self._pool = lambda prompts, bounds, rules: pooler(encoder.hidden(prompts), bounds, rules)
 
     def warmup(self) -> None:
         """Pool a short prompt, so that first-call costs are paid."""
@@ -79,11 +92,9 @@ class ReferencePooling:
 
     @torch.inference_mode()
     def _execute(self, plan: PoolPlan) -> PoolResult:
-        assert self._parts is not None, "load comes before execute"
-        encoder, pooler = self._parts
+        assert self._pool is not None, "load comes before execute"
         with torch._C.DisableTorchFunctionSubclass():  # see ReferenceBackend
-            hidden = encoder.hidden(make_packed(plan))
-            answers = pooler(hidden, plan.query_start.tolist(), plan.rules)
+            answers = self._pool(make_packed(plan), plan.query_start.tolist(), plan.rules)
         return PoolResult(tuple(answer.numpy() for answer in answers))
 
 
@@ -95,10 +106,8 @@ class Encoder:
         self.embed = TokenEmbedding(spec, params, numerics)
         readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
         shared = frozenset(number for number, count in readers.items() if count > 1)
-        self.layers = tuple(
-            DecoderLayer(layer, p, [make_mixer(m, q, c, shared) for m, q, c in zip(layer.mixers, p.mixers, caches)])
-            for layer, p, caches in zip(spec.layers, params.layers, spec.cache_numbers)
-        )
+        self.layers = make_layers(spec, params, partial(make_mixer, shared=shared))
+        self.streams = make_streams(spec, params)
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
 
@@ -107,8 +116,11 @@ class Encoder:
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         shared: SharedCaches = {}
-        for layer in self.layers:
-            x = layer(x, batch, rotations, shared)
+        if self.streams is not None:
+            x = self.streams.run(batch.token_ids, x, lambda index, x: self.layers[index](x, batch, rotations, shared))
+        else:
+            for layer in self.layers:
+                x = layer(x, batch, rotations, shared)
         x = self.final_norm(x)
         return x if self.params.embed_out is None else self.params.embed_out(x)
 
@@ -122,16 +134,15 @@ def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...], shared
     match spec:
         case Attention():
             assert isinstance(params, AttentionParams)
+            if spec.blocks is not None:
+                return PackedBlockAttention(spec, params)
             (number,) = caches
             return PackedAttention(spec, params, number if number in shared else None)
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
             return PackedLatentAttention(spec, params)
-        case GatedDelta():
-            assert isinstance(params, GatedDeltaParams)
-            return PackedGatedDelta(spec, params)
         case _:
-            assert_never(spec)
+            return PackedRecurrence(make_recurrence(spec, params))
 
 
 class PackedAttention:
@@ -151,4 +162,7 @@ class PackedAttention:
             queries, keys, values = self.project(x, rotation)
             if self.shared is not None:
                 shared[self.shared] = keys, values
-        return self.project.out(attend(queries, keys, values, batch, self.spec), x)
+        if self.spec.query_growth is not None:
+            queries = queries * query_growth(self.spec.query_growth, batch.positions).to(queries.dtype)
+        sinks = self.project.params.sinks
+        return self.project.out(attend(queries, keys, values, batch, self.spec, sinks=sinks), x)

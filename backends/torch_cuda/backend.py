@@ -11,33 +11,55 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import torch
 
 from pagoda.backends.torch_cuda import ranks
-from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
+from pagoda.backends.torch_cuda.attention_backends.protocol import (
+    AttentionKernels,
+    AttentionRequirements,
+    unsupported_error,
+)
+from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device, find_device, use_device
 from pagoda.backends.torch_cuda.execution.runner import Runner, StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
-from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, calibrate_kv_scales, load_model
+from pagoda.backends.torch_cuda.loaded_model import (
+    LoadedModel,
+    RankConfig,
+    attentions,
+    calibrate_kv_scales,
+    latent_attentions,
+    load_model,
+)
 from pagoda.backends.torch_cuda.memory.arena import Storage
-from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype, head_shape
+from pagoda.backends.torch_cuda.memory.cache import (
+    allocate,
+    array_shapes,
+    block_bytes,
+    cache_dtype,
+    set_kv_scales,
+)
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
+from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, RankShard, comm_of
-from pagoda.backends.torch_cuda.weights import packing
+from pagoda.backends.torch_cuda.supported import SUPPORTED, packed_scheme
+from pagoda.backends.torch_cuda.weights import Loader, packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
-from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan, TokenMasks
-from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import check_attention_only
+from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.caches import IndexCache
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import TransformersSpec
+from pagoda.common.weights.quantization.kv_scales import take_kv_scales
 
 InputT = TypeVar("InputT")
 QueuedT = TypeVar("QueuedT")
@@ -54,14 +76,21 @@ CAPABILITIES: Final = Capabilities(
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Values of --dtype."""
 
-ATTENTION_MODULES: Final[Mapping[str, str]] = {
-    AUTO: "triton_attn",
-    "TRITON_ATTN": "triton_attn",
+
+PREFILL_MODULES: Final[Mapping[str, str | None]] = {
+    "TRITON_ATTN": None,
     "TORCH_VARLEN": "torch_varlen",
     "FLASH_ATTN": "flash_attn",
     "FLASHINFER": "flashinfer",
 }
-"""vLLM's attention backend name -> module of `attention_backends` with `create(needs) -> PrefillAttention`."""
+"""vLLM's name -> module of `attention_backends` with `create(needs) -> PrefillAttention`; None: our own kernel."""
+
+LATENT_MODULES: Final[Mapping[str, str | None]] = {
+    "TRITON_MLA": None,
+    "FLASHMLA": "flashmla",
+    "FLASHINFER_MLA": "flashinfer_mla",
+}
+"""The same of those that compute latent attention: `create(needs) -> LatentDecode`."""
 
 
 def create(options: BackendOptions, device: Device | None = None) -> TorchCudaBackend:
@@ -78,16 +107,25 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     spec, layout = options.spec, options.layout
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
-    check_attention_only(spec, "torch_cuda")
-    ranks.check(spec, options.parallel.tensor)
+    graph_sizes = GraphSizes.of(options.compilation, options.limits.max_num_seqs)
+    if isinstance(spec, TransformersSpec):
+        graph_sizes = replace(graph_sizes, captured=())  # its code may synchronise with the host
+    else:
+        SUPPORTED.check(spec)
+        ranks.check(spec, options.parallel.tensor)
     for group in layout.groups:
-        head_shape(group.spec, RankShard())
+        array_shapes(group.spec, 1, layout.block_size, RankShard())
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
+    if latent_attentions(spec):
+        _check_latent(options, dtype, kv_dtype)
+    if kv_dtype != dtype and any(isinstance(group.spec, IndexCache) for group in layout.groups):
+        raise ConfigError("--kv-cache-dtype", "the keys of an indexer have no 8-bit cache in torch_cuda; use auto")
+    if options.batch_invariant:
+        _check_invariant(options)
     if device is None:
         device = find_device() if options.rank is None else use_device(options.rank.device)
-    mixers = tuple({layer.attention for layer in spec.layers})
-    needs = AttentionRequirements(mixers, dtype, kv_dtype, layout.block_size, device)
+    needs = AttentionRequirements(attentions(spec), latent_attentions(spec), dtype, kv_dtype, layout.block_size, device)
     return RankConfig(
         spec=spec,
         limits=options.limits,
@@ -96,19 +134,68 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         dtype=dtype,
         kv_dtype=kv_dtype,
         sampling=options.sampling,
-        graph_sizes=GraphSizes.of(options.compilation, options.limits.max_num_seqs),
+        graph_sizes=graph_sizes,
         pack=packing(options.quantization),
         schemes=options.schemes,
-        prefill=load_attention(options.attention, needs),
+        attention=load_kernels(options.attention, needs),
         device=device,
         comm=SINGLE_RANK if options.rank is None else comm_of(options.rank),
+        batch_invariant=options.batch_invariant,
     )
 
 
-def load_attention(name: str, needs: AttentionRequirements) -> PrefillAttention:
-    """Import and create the attention backend `name`. Raise ConfigError if it cannot serve `needs`."""
-    module = importlib.import_module(f"pagoda.backends.torch_cuda.attention_backends.{ATTENTION_MODULES[name]}")
-    return cast(PrefillAttention, module.create(needs))
+def _check_latent(options: BackendOptions, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raise ConfigError for settings that latent attention does not have."""
+    if kv_dtype != dtype:
+        raise ConfigError("--kv-cache-dtype", "latent attention has no 8-bit cache in torch_cuda; use auto")
+
+
+def _check_invariant(options: BackendOptions) -> None:
+    """Raise ConfigError for settings with which results depend on the batch."""
+    if options.parallel.tensor > 1:
+        raise ConfigError(
+            "--batch-invariant",
+            "the order in which NCCL sums over ranks depends on the batch; use --tensor-parallel-size 1, or drop it",
+        )
+    if any(names.get(options.attention) for names in (PREFILL_MODULES, LATENT_MODULES)):
+        raise ConfigError(
+            "--batch-invariant",
+            f"the attention backend {options.attention} depends on the batch; use --attention-backend auto, or drop it",
+        )
+    if options.quantization is not None or any(packed_scheme(each, experts=False) for each in options.schemes.values()):
+        raise ConfigError(
+            "--batch-invariant",
+            "torch_cuda multiplies quantised weights by kernels that depend on the batch; load weights of 16 or 32 "
+            "bits without --quantization, or drop it",
+        )
+    if isinstance(options.spec, ModelSpec) and options.spec.alt_up is not None:
+        raise ConfigError(
+            "--batch-invariant",
+            "torch_cuda mixes the model's residual streams (AltUp) by products that depend on the batch; drop it",
+        )
+
+
+def load_kernels(name: str, needs: AttentionRequirements) -> AttentionKernels:
+    """Import and create the attention backend `name`; our own kernels compute the rest.
+
+    Raise ConfigError if it cannot serve `needs`.
+    """
+    own = own_kernels(needs.device)
+    if name in LATENT_MODULES:
+        if not needs.latents:
+            raise unsupported_error(name, "computes latent attention, which this model does not have")
+        module = LATENT_MODULES[name]
+        return own if module is None else replace(own, latent_decode=_create_attention(module, needs))
+    module = PREFILL_MODULES.get(name)
+    if module is None:
+        return own
+    if needs.latents:
+        raise unsupported_error(name, "cannot compute latent attention")
+    return replace(own, prefill=_create_attention(module, needs))
+
+
+def _create_attention(module: str, needs: AttentionRequirements) -> Any:
+    return importlib.import_module(f"pagoda.backends.torch_cuda.attention_backends.{module}").create(needs)
 
 
 class TorchCudaBackend:
@@ -123,6 +210,7 @@ class TorchCudaBackend:
         self._model: LoadedModel | None = None
         self._runner: Runner | None = None
         self._must_reload = False  # the weights were discarded by sleep level 2
+        self._kv_scales: dict[str, float] = {}  # of the checkpoint, see `common.weights.quantization.kv_scales`
 
     @property
     def capabilities(self) -> Capabilities:
@@ -133,7 +221,8 @@ class TorchCudaBackend:
         """Load every parameter. Raise WeightError, or ConfigError if they do not fit the device."""
         self._compiles.watch()
         with self._stream.running():
-            self._model = load_model(self.config, weights, self._weights.empty)
+            parameters = take_kv_scales(weights, self._kv_scales)
+            self._model = load_model(self.config, parameters, self._weights.empty)
 
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit. Raise ConfigError with the missing bytes if none do."""
@@ -173,8 +262,11 @@ class TorchCudaBackend:
                 self._runner = self._make_runner(num_blocks, self._cache.empty)
             except (torch.OutOfMemoryError, MemoryError):
                 raise allocation_error(num_blocks, config.cache) from None
+            if self._kv_scales and isinstance(config.spec, ModelSpec):
+                set_kv_scales(config.spec, self._runner.programs.parts.caches, self._kv_scales)
             if config.cache.calculate_kv_scales:
                 parts, max_len = self._runner.programs.parts, config.limits.max_model_len
+                assert isinstance(parts.decoder, CudaDecoder), "transformers' models are not calibrated"
                 calibrate_kv_scales(parts.decoder, parts.caches, config.layout, max_len=max_len, tile=config.query_tile)
 
     def _make_runner(self, num_blocks: tuple[int, ...], empty: Empty) -> Runner:
@@ -183,7 +275,7 @@ class TorchCudaBackend:
         caches = allocate(config.layout, num_blocks, config.kv_dtype, config.shard, empty)
         parts = StepParts(model.decoder, caches, model.sampler, model.buffers)
         programs = StepPrograms(parts, config.graph_sizes, config.splits, self._stream)
-        return Runner(programs, self._stream, config.layout.block_size, config.query_tile)
+        return Runner(programs, self._stream, config.layout, config.query_tile, config.round_tokens)
 
     def warmup(self) -> None:
         """Capture the CUDA graphs and run every kind of step, so that serving neither compiles nor captures."""
@@ -221,10 +313,16 @@ class TorchCudaBackend:
 
     def update_weights(self, weights: Iterable[Weight]) -> None:
         """Replace parameters in place. Raise WeightError."""
-        assert self._model is not None, "load comes first"
+        loader = self._loader()
         with self._stream.running():
-            self._model.loader.update(weights)
+            loader.update(weights)
         self._stream.synchronize()
+
+    def _loader(self) -> Loader:
+        assert self._model is not None, "load comes first"
+        if self._model.loader is None:
+            raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
+        return self._model.loader
 
     def sleep(self, level: int) -> None:
         """Release the memory of weights and KV cache; level 1 saves the weights in host memory.
@@ -239,11 +337,11 @@ class TorchCudaBackend:
 
     def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
         """Restore the weights; after level 2 from `read`. Raise MemoryError or WeightError."""
-        assert self._model is not None, "load comes first"
+        loader = self._loader()
         with self._stream.running():
             self._weights.wake_up()
             if self._must_reload:
-                self._model.loader.fill(read())
+                loader.fill(take_kv_scales(read(), {}))  # the scales outlive sleep
         self._stream.synchronize()
 
     def wake_kv_cache(self) -> None:

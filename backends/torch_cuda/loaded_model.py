@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
+from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, DecodeBuffers, GroupBatch
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
+from pagoda.backends.torch_cuda.kernels.invariant_attention import query_tile as invariant_tile
+from pagoda.backends.torch_cuda.kernels.latent_attention import choose_latent_splits
+from pagoda.backends.torch_cuda.kernels.latent_prefill import query_tile as latent_tile
+from pagoda.backends.torch_cuda.kernels.latent_prefill import round_capacity
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, query_tile
-from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache, allocate
+from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
+from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache, allocate, arrays_of
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
@@ -30,8 +35,12 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
-from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization import Scheme
+from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
+from pagoda.common.weights.quantization.tensors import Scheme
+
+if TYPE_CHECKING:
+    from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder
 
 CALIBRATION_TOKENS: Final = 512
 """Tokens that calibrate the scales of an 8-bit KV cache."""
@@ -40,11 +49,25 @@ MARGIN: Final = 1.25
 """Factor between the largest K or V in calibration and the largest that is stored exactly."""
 
 
+DEFAULT_TILE: Final = 64
+"""Query tokens per tile of a model without softmax attention over K and V."""
+
+
+def attentions(spec: AnySpec) -> tuple[Attention, ...]:
+    """Return the distinct attention mixers of a model that keep or read K and V."""
+    return tuple(dict.fromkeys(mixer for mixer in spec.mixers if isinstance(mixer, Attention)))
+
+
+def latent_attentions(spec: AnySpec) -> tuple[LatentAttention, ...]:
+    """Return the distinct latent attention mixers of a model."""
+    return tuple(dict.fromkeys(mixer for mixer in spec.mixers if isinstance(mixer, LatentAttention)))
+
+
 @dataclass(frozen=True, slots=True)
 class RankConfig:
     """A rank's engine configuration, complete before weights are loaded."""
 
-    spec: ModelSpec
+    spec: AnySpec
     limits: Limits
     layout: KvLayout
     cache: CacheConfig
@@ -54,9 +77,10 @@ class RankConfig:
     graph_sizes: GraphSizes
     pack: Pack | None  # quantizes the matrices of layers; None: not quantized
     schemes: Mapping[str, Scheme]  # of parameters that the checkpoint holds quantised
-    prefill: PrefillAttention
+    attention: AttentionKernels
     device: Device
     comm: Comm
+    batch_invariant: bool = False
 
     @property
     def shard(self) -> RankShard:
@@ -70,24 +94,41 @@ class RankConfig:
     @property
     def splits(self) -> dict[int, int]:
         """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
-        kv_heads = min(self.shard.share(layer.attention.kv_heads) for layer in self.spec.layers)
-        longest, chip = self.limits.max_model_len, self.device.chip
-        return {size: choose_splits(size, kv_heads, longest, chip) for size in self.graph_sizes.sizes}
+        longest, chip, share = self.limits.max_model_len, self.device.chip, self.shard.share
+        kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec)), default=0)
+        latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec)), default=0)
+
+        def splits(size: int) -> int:
+            of_attention = choose_splits(size, kv_heads, longest, chip) if kv_heads else 1
+            return max(of_attention, choose_latent_splits(size, latent_heads, longest, chip) if latent_heads else 1)
+
+        return {size: splits(size) for size in self.graph_sizes.sizes}
 
     @property
     def query_tile(self) -> int:
         """Query tokens per tile of prefill attention: the smallest tile over all layers."""
-        mixers = {layer.attention for layer in self.spec.layers}
-        return min(query_tile(m.heads // m.kv_heads, m.head_dim, self.dtype, self.device.chip) for m in mixers)
+        chip = self.device.chip
+        mixers = attentions(self.spec)
+        tile_of = invariant_tile if self.batch_invariant else query_tile
+        tiles = [tile_of(m.heads // m.kv_heads, m.head_dim, self.dtype, chip) for m in mixers]
+        tiles += [latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.spec)]
+        return min(tiles, default=DEFAULT_TILE)
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of a round of latent prefill, 0 without latent attention; at least those of the largest step fit."""
+        mixers, limits = latent_attentions(self.spec), self.limits
+        sizes = [self.shard.share(mixer.heads) * (mixer.nope_dim + mixer.value_dim) for mixer in mixers]
+        return round_capacity(max(sizes) * self.dtype.itemsize, limits.max_num_batched_tokens) if sizes else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A rank's model in device memory."""
 
-    loader: Loader  # can fill the weights again, in place
+    loader: Loader | None  # can fill the weights again, in place; None: transformers computes the model
     weight_bytes: int  # on the device
-    decoder: CudaDecoder
+    decoder: CudaDecoder | CudaTransformersDecoder
     sampler: CudaSampler
     buffers: DecodeBuffers
 
@@ -98,8 +139,10 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
     Raise WeightError, or ConfigError if they do not fit the device.
     """
     spec, limits, device = config.spec, config.limits, config.device
+    if isinstance(spec, TransformersSpec):
+        return _load_transformers(config, spec, weights)
     shapes = Loader(spec, config.shard, config.dtype, _meta, config.pack, schemes=config.schemes).params
-    on_host = choose_layers(shapes, config.cache.cpu_offload_gb)
+    on_host = choose_layers(shapes, config.cache.cpu_offload_gb, spec.shared_blocks.values())
     num_bytes = shapes.num_bytes - on_host.saved
     if device.is_gpu:
         check_weights(device, config.cache, num_bytes, quantised=config.quantised)
@@ -107,17 +150,40 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
     host_memory = None if offload is None else offload.allocators()
     loader = Loader(spec, config.shard, config.dtype, empty, config.pack, host_memory, config.schemes)
     loader.fill(weights)
+    decoder = CudaDecoder(
+        spec,
+        loader.params,
+        device,
+        limits.max_model_len,
+        config.comm,
+        config.attention,
+        offload,
+        batch_invariant=config.batch_invariant,
+    )
+    return LoadedModel(loader, loader.params.num_bytes - on_host.saved, decoder, *_sampling_parts(config))
+
+
+def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iterable[Weight]) -> LoadedModel:
+    from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder
+
+    max_len = config.limits.max_model_len
+    decoder = CudaTransformersDecoder(spec, weights, config.dtype, max_len, config.device, config.attention.prefill)
+    if config.device.is_gpu:
+        check_weights(config.device, config.cache, decoder.num_bytes, quantised=False)
+    decoder.place()
+    return LoadedModel(None, decoder.num_bytes, decoder, *_sampling_parts(config))
+
+
+def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
+    limits, vocab, device = config.limits, config.spec.vocab, config.device
     pages = -(-limits.max_model_len // limits.block_size)
-    return LoadedModel(
-        loader,
-        num_bytes,
-        CudaDecoder(spec, loader.params, device, limits.max_model_len, config.comm, config.prefill, offload),
-        CudaSampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling, limits.max_drafts),
+    return (
+        CudaSampler(vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling, limits.max_drafts),
         DecodeBuffers(
             limits.max_num_seqs,
             len(config.layout.groups),
             pages,
-            spec.vocab,
+            vocab,
             device.torch,
             limits.block_size,
             limits.max_drafts,
@@ -131,7 +197,7 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @torch.inference_mode()
 def calibrate_kv_scales(
-    decoder: CudaDecoder, caches: Mapping[int, CudaLayerCache], layout: KvLayout, *, max_len: int, tile: int
+    decoder: CudaDecoder, caches: Mapping[int, CudaCache], layout: KvLayout, *, max_len: int, tile: int
 ) -> None:
     """Set `k_scale` and `v_scale` of every layer's 8-bit cache, in place.
 
@@ -151,9 +217,11 @@ def calibrate_kv_scales(
     plain = allocate(layout, num_blocks, decoder.embed.table.dtype, build.shard, zeros)
     ids = np.random.default_rng(0).integers(decoder.spec.vocab, size=tokens, dtype=np.int32)
     decoder.hidden(_one_sequence(ids, blocks, layout.block_size, tile, device), plain)
-    for layer, cache in caches.items():
+    for number, cache in caches.items():
+        if not isinstance(cache, CudaLayerCache):
+            continue
         first, end = int(blocks[cache.group][0]), int(blocks[cache.group][-1]) + 1
-        for scale, observed in ((cache.k_scale, plain[layer].keys), (cache.v_scale, plain[layer].values)):
+        for scale, observed in zip((cache.k_scale, cache.v_scale), arrays_of(plain[number])):
             assert scale is not None, "only an 8-bit cache has scales"
             largest = torch.finfo(cache.keys.dtype).max
             peak = observed[first:end].float().abs().max()
@@ -180,4 +248,5 @@ def _one_sequence(
         tiles=to_device(make_tiles(length, 0, tile)),
         splits=1,
         tile=tile,
+        chunks=to_device(make_tiles(length, 0, CHUNK)),
     )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import make_packed
-from pagoda.backends.reference.model.pooler import ReferencePooler
+from pagoda.backends.reference.model.ops import to_torch
+from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.torch_cuda.backend import CAPABILITIES, DTYPES
 from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHost, make_stream
@@ -18,19 +19,23 @@ from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
 from pagoda.backends.torch_cuda.parallel import RankShard
+from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec, check_attention_only
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
+from pagoda.common.weights.quantization.tensors import dequantized
 
 
 def create(options: PoolingOptions) -> TorchCudaPooling:
     """Return a backend without weights. Raises ConfigError."""
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
-    check_attention_only(options.spec, "torch_cuda")
+    if isinstance(options.spec, ModelSpec):
+        SUPPORTED.check(options.spec)
     return TorchCudaPooling(options.spec, options.limits, DTYPES[options.dtype], find_device())
 
 
@@ -51,10 +56,10 @@ class CudaPendingVectors:
 class TorchCudaPooling:
     """Implements common.backend.PoolingBackend."""
 
-    def __init__(self, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: Device) -> None:
+    def __init__(self, spec: AnySpec, limits: Limits, dtype: torch.dtype, device: Device) -> None:
         self.spec, self.limits, self.dtype, self.device = spec, limits, dtype, device
         self._stream: DeviceStream = make_stream(device)
-        self._parts: tuple[CudaEncoder, ReferencePooler] | None = None
+        self._pool: PoolPrompts | None = None
         self.num_bytes = 0
         self._compiles = CompileCounter()
         self._compiles.watch()
@@ -65,21 +70,32 @@ class TorchCudaPooling:
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Load every parameter. Raise WeightError, or ConfigError if they do not fit the device."""
-        spec, device = self.spec, self.device
-        assert spec.pooler is not None, "the model must have a pooler"
         with self._stream.running():
             try:
-                loader = Loader(spec, RankShard(0, 1), self.dtype, self._empty)
+                self._pool, self.num_bytes = self._loaded(weights)
             except (torch.OutOfMemoryError, MemoryError):
-                raise ConfigError("--dtype", f"the weights in {self.dtype} do not fit {device.name}") from None
-            loader.fill(weights)
-            params = loader.params
-            pooler = {name: tensor.float() for name, tensor in params.tensors().items() if name.startswith("pooler.")}
-            self._parts = (
-                CudaEncoder(spec, params, device, self.limits.max_model_len),
-                ReferencePooler(spec.pooler, pooler),
-            )
-        self.num_bytes = params.num_bytes
+                words = f"the weights in {self.dtype} do not fit {self.device.name}"
+                raise ConfigError("--dtype", words) from None
+
+    def _loaded(self, weights: Iterable[Weight]) -> tuple[PoolPrompts, int]:
+        """Return the model and its bytes."""
+        spec, device, max_len = self.spec, self.device, self.limits.max_model_len
+        assert spec.pooler is not None, "the model must have a pooler"
+        if isinstance(spec, TransformersSpec):
+            from pagoda.backends.reference.model.transformers_pooling import TransformersPooler
+
+            tensors = ((name, to_torch(array)) for name, array in dequantized(weights, "torch_cuda"))
+            model = TransformersPooler(spec, tensors, self.dtype, max_len, device.torch)
+            return model, model.num_bytes
+        loader = Loader(spec, RankShard(0, 1), self.dtype, self._empty)
+        loader.fill(weights)
+        params = loader.params
+        encoder = CudaEncoder(spec, params, device, max_len)
+        pooler = ReferencePooler(
+            spec.pooler,
+            {name: tensor.float() for name, tensor in params.tensors().items() if name.startswith("pooler.")},
+        )
+        return lambda prompts, bounds, rules: pooler(encoder.hidden(prompts), bounds, rules), params.num_bytes
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device.torch)
@@ -107,12 +123,10 @@ class TorchCudaPooling:
 
     def execute(self, plan: PoolPlan) -> CudaPendingVectors:
         """Queue a step."""
-        assert self._parts is not None, "load comes before execute"
+        assert self._pool is not None, "load comes before execute"
         before = self._compiles.count
-        encoder, pooler = self._parts
         with self._stream.running():
-            hidden = encoder.hidden(make_packed(plan, self.device.torch))
-            outputs = pooler(hidden, plan.query_start.tolist(), plan.rules)
+            outputs = self._pool(make_packed(plan, self.device.torch), plan.query_start.tolist(), plan.rules)
             flat = self._stream.fetch(torch.cat([output.flatten() for output in outputs]))
         shapes = tuple(tuple(output.shape) for output in outputs)
         return CudaPendingVectors(flat, shapes, self._compiles.count - before)
@@ -120,7 +134,7 @@ class TorchCudaPooling:
     def close(self) -> None:
         """Release the device's memory."""
         self._stream.synchronize()
-        self._parts = None
+        self._pool = None
         self._stream.close()
         self._compiles.unwatch()
 

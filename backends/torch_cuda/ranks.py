@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import Mlp, ModelSpec
+from pagoda.common.models.mixers import GatedDelta, Mamba, Mixer, ShortConvolution
+from pagoda.common.models.spec import Ffn, Mlp, ModelSpec
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.parallel import TorchComm
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 def check(spec: ModelSpec, size: int) -> None:
     """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks.
 
-    `check_attention_only` must have passed.
+    `SUPPORTED.check` must have passed.
     """
     if (indivisible := _indivisible(spec, size)) is None:
         return
-    heads = min(layer.attention.heads for layer in spec.layers)
+    heads = min(_num_heads(mixer) for mixer in spec.mixers)
     fitting = [str(fewer) for fewer in range(1, heads + 1) if _indivisible(spec, fewer) is None]
     raise ConfigError(
         "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
@@ -60,13 +61,38 @@ def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
 
 def _indivisible(spec: ModelSpec, size: int) -> str | None:
     for layer in dict.fromkeys(spec.layers):
-        if (heads := layer.attention.indivisible(size)) is not None:
-            return heads
-        ffn = layer.feed_forward
-        width = ffn.width if isinstance(ffn, Mlp) else ffn.expert.width
-        if width % size:
-            return f"the ffn width of {width}"
+        for mixer in layer.mixers:
+            if (heads := mixer.indivisible(size)) is not None:
+                return heads
+        beside = (layer.side_moe, layer.shortcut)
+        block = None if layer.block is None else layer.block.ffn
+        for mlp in (
+            *_mlps(layer.ffn),
+            *_mlps(block),
+            *(mlp for each in beside if each is not None for mlp in _mlps(each.moe)),
+        ):
+            if mlp.width % size:
+                return f"the ffn width of {mlp.width}"
     return None
+
+
+def _num_heads(mixer: Mixer) -> int:
+    """Return the largest number of ranks that can share the mixer."""
+    match mixer:
+        case GatedDelta():
+            return mixer.key_heads
+        case Mamba() | ShortConvolution():
+            return mixer.channels
+        case _:
+            return mixer.heads
+
+
+def _mlps(ffn: Ffn | None) -> list[Mlp]:
+    if ffn is None:
+        return []
+    if isinstance(ffn, Mlp):
+        return [ffn]
+    return [ffn.expert] if ffn.shared is None else [ffn.expert, ffn.shared]
 
 
 def _either(sizes: list[str]) -> str:

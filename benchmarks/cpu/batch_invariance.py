@@ -1,21 +1,27 @@
-"""How many prompts get the same tokens alone and in a batch?
+"""How many prompts get the same tokens alone and in a batch, and what does --batch-invariant cost?
 
 usage: python batch_invariance.py MODEL [--dtype float32 bfloat16] [--backend reference] [--max-tokens 64]
+       [--batch-invariant | --cost]
 
 Twenty prompts of several lengths run one by one, then all in one batch, greedy and with a seed each. Prints one JSON
 object: for each dtype and kind of sampling, of how many prompts the first 16, 32 and so on tokens were the same, and
-after how many tokens the others parted.
+after how many tokens the others parted. `--cost`: output tokens per second with and without --batch-invariant instead,
+one prompt and all of them, medians of interleaved rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pagoda import LLM, SamplingParams
 from pagoda.benchmarks.readme import machine
+
+_ROUNDS = 5
 
 PROMPTS = (
     "The future of AI is",
@@ -80,18 +86,61 @@ def same_first(parted: list[int], count: int) -> int:
     return len(PROMPTS) - sum(at < count for at in parted)
 
 
+def tokens_per_second(llm: LLM, count: int, max_tokens: int) -> float:
+    """Output tokens per second of the first `count` prompts in one batch."""
+    begin = time.perf_counter()
+    llm.generate(
+        list(PROMPTS[:count]), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False
+    )
+    return count * max_tokens / (time.perf_counter() - begin)
+
+
+def cost(usual: LLM, invariant: LLM, max_tokens: int) -> dict[str, Any]:
+    """Medians of both engines and of their ratio, after a round that warms up."""
+    found = {}
+    for count in (1, len(PROMPTS)):
+        rounds = [[tokens_per_second(llm, count, max_tokens) for llm in (usual, invariant)] for _ in range(_ROUNDS + 1)]
+        usual_speeds, invariant_speeds = zip(*rounds[1:])
+        found[f"{count} prompts"] = {
+            "usual": round(median(usual_speeds), 1),
+            "batch_invariant": round(median(invariant_speeds), 1),
+            "ratio": round(median(b / a for a, b in rounds[1:]), 3),
+        }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--backend", default="reference")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--cost", action="store_true")
     args = parser.parse_args()
     results: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name}
     results |= {"backend": args.backend, "max_tokens": args.max_tokens}
-    for dtype in args.dtype:
+
+    def engine(dtype: str, invariant: bool) -> LLM:
         # Without a prefix cache, or the batch would read what the prompts left behind when they ran alone.
-        llm = LLM(args.model, dtype=dtype, backend=args.backend, max_model_len=512, enable_prefix_caching=False, seed=0)
+        return LLM(
+            args.model,
+            dtype=dtype,
+            backend=args.backend,
+            max_model_len=512,
+            enable_prefix_caching=False,
+            seed=0,
+            batch_invariant=invariant,
+        )
+
+    for dtype in args.dtype:
+        if args.cost:
+            usual, invariant = (engine(dtype, each) for each in (False, True))
+            results[dtype] = {"output tokens/s": cost(usual, invariant, args.max_tokens)}
+            usual.shutdown()
+            invariant.shutdown()
+            continue
+        results["batch_invariant"], llm = args.batch_invariant, engine(dtype, args.batch_invariant)
         results[dtype] = {
             "greedy": compare(llm, 0.0, args.max_tokens),
             "seeded, temperature 1": compare(llm, 1.0, args.max_tokens),

@@ -1,9 +1,12 @@
 """Offline throughput and single-stream speed, pagoda beside a peer in one run.
 
-usage: python offline.py --model MODEL [--peer-python VENV/bin/python --peer-model FOLDER] [--rounds 3]
+usage: python offline.py --model MODEL [--peer-python VENV/bin/python --peer-model FOLDER] [--rounds 3] [--cases all]
+           [--neighbour]
 
 The engines run in turn, round by round; the one that waits is stopped with SIGSTOP, so that its idle threads take
-nothing from the other. Prints one JSON line: medians, and the ratio of each round. The peer is vLLM.
+nothing from the other. Prints one JSON line: the processor, medians, and the ratio of each round. The peer is vLLM.
+`--neighbour` runs each case a second time beside a process that keeps one core busy, and adds what share of the quiet
+throughput each engine keeps.
 """
 
 from __future__ import annotations
@@ -16,9 +19,19 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from operator import truediv
 from pathlib import Path
 
-CASES = {"throughput_64x128_128": (64, 128, 128), "single_stream_128_128": (1, 128, 128)}
+CASES = {  # requests, tokens of each prompt, of each answer, and of these prompt tokens those that all share
+    "throughput_64x128_128": (64, 128, 128, 0),
+    "single_stream_128_128": (1, 128, 128, 0),
+    "throughput_8x128_128": (8, 128, 128, 0),
+    "throughput_256x128_128": (256, 128, 128, 0),
+    "prompts_16x512_16": (16, 512, 16, 0),
+    "shared_prefix_32x1024_64": (32, 1024 + 32, 64, 1024),
+}
+USUAL = ("throughput_64x128_128", "single_stream_128_128")
 
 
 class Worker:
@@ -48,10 +61,10 @@ class Worker:
                 if os.getsid(int(entry.name)) == self.process.pid:
                     os.kill(int(entry.name), number)
 
-    def run(self, requests: int, inputs: int, outputs: int) -> float:
+    def run(self, requests: int, inputs: int, outputs: int, shared: int = 0) -> float:
         """Output tokens per second."""
         self._signal(signal.SIGCONT)
-        self.process.stdin.write(f"{requests} {inputs} {outputs}\n")
+        self.process.stdin.write(f"{requests} {inputs} {outputs} {shared}\n")
         self.process.stdin.flush()
         seconds = float(self.process.stdout.readline())
         self.pause()
@@ -61,26 +74,50 @@ class Worker:
         self._signal(signal.SIGKILL)
 
 
-def measure(workers: dict[str, Worker], cases: list[str], rounds: int) -> dict:
+@contextlib.contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """A process that computes without a pause."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(workers: dict[str, Worker], cases: list[str], rounds: int, neighbour: bool) -> dict:
     results: dict = {}
     for worker in workers.values():
         worker.run(2, 16, 8)
     for case in cases:
-        shape = CASES[case]
-        runs: dict[str, list[float]] = {name: [] for name in workers}
+        quiet, beside = ({name: [] for name in workers} for _ in range(2))
         for _ in range(rounds):
             for name, worker in workers.items():
-                runs[name].append(round(worker.run(*shape), 2))
-        results[case] = {
-            name: {"tokens_per_s": values, "median": statistics.median(values)} for name, values in runs.items()
-        }
-        if "vllm" in runs:
-            ratios = [ours / theirs for ours, theirs in zip(runs["pagoda"], runs["vllm"])]
-            results[case]["ratio"] = {
-                "rounds": [round(r, 2) for r in ratios],
-                "median": round(statistics.median(ratios), 2),
-            }
+                quiet[name].append(round(worker.run(*CASES[case]), 2))
+                if neighbour:
+                    with busy_neighbour():
+                        beside[name].append(round(worker.run(*CASES[case]), 2))
+        results[case] = summary(quiet)
+        if neighbour:
+            kept = {name: round(statistics.median(map(truediv, beside[name], quiet[name])), 2) for name in workers}
+            results[f"{case}_beside_a_busy_process"] = summary(beside) | {"share_of_quiet": kept}
     return results
+
+
+def summary(runs: dict[str, list[float]]) -> dict:
+    result: dict = {name: {"tokens_per_s": each, "median": statistics.median(each)} for name, each in runs.items()}
+    if "vllm" in runs:
+        ratios = [ours / theirs for ours, theirs in zip(runs["pagoda"], runs["vllm"])]
+        result["ratio"] = {"rounds": [round(r, 2) for r in ratios], "median": round(statistics.median(ratios), 2)}
+    return result
+
+
+def processor() -> str:
+    """Model, cores that may be used, and the instruction sets that decide which kernels serve."""
+    text = Path("/proc/cpuinfo").read_text()
+    fields = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in text.splitlines()}
+    known = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"} & set(fields["flags"].split())
+    return f"{fields['model name']}, {len(os.sched_getaffinity(0))} cores, {' '.join(sorted(known))}"
 
 
 def main() -> None:
@@ -90,13 +127,16 @@ def main() -> None:
     parser.add_argument("--peer-model", help="the same weights as a Hugging Face folder; default: --model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, "all"], default=list(USUAL))
+    parser.add_argument("--neighbour", action="store_true", help="measure beside a busy process, too")
     args = parser.parse_args()
+    cases = list(CASES) if "all" in args.cases else args.cases
     workers = {"pagoda": Worker(sys.executable, "pagoda", args.peer_model or args.model, args.dtype)}
     try:
         if args.peer_python:
             workers["vllm"] = Worker(args.peer_python, "vllm", args.peer_model or args.model, args.dtype)
-        print(json.dumps(measure(workers, args.cases, args.rounds)))
+        results = measure(workers, cases, args.rounds, args.neighbour)
+        print(json.dumps({"processor": processor(), "load": os.getloadavg()} | results))
     finally:
         for worker in workers.values():
             worker.close()

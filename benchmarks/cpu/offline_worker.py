@@ -2,8 +2,9 @@
 
 usage: python offline_worker.py pagoda|vllm MODEL DTYPE
 
-Each line "REQUESTS INPUT OUTPUT" on stdin runs that many random prompts, greedy, EOS ignored, and answers with the
-seconds it took. The module named is the only difference between the engines.
+Each line "REQUESTS INPUT OUTPUT SHARED" on stdin runs that many random prompts, of which the first SHARED tokens are
+the same, greedy, EOS ignored, and answers with the seconds it took. The module named is the only difference between
+the engines.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import os
 import random
 import sys
 import time
+
+
+def random_tokens(count: int) -> list[int]:
+    return [random.randrange(100, 40_000) for _ in range(count)]
 
 
 def main() -> None:
@@ -25,10 +30,9 @@ def main() -> None:
     llm = engine.LLM(model, dtype=dtype, max_model_len=2048, **extra)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        requests, inputs, outputs = map(int, line.split())
-        prompts = [
-            {"prompt_token_ids": [random.randrange(100, 40_000) for _ in range(inputs)]} for _ in range(requests)
-        ]
+        requests, inputs, outputs, shared = map(int, line.split())
+        prefix = random_tokens(shared)
+        prompts = [{"prompt_token_ids": prefix + random_tokens(inputs - shared)} for _ in range(requests)]
         params = engine.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
         begin = time.perf_counter()
         done = llm.generate(prompts, params, use_tqdm=False)

@@ -1,20 +1,23 @@
-"""Shared by the GPU measurements: the bench, timing by CUDA events, the rooflines of the machine."""
+"""Shared by the GPU measurements: the bench, timing by CUDA events, the machine's rooflines, trials of settings."""
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, find_chip
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, Settings, find_chip
 
 GIB = 1 << 30
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -120,6 +123,18 @@ def matmul_rate(bench: Bench) -> float:
     return 2 * side**3 / (bench.median_ms(lambda _: a @ b) / 1e3)
 
 
+def figures(bench: Bench, seconds: float, moved: int, flop: int = 0) -> dict[str, float]:
+    """Return microseconds, bytes and FLOP per second, also relative to a large copy and to a large product.
+
+    The larger of `of_copy` and `of_matmul` is the share of the roofline. A copy counts bytes read and written, so a
+    pure reader can reach it. `flop`: of matrix products; 0: there are none.
+    """
+    speed = {"us": seconds * 1e6, "bytes_per_s": moved / seconds, "of_copy": moved / seconds / copy_bandwidth(bench)}
+    if flop:
+        speed |= {"flop_per_s": flop / seconds, "of_matmul": flop / seconds / matmul_rate(bench)}
+    return speed
+
+
 def worst(got: Tensor, want: Tensor, roundings: float = 1) -> float:
     """Return the largest difference in units of `roundings` times bfloat16's rounding of `want`; above 1 is wrong."""
     unit = want.abs().clamp_min(want.abs().mean()) * 2.0**-8 * roundings
@@ -173,3 +188,42 @@ def _median_ms_on_host(run: Callable[[int], object], repeats: int) -> float:
 def is_refusal(error: Exception) -> bool:
     """Return whether Triton rejected settings that need too many registers or too much shared memory."""
     return type(error).__name__ in ("OutOfResources", "PTXASError", "CompilationError")
+
+
+def each_of(values: Mapping[str, Iterable[int]]) -> Iterator[Settings]:
+    """Yield every combination of the values of each setting."""
+    yield from (dict(zip(values, each)) for each in itertools.product(*values.values()))
+
+
+def settings_trials(
+    bench: Bench,
+    kernel: ModuleType,
+    key: str,
+    candidates: Iterable[Settings],
+    make: Callable[[], list[Callable[[], object]]],
+    lookup: ModuleType | None = None,
+) -> Iterator[Number]:
+    """Yield trials of settings for one key of a kernel's tuning.json, the current settings first.
+
+    `make()` returns calls, which read the settings on trial; they are timed in a CUDA graph. `lookup`: the module whose
+    `settings` the kernel calls, by default its own.
+    """
+    lookup, folder = lookup or kernel, kernel.TUNING.parent.name
+    usual = dict(lookup.settings(kernel.TUNING, bench.chip, key))
+    every = [usual, *(one for one in candidates if one != usual)]
+    for chosen in every[: bench.choose(None, 2)]:
+        label = f"{folder} {key}: {' '.join(map(str, chosen.values()))}"
+        yield Number(label, partial(_settings_trial, bench, lookup, f"{folder} {key}", chosen, make), 40)
+
+
+def _settings_trial(bench: Bench, lookup: ModuleType, key: str, chosen: Settings, make: Callable[[], list]) -> dict:
+    about = {"key": key, "settings": dict(chosen)}
+    with patch.object(lookup, "settings", lambda *_: chosen):
+        try:
+            calls = make()
+            replay = bench.recorded(calls)
+        except Exception as refused:
+            if not is_refusal(refused):
+                raise
+            return about | {"refused": str(refused)[:200]}
+        return about | {"us": bench.median_ms(lambda _: replay(), repeats=10, warmup=2) * 1e3 / len(calls)}

@@ -2,7 +2,8 @@
 
 usage: gpu.sh --output DIR [--carry DIR] [--previous DIR] [--budget SECONDS] [--only PART] STAGE
 
-STAGE is smoke, decode, prefill, throughput, peers, kernels or tune. `DIR/STAGE.json` is written after every number.
+STAGE is smoke, decode, prefill, throughput, invariance, peers, kernels, mixers, experts, tune, tune_mixers or
+tune_experts. `DIR/STAGE.json` is written after every number.
 Numbers of the same code on the same machine, there or in the folder of --previous, are not measured again, so an
 interrupted stage resumes. Needs no network and no git; missing Python packages come from --carry.
 
@@ -293,7 +294,7 @@ def options(args: argparse.Namespace, model: Path | None) -> list[str]:
 
 def main() -> int:
     from pagoda.benchmarks.gpu import carried
-    from pagoda.benchmarks.gpu.stages import STAGES
+    from pagoda.benchmarks.gpu.stages import STAGES, TRIALS
 
     parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.splitlines()[0])
     parser.add_argument("stage", choices=tuple(STAGES))
@@ -308,7 +309,9 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the script, without kernels"
     )
-    parser.add_argument("--precompile", action="store_true", help="compile on all processors first; tune always does")
+    parser.add_argument(
+        "--precompile", action="store_true", help="compile on all processors first, as trials always do"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument(
         "--spoil", type=float, default=0.0, help="relative error added to results: every check must detect it"
@@ -338,7 +341,7 @@ def main() -> int:
     environment.pop("TRITON_INTERPRET", None)
     if args.device == "cpu":
         environment["PAGODA_TORCH_CUDA_DEVICE"] = "cpu"
-    if args.precompile or (args.stage == "tune" and args.device == "cuda"):
+    if args.precompile or (args.stage in TRIALS and args.device == "cuda"):
         results.head["precompile_s"] = precompile(args.stage, environment, until)
     stage = Stage(results, options(args, args.model or files.model), environment, work, until)
     try:
@@ -346,9 +349,9 @@ def main() -> int:
     except NoGpuError:
         print("gpu.sh: no GPU found; nothing was measured", file=sys.stderr)
         return NOTHING
-    if args.stage == "tune":
+    if args.stage in TRIALS:
         results.head["best"] = best(results.numbers)
-    new = 0 if args.stage == "tune" else carried.keep_cache(files.cache, args.output / carried.KEPT_CACHE, before)
+    new = 0 if args.stage in TRIALS else carried.keep_cache(files.cache, args.output / carried.KEPT_CACHE, before)
     results.head["carried"] = {"packages": files.unpacked, "cache_entries": len(before), "compiled": new}
     stage.write()
     return report(results)

@@ -18,15 +18,23 @@ STAGES: dict[str, tuple[str, ...]] = {
         "elementwise.checks",
         "decode_attention.checks",
         "prefill_attention.checks",
+        "invariant.checks",
+        "latent_attention.checks",
+        "selection.checks",
+        "recurrent.checks",
         "sampling.checks",
         "gemm.checks",
+        "packed.checks",
+        "experts.checks",
         "sleep.checks",
         "parity.checks",
         "engine.graph_checks",
+        "invariance.checks",
     ),
     "decode": ("engine.decode",),
     "prefill": ("engine.prefill",),
     "throughput": ("engine.throughput",),
+    "invariance": ("invariant.speeds", "invariance.speeds"),
     "peers": ("peers.attention", "peers.engines"),
     "kernels": (
         "elementwise.speeds",
@@ -34,10 +42,18 @@ STAGES: dict[str, tuple[str, ...]] = {
         "prefill_attention.speeds",
         "sampling.speeds",
         "gemm.speeds",
+        "packed.speeds",
     ),
-    "tune": ("decode_attention.trials", "prefill_attention.trials", "gemm.trials"),
+    "mixers": ("latent_attention.speeds", "selection.speeds", "recurrent.speeds"),
+    "experts": ("experts.speeds",),
+    "tune": ("decode_attention.trials", "prefill_attention.trials", "gemm.trials", "packed.trials"),
+    "tune_mixers": ("latent_attention.trials", "invariant.trials"),
+    "tune_experts": ("experts.trials",),
 }
 """In the recommended order: correctness, the engine, the comparison, then the details."""
+
+TRIALS = ("tune", "tune_mixers", "tune_experts")
+"""Stages that try settings for tuning.json."""
 
 
 def numbers_of(part: str, bench: Bench) -> Iterator[Number]:

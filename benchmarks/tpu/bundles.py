@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 DELAY_SLOTS = 4  # bundles after a branch that are issued whether it is taken or not
 SPACE = 20  # log2 of the address space of an operand or an allocation of scalar memory
 MAX_ISSUES = 100_000  # per bundle
@@ -61,7 +60,7 @@ class Trace:
 
     def use(self, listing: Listing, unit: str) -> int:
         """Instructions of a unit that were issued."""
-        column = UNITS.index(unit)
+        column = listing.units.index(unit)
         return sum(count * listing.use[at][column] for at, count in self.issued.items())
 
 
@@ -71,7 +70,10 @@ class Listing:
     def __init__(self, dump: Path, kernel: str) -> None:
         listing = _one(dump, f"*{kernel}*-final_bundles.txt")
         table = _one(dump, f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt").read_text()
-        self.use = [list(map(int, line.split())) for line in table.split("UTILIZATION:")[1].strip().splitlines()]
+        capacity, use = table.split("UTILIZATION:")
+        names = capacity.strip().splitlines()[1].split(",")
+        self.units = [name.rpartition(":")[2].strip() for name in names]  # FILL and SPILL: of VLOAD and VSTORE
+        self.use = [list(map(int, line.split())) for line in use.strip().splitlines()]
         self.labels: dict[str, int] = {}
         self.symbols: dict[str, int] = {}
         self.in_vmem: dict[int, int] = {}  # operands that XLA named_sharding in VMEM: number -> bytes

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ DMA_LATENCY_S = 2e-6
 PAGE = 128
 PAGES = 1024  # of the cache: enough that XLA leaves it in HBM
 SEQS = 8
+STEP = 256
+"""Tokens of every step with --batch-invariant, by default."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,21 @@ def kernel_cycles(
 
 
 @functools.cache
-def measure(chip: str, heads: int, kv_heads: int, case: Case, head_dim: int = 128, dtype: str = "bfloat16") -> dict:
-    """Return all figures of a call by name; see `kernel_cycles`."""
+def measure(
+    chip: str,
+    heads: int,
+    kv_heads: int,
+    case: Case,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    *,
+    invariant: bool = False,
+) -> dict:
+    """Return all figures of a call by name; see `kernel_cycles`. `invariant`: as with --batch-invariant."""
     dump = Path(tempfile.mkdtemp(prefix="llo-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
     environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
-    request = json.dumps([str(dump), chip, heads, kv_heads, case.seqs, head_dim, dtype])
+    request = json.dumps([str(dump), chip, heads, kv_heads, case.seqs, head_dim, dtype, invariant])
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--worker", request], env=environment, capture_output=True, text=True
@@ -96,21 +107,24 @@ def measure(chip: str, heads: int, kv_heads: int, case: Case, head_dim: int = 12
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_worker(dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str) -> dict:
+def run_worker(
+    dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str, invariant: bool
+) -> dict:
     """In a process whose libtpu dumps: compile the variants the batch runs and count."""
     from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 
     case = Case(tuple(map(tuple, seqs)))
     layout = PagedKvLayout(kv_heads, head_dim, dtype, PAGE)
-    variants = [variant(Path(dump), chip, heads, layout, case, decode=True)]
-    if not case.decodes:
-        variants.append(variant(Path(dump), chip, heads, layout, case, decode=False))
+    kinds = [False] if invariant else [True] if case.decodes else [True, False]
+    variants = [variant(Path(dump), chip, heads, layout, case, decode=decode, invariant=invariant) for decode in kinds]
     total = {name: sum(each[name] for each in variants) for name in ("cycles", "hbm_bytes", "mxu", "spill")}
     return total | {name: variants[-1][name] for name in ("blocks", "vmem_mib")}
 
 
-def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, decode: bool) -> dict:
-    """Return the figures of one variant of the kernel over the batch."""
+def variant(
+    dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, decode: bool, invariant: bool = False
+) -> dict:
+    """Return the figures of one variant of the kernel over the batch; with `invariant` in a step of STEP tokens."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -124,13 +138,17 @@ def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, 
     sharding, chip = one_chip(chip_name), CHIPS[chip_name]
     group = heads // layout.kv_heads * layout.heads_per_row
     rows = max(SEQS, len(case.seqs)) if decode else sum(new for new, _ in case.seqs)
+    rows = max(rows, STEP) if invariant else rows
     batch = batch_of(case)
-    blocks = choose_block_sizes(chip, layout, group, batch.page_table.shape[1], rows, decode=decode)
+    if invariant:
+        batch = replace(batch, counts=batch.counts.at[0].set(0))
+    pages = batch.page_table.shape[1]
+    blocks = choose_block_sizes(chip, layout, group, pages, rows, decode=decode, batch_invariant=invariant)
 
     def run(cache: Any, q: Any, new: Any, batch: Any) -> Any:
         return call.variant(
-            q, new, cache, jnp.int32(0), batch, make_knobs(1.0, None, None, None, None, None), decode=decode,
-            layout=layout, interpret=False, chip=chip, out_dtype=layout.compute_dtype,
+            q, new, cache, jnp.int32(0), batch, make_knobs(1.0, None, None, None, None, None, None), decode=decode,
+            batch_invariant=invariant, layout=layout, interpret=False, chip=chip, out_dtype=layout.compute_dtype,
         )  # fmt: skip
 
     def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -139,23 +157,23 @@ def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, 
     arguments = (
         shape(layout.shape(4, PAGES), layout.word_dtype),
         shape((rows, layout.lane_heads, group, layout.width), layout.compute_dtype),
-        shape((layout.rows_per_token, sum(new for new, _ in case.seqs), 128), layout.word_dtype),
+        shape((layout.rows_per_token, rows if invariant else sum(new for new, _ in case.seqs), 128), layout.word_dtype),
         jax.tree.map(lambda x: shape(x.shape, x.dtype), batch),
     )
     compiled = jax.jit(run, donate_argnums=0).lower(*arguments).compile()
     listing = Listing(dump, f"attention_{'decode' if decode else 'mixed'}")
-    knobs = make_knobs(1.0, None, None, None, None, None)
+    knobs = make_knobs(1.0, None, None, None, None, None, None)
     tiles = -(-rows // blocks.queries)
     scalars, num_tiles = call.scalar_arguments(jnp.int32(0), batch, knobs, blocks.queries, tiles, decode=decode)
     trace = listing.run([np.asarray(x) for x in (num_tiles, *vars(scalars).values())])
     moved = sum(size for way, size in trace.moved.items() if "hbm" in way)
     resident = sum(size for number, size in listing.in_vmem.items() if number > len(vars(scalars)))
-    use = {unit: trace.use(listing, unit) for unit in ("MATMUL", "FILL", "SPILL")}
+    use = {unit: trace.use(listing, unit) for unit in ("MXU", "FILL", "SPILL")}
     busy = int(num_tiles) > 0
     return {
         "cycles": trace.cycles,
         "hbm_bytes": moved + resident * busy,
-        "mxu": use["MATMUL"],
+        "mxu": use["MXU"],
         "spill": use["FILL"] + use["SPILL"],
         "blocks": asdict(blocks),
         "vmem_mib": facts(compiled).vmem / (1 << 20),
@@ -187,12 +205,14 @@ HEADS = {"8B": (32, 8), "70B / 8": (8, 1)}
 MORE = [("8B", "decode 64 x 1024", "int8"), ("8B", "decode 64 x 1024", "float8_e4m3fn")]
 
 
-def row(chip_name: str, size: str, case_name: str, dtype: str = "bfloat16") -> dict[str, Any]:
+def row(
+    chip_name: str, size: str, case_name: str, dtype: str = "bfloat16", *, invariant: bool = False
+) -> dict[str, Any]:
     """Return one row of the table: the call against the HBM and MXU rooflines of one core."""
     from pagoda.kernels_pallas.chips import CHIPS
 
     chip, case, (heads, kv_heads) = CHIPS[chip_name], CASES[case_name], HEADS[size]
-    figures = measure(chip_name, heads, kv_heads, case, dtype=dtype)
+    figures = measure(chip_name, heads, kv_heads, case, dtype=dtype, invariant=invariant)
     memory = figures["hbm_bytes"] / chip.hbm_bandwidth * chip.clock_hz
     needed = 4 * heads * 128 * case.pairs / chip.flops_per_cycle
     least = max(figures["cycles"], memory) + DMA_LATENCY_S * chip.clock_hz
@@ -217,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", nargs="*", default=["v6e", "v5e", "v5p"])
     parser.add_argument("--output-dir", type=Path, help="also write tpu-kernel-CHIP.json there")
+    parser.add_argument("--batch-invariant", action="store_true", help="as with that flag; writes no file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -226,9 +247,9 @@ def main() -> None:
         print(f"\n{chip}")
         rows = []
         for case in [(size, name, "bfloat16") for size in HEADS for name in CASES] + MORE:
-            rows.append(row(chip, *case))
+            rows.append(row(chip, *case, invariant=args.batch_invariant))
             print("  " + ", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        if args.output_dir:
+        if args.output_dir and not args.batch_invariant:
             from importlib.metadata import version
 
             versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from pagoda.common.config.fields import check_port, need_positive, option
 from pagoda.common.config.groups.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
@@ -144,16 +144,25 @@ CONVERT_ENGINE_SETTINGS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig:
-    """Target devices of `convert`; they need not be present."""
+    """What `convert` writes: arrays for TPUs, which need not be present, or with --quantization a quantised model."""
 
     tensor_parallel_size: int = option(
         1,
         "Tensor-parallel size to shard the weights for; they load on any number of devices, fastest on this one.",
         aliases=("-tp",),
     )
+    quantization: Literal["int4", "int8", "fp8"] | None = option(
+        None,
+        "Write a folder in the compressed-tensors format, which every backend, vLLM and transformers read, instead of "
+        "the TPU backend's arrays: the matrices of layers in int4 (groups of up to 128 inputs), or in int8 or fp8 with "
+        "activations rounded per token. --dtype: of all others.",
+        aliases=("-q",),
+    )
 
     def __post_init__(self) -> None:
         need_positive(self, "tensor_parallel_size")
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            raise ConfigError("--tensor-parallel-size", "a quantised folder is not sharded for devices; drop it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 import platform as system
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -98,6 +98,9 @@ TPU_TOKENS: Final[Mapping[str, Mapping[Usage, int]]] = {
     "V5E": {"llm": 1024, "server": 512},
     "V5P": {"llm": 512, "server": 256},
 }
+TPU_INVARIANT_TOKENS: Final = 256
+"""With --batch-invariant, where each step is computed as if it were full: more would slow down decodes."""
+
 PLAIN_ARCHITECTURES: Final = ("ppc", "s390x", "riscv")
 """Prefixes of CPU architectures without chunked prefill and prefix caching."""
 
@@ -117,6 +120,7 @@ class ModelLimits:
     extensible: bool = True  # longer sequences can be computed; False for learned position embeddings
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    default_seqs: int | None = None  # sequences at a time by default, if fewer than on the platform
     pools: bool = False  # each prompt is processed whole, in its own step if over the budget, without a KV cache
 
 
@@ -168,6 +172,10 @@ def resolve_limits(
         caching = _feature(_PREFIX_CACHING, cache.enable_prefix_caching, model.prefix_caching, platform)
     may_exceed_budget = chunked.value or model.pools
     defaults = batch_defaults(platform, usage)
+    if platform.kind == "tpu" and config.model.batch_invariant:
+        defaults = replace(defaults, tokens=max(TPU_INVARIANT_TOKENS, config.scheduler.max_num_seqs or 0))
+    if model.default_seqs is not None:
+        defaults = replace(defaults, seqs=min(defaults.seqs, model.default_seqs))
     tokens, tokens_reason = _tokens(config, defaults, max_len, may_exceed_budget)
     seqs, seqs_reason = _seqs(config, defaults, tokens)
     _check_budget(tokens, seqs, max_len, may_exceed_budget)

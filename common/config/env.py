@@ -197,7 +197,9 @@ _KERNELS: Final = (
     _unused("VLLM_FLASH_ATTN_VERSION", "FlashAttention version.", _ATTENTION_FLAG),
     _unused("VLLM_FLASHINFER_FORCE_TENSOR_CORES", "Force tensor cores in FlashInfer.", _ATTENTION_FLAG),
     _unused(
-        "VLLM_MLA_DISABLE", "Disable multi-head latent attention (MLA).", "no supported model uses latent attention"
+        "VLLM_MLA_DISABLE",
+        "Disable multi-head latent attention (MLA).",
+        "latent attention is always computed on the latent cache",
     ),
     _unused("VLLM_USE_FLASHINFER_SAMPLER", "Use the FlashInfer sampler.", "sampling is the same on every backend"),
     _unused("VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE", "Capture full graphs in Dynamo.", "torch.compile is not used"),
@@ -326,6 +328,10 @@ TORCH_CUDA_DEVICE: Final = EnvVar(
     "PAGODA_TORCH_CUDA_DEVICE",
     "cpu: run --backend torch_cuda on a CPU, with the PyTorch reference of each kernel; for tests.",
 )
+TRANSFORMERS_DEVICE: Final = EnvVar(
+    "PAGODA_TRANSFORMERS_DEVICE",
+    "xla: --backend reference computes the layers of --model-impl transformers through torch-xla.",
+)
 PLUGINS: Final = _ours("PLUGINS", "Comma-separated names of the plugins to load; default: all.", "plugins")
 ATTENTION_BACKEND: Final = _ours("ATTENTION_BACKEND", "Attention kernel; see --attention-backend.", "attention_backend")
 CPU_KVCACHE_SPACE: Final = _ours("CPU_KVCACHE_SPACE", "Size of the KV cache, in GiB; 0: default.", maps_to=_kv_cache)
@@ -366,7 +372,7 @@ SERVER_DEV_MODE: Final = _ours(
 
 VARIABLES: Final = (
     *(API_KEY, CLIENT_API_KEY, HF_TOKEN, HF_HUB_OFFLINE, ALLOW_LONG_MAX_MODEL_LEN, TEST_FORCE_LOAD_FORMAT, PLUGINS),
-    *(XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE),
+    *(XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE, TRANSFORMERS_DEVICE),
     *(ATTENTION_BACKEND, CPU_KVCACHE_SPACE, CPU_OMP_THREADS_BIND, OMP_NUM_THREADS),
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),

@@ -36,6 +36,7 @@ class EngineRequest:
     pooling: PoolingRules | None = None  # pool the prompt; fields about generation are ignored
     # One row per EMBEDDED position of `prompt_token_ids` (see step): D numbers each, in the model's dtype.
     prompt_embeds: bytes | None = None
+    encoder_token_ids: list[int] | None = None  # of an encoder-decoder model: what its encoder reads
 
 
 def pooling_request(

@@ -5,21 +5,26 @@ A pooling model reads a prompt once and returns vectors: no tokens are generated
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from pagoda.common.engine.step import Float32, Int32
+from pagoda.common.models.spec import TokenSelection
 
-PoolingTask: TypeAlias = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+PoolingTask: TypeAlias = Literal["embed", "classify", "score", "token_embed", "token_classify", "embed&token_classify"]
 
 OF_TOKENS: Final = frozenset({"token_embed", "token_classify"})
 """Tasks with one vector per token."""
 
 EMBEDS: Final = frozenset({"embed", "token_embed"})
 """Tasks whose vectors are embeddings."""
+
+PARTS: Final[Mapping[PoolingTask, tuple[PoolingTask, ...]]] = {"embed&token_classify": ("embed", "token_classify")}
+"""Tasks that are computed one after the other; their outputs are joined to one vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,22 @@ class PoolingRules:
     use_activation: bool  # normalise embeddings, apply the model's sigmoid or softmax to labels
     dimensions: int | None = None  # leading dimensions kept of an embedding (Matryoshka), before it is normalised
     second_text: int | None = None  # in a pair, first token of the second text (token type 1); None: no pair
+    selection: TokenSelection = TokenSelection()  # tokens that have an output, in tasks with one per token
+
+    def parts(self) -> tuple[PoolingRules, ...]:
+        """Return the rules of each part of the task, by themselves if it has none."""
+        return tuple(replace(self, task=task) for task in PARTS.get(self.task, (self.task,)))
+
+    def select(self, vectors: Float32, token_ids: Int32) -> Float32:
+        """Return the vectors of the selected tokens, of one vector per token [T, n]; other vectors [n] as they are."""
+        selection = self.selection
+        if self.task not in OF_TOKENS or selection == TokenSelection():
+            return vectors
+        kept = np.ones(len(token_ids), bool) if selection.tag is None else token_ids == selection.tag
+        kept[:1] &= token_ids[:1] != selection.skip_first if selection.skip_first is not None else True
+        kept[-1:] &= token_ids[-1:] != selection.skip_last if selection.skip_last is not None else True
+        selected: Float32 = vectors[kept]
+        return selected
 
 
 @dataclass(frozen=True, slots=True, eq=False)

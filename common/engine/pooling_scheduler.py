@@ -18,6 +18,7 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.pooling import Pooled, PoolingRules, PoolingTask, PoolPlan, PoolResult
 from pagoda.common.engine.request import Request, RequestStatus, queue_rank, waiting_queue
+from pagoda.common.engine.step import Float32
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError
 
@@ -41,6 +42,7 @@ class PoolingScheduler:
         self._limits, self._tasks, self._clock = limits, tasks, clock
         self._waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}  # running and waiting
+        self._parts: dict[str, list[Float32]] = {}  # of unfinished requests: outputs of the task's parts so far
         self._in_flight: deque[_InFlightBatch] = deque()
         self._added = self._steps = self._recompiles = 0
 
@@ -73,6 +75,7 @@ class PoolingScheduler:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; results in flight for them are discarded. Unknown ids are skipped."""
         for request_id in request_ids:
+            self._parts.pop(request_id, None)
             if (request := self._requests.pop(request_id, None)) is not None:
                 request.status = RequestStatus.FINISHED_ABORTED
                 self._waiting.remove(request_id)
@@ -86,9 +89,13 @@ class PoolingScheduler:
         """Return the next step; None if no request is waiting."""
         if not (batch := self._next_batch()):
             return None
-        plan = make_plan(batch)
+        plan = make_plan(batch, [self._rules(request) for request in batch])
         self._in_flight.append(_InFlightBatch(plan, batch, self._clock()))
         return plan
+
+    def _rules(self, request: Request) -> PoolingRules:
+        """Return the rules of the next part of a request's task."""
+        return _rules(request).parts()[len(self._parts.get(request.request_id, ()))]
 
     def _next_batch(self) -> tuple[Request, ...]:
         """Take requests from the queue while the next prompt fits the budget; at least one if any is waiting."""
@@ -115,8 +122,13 @@ class PoolingScheduler:
         self._steps += 1
         self._recompiles += result.recompiles
         outputs: list[EngineOutput] = []
-        for request, vector in zip(batch.requests, result.vectors, strict=True):
+        for request, rules, vector in zip(batch.requests, plan.rules, result.vectors, strict=True):
             if request.is_finished:
+                continue
+            selected = self._joined(request, rules.select(vector, np.asarray(request.prompt)))
+            if selected is None:
+                request.status = RequestStatus.WAITING
+                self._waiting.push(request)
                 continue
             request.status = RequestStatus.FINISHED_STOPPED
             del self._requests[request.request_id]
@@ -126,10 +138,22 @@ class PoolingScheduler:
                     new_token_ids=[],
                     finish_reason="stop",
                     scheduled=batch.scheduled,
-                    pooled=Pooled.of(vector),
+                    pooled=Pooled.of(selected),
                 )
             )
         return StepOutputs(outputs=outputs, stats=self.stats(plan.num_tokens))
+
+    def _joined(self, request: Request, output: Float32) -> Float32 | None:
+        """Return the output of a request, None while parts of its task are left."""
+        count = len(_rules(request).parts())
+        if count == 1:
+            return output
+        outputs = self._parts.setdefault(request.request_id, [])
+        outputs.append(output)
+        if len(outputs) < count:
+            return None
+        del self._parts[request.request_id]
+        return np.concatenate([each.ravel() for each in outputs])
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot."""
@@ -149,9 +173,8 @@ class PoolingScheduler:
             raise RuntimeError(f"{len(self._requests)} requests, {running} running, {len(self._waiting)} waiting")
 
 
-def make_plan(batch: Sequence[Request]) -> PoolPlan:
-    """Return the step that pools these requests."""
-    rules = tuple(_rules(request) for request in batch)
+def make_plan(batch: Sequence[Request], rules: Sequence[PoolingRules]) -> PoolPlan:
+    """Return the step that pools these requests, each by its rules."""
     query_start = np.cumsum([0, *(len(request.prompt) for request in batch)], dtype=np.int32)
     types: np.ndarray | None = None
     if any(rule.second_text is not None for rule in rules):
@@ -159,7 +182,7 @@ def make_plan(batch: Sequence[Request]) -> PoolPlan:
         for rule, begin, end in zip(rules, query_start[:-1].tolist(), query_start[1:].tolist()):
             if rule.second_text is not None:
                 types[begin + rule.second_text : end] = 1
-    return PoolPlan(np.concatenate([request.prompt for request in batch]), query_start, types, rules)
+    return PoolPlan(np.concatenate([request.prompt for request in batch]), query_start, types, tuple(rules))
 
 
 def _rules(request: Request) -> PoolingRules:

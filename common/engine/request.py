@@ -93,6 +93,7 @@ class Request:
     mask_state: TokenMaskState | None = None  # of requests with a grammar or a reasoning budget
     embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
+    encoder: Int32 | None = None  # what the encoder of an encoder-decoder model reads
 
     @classmethod
     def of(
@@ -123,6 +124,7 @@ class Request:
             mask_state=mask_state,
             embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
             pooling=request.pooling,
+            encoder=None if request.encoder_token_ids is None else np.array(request.encoder_token_ids, np.int32),
         )
 
     @property

@@ -259,7 +259,8 @@ class Scheduler:
             left -= count
             rows.append(request.row)
             counts.append(count)
-            starts.append(RowStart(request.row, request.tokens, len(request.prompt), request.rules))
+            start = RowStart(request.row, request.tokens, len(request.prompt), request.rules, request.encoder)
+            starts.append(start)
         if not rows:
             return budget, starts
         all_rows = np.concatenate([budget.rows, np.array(rows, np.int32)])

@@ -71,7 +71,7 @@ class StepShapes:
     S * width where that suffices.
     """
 
-    decode: ShapeLadder  # sequences of decode-only steps
+    decode: ShapeLadder  # sequences of decode-only steps; empty: they have the shapes of all others
     tokens: ShapeLadder
     rows: ShapeLadder  # sequences of all other steps
     pages: ShapeLadder
@@ -92,10 +92,17 @@ class StepShapes:
             width=1 + limits.max_drafts,
         )
 
+    @classmethod
+    def single(cls, limits: Limits, groups: int) -> StepShapes:
+        """Return the one shape of an engine that runs every step by the same program."""
+        pages = -(-limits.max_model_len // limits.block_size)
+        tokens, seqs = ShapeLadder((limits.max_num_batched_tokens,)), ShapeLadder((limits.max_num_seqs,))
+        return cls(decode=ShapeLadder(()), tokens=tokens, rows=seqs, pages=ShapeLadder((pages,)), groups=groups)
+
     def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool = False) -> StepShape:
         """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
         pages, width = self.pages.bucket_for(pages), self.width if drafts else 1
-        if decode_only:
+        if decode_only and self.decode.sizes:
             rows = self.decode.bucket_for(seqs)
             return StepShape(rows, rows, pages, self.groups, True)
         if drafts and tokens <= self._most_tokens(rows := self.decode.bucket_for(seqs)):

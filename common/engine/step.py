@@ -43,6 +43,7 @@ class RowStart:
     token_ids: Int32  # [n] every token known so far, prompt first; penalties ignore EMBEDDED
     num_prompt: int  # of these, prompt tokens
     rules: SamplingRules
+    encoder_token_ids: Int32 | None = None  # what the encoder of an encoder-decoder model reads for this row
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,10 +15,11 @@ class FullCache:
 
     kv_heads: int
     head_dim: int
+    value_dim: int | None = None  # None: as wide as keys
 
     def block_elements(self, block_size: int) -> int:
         """Return the elements per block and layer."""
-        return 2 * self.kv_heads * self.head_dim * block_size
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,11 @@ class WindowCache:
     kv_heads: int
     head_dim: int
     window: int
+    value_dim: int | None = None  # None: as wide as keys
 
     def block_elements(self, block_size: int) -> int:
         """Return the elements per block and layer."""
-        return 2 * self.kv_heads * self.head_dim * block_size
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,16 @@ class StateCache:
     """Recurrent state: `elements` float32 numbers per sequence, in one block. Never shared between sequences."""
 
     elements: int
+    grouped: int = 0  # of the elements, those of `groups` groups of heads, which several tensor-parallel ranks may read
+    groups: int = 1
 
     def block_elements(self, block_size: int) -> int:
         """Return the elements per block and layer."""
         return self.elements
+
+    def elements_of_rank(self, ranks: int) -> int:
+        """Return the elements on each tensor-parallel rank: with fewer groups than ranks, a group is on several."""
+        return (self.elements - self.grouped) // ranks + self.grouped // min(ranks, self.groups)
 
 
 CacheSpec = FullCache | WindowCache | LatentCache | IndexCache | StateCache

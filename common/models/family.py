@@ -2,42 +2,52 @@
 
 Also the builders and weight-name rules that most families share. A rule states which checkpoint tensor fills which
 parameter; `common.weights.rules` applies it. Its pattern is a dotted name in which `{l}` and `{e}` stand for a layer's
-and an expert's index; a leading `[part.]` is optional. Several rules may fill one parameter from alternative names.
+and an expert's index, and a number for itself; a leading `[part.]` is optional. Several rules may fill one parameter
+from alternative names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from pagoda.common.models import hf_config
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Attention, Mixer
 from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import Classifier, Ffn, Layer, Mlp, ModelSpec, Norms, Pooler
+
+Transpose: TypeAlias = bool | Literal["unless_it_fits"]
+"""Whether a tensor is stored with its last two axes swapped; by its shape where writers differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One tensor fills one parameter; `transpose` swaps its two axes first."""
+    """One tensor fills one parameter; `transpose` swaps its last two axes first."""
 
     source: str
     target: str
-    transpose: bool = False
+    transpose: Transpose = False
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One tensor is split along axis 0 (after `transpose`) into several parameters, sized by their shapes.
+    """One tensor is split along `axis` (after `transpose`) into several parameters, sized by their shapes.
 
-    `interleaved`: each of the parameters' groups of heads (Param.groups) has its rows of all of them together.
+    `transpose`: swaps the last two axes. `interleaved`: each of the parameters' groups of heads (Param.groups) has its
+    rows of all of them together. `alternating`: the parameters take turns, an entry each. `quantised_pieces`: a
+    quantised tensor has that many equal parts, each with rows of all parameters and blocks of scales of its own.
     """
 
     source: str
     targets: tuple[str, ...]
-    transpose: bool = False
+    transpose: Transpose = False
     interleaved: bool = False
+    axis: int = 0
+    alternating: bool = False
+    quantised_pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +58,61 @@ class Stack:
     target: str
 
 
-Rule = Rename | Split | Stack
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """One tensor of another shape fills one parameter; `transpose`: with the parameter's last two axes swapped."""
+
+    source: str
+    target: str
+    transpose: bool = False
 
 
-def linear(source: str, target: str) -> tuple[Rule, ...]:
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """A parameter that checkpoints of the family may leave out, because it is zero."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Normalise:
+    """One tensor fills one parameter, its vectors along `axis` divided by their L2 norms."""
+
+    source: str
+    target: str
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """One tensor plus a constant fills one parameter."""
+
+    source: str
+    target: str
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The rows of some tokens in a table [V, D] fill one parameter [n, D].
+
+    `difference`: of two tokens, the second's row minus the first's. `whole`: the parameter that the table itself fills.
+    """
+
+    source: str
+    target: str
+    tokens: tuple[int, ...]
+    difference: bool = False
+    whole: str | None = None
+
+
+TensorRule = Rename | Split | Stack | Reshape | Normalise | Shift | TokenRows
+"""Rules that read a tensor."""
+
+Rule = TensorRule | Zeros
+
+
+def linear(source: str, target: str) -> tuple[TensorRule, ...]:
     """Rules of a linear layer: its weight and its optional bias."""
     return Rename(f"{source}.weight", target), Rename(f"{source}.bias", f"{target}_bias")
 
@@ -83,6 +144,23 @@ def decoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the models of a family mark up their answers; empty: as the flags say."""
+
+    reasoning: str = ""  # --reasoning-parser, unless it is given
+    tools: str = ""  # --tool-call-parser, unless it is given; then without --enable-auto-tool-choice
+    ends: tuple[str, ...] = ()  # texts of tokens that end an answer, besides those that the checkpoint names
+
+
+@dataclass(frozen=True, slots=True)
+class MergedAdapter:
+    """The low-rank adapter that is added to a checkpoint's matrices: weight + scale * B A, of its adapter `index`."""
+
+    index: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A model family: a config reader and weight-name rules, for its generating and its pooling models."""
 
@@ -96,11 +174,22 @@ class Family:
     )
     heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # ignored by pooling models
     generates: bool = True  # False for encoders, which can only pool
+    answers: AnswerFormat = AnswerFormat()
+    config_rules: Callable[[HfConfig], tuple[Rule, ...]] | None = None  # rules that depend on config.json, tried first
+    config_adapter: Callable[[HfConfig], MergedAdapter | None] | None = None
+    adapter: MergedAdapter | None = None  # of this config.json, see `configured`
+    side_files: tuple[str, ...] = ()  # state dicts beside the checkpoint; their tensors are named `stem.name`
+
+    def configured(self, config: HfConfig) -> Family:
+        """Return the family with the rules and the adapter of this config.json."""
+        rules = () if self.config_rules is None else self.config_rules(config)
+        adapter = None if self.config_adapter is None else self.config_adapter(config)
+        return replace(self, rules=(*rules, *self.rules), adapter=adapter) if rules or adapter else self
 
 
 EMBED_RULES: Final[tuple[Rule, ...]] = (
     Rename("[model.]embed_tokens.weight", "embed"),
-    Rename("[model.]norm.weight", "final_norm"),
+    *linear("[model.]norm", "final_norm"),
     Rename("lm_head.weight", "head"),
 )
 
@@ -116,15 +205,15 @@ QK_NORM_RULES: Final[tuple[Rule, ...]] = (
     Rename("[model.]layers.{l}.self_attn.k_norm.weight", "layers.{l}.mixers.0.k_norm"),
 )
 
-MLP_RULES: Final[tuple[Rule, ...]] = (
+MLP_RULES: Final[tuple[TensorRule, ...]] = (
     *linear("[model.]layers.{l}.mlp.gate_proj", "layers.{l}.ffn.gate"),
     *linear("[model.]layers.{l}.mlp.up_proj", "layers.{l}.ffn.up"),
     *linear("[model.]layers.{l}.mlp.down_proj", "layers.{l}.ffn.down"),
 )
 
 PRE_NORM_RULES: Final[tuple[Rule, ...]] = (
-    Rename("[model.]layers.{l}.input_layernorm.weight", "layers.{l}.norms.before_mixer"),
-    Rename("[model.]layers.{l}.post_attention_layernorm.weight", "layers.{l}.norms.before_ffn"),
+    *linear("[model.]layers.{l}.input_layernorm", "layers.{l}.norms.before_mixer"),
+    *linear("[model.]layers.{l}.post_attention_layernorm", "layers.{l}.norms.before_ffn"),
 )
 
 FOUR_NORM_RULES: Final[tuple[Rule, ...]] = (
@@ -139,12 +228,33 @@ def rms_norm(config: HfConfig, default: float, *, unit_offset: bool = False) -> 
     return Norm(config.opt("rms_norm_eps", float, default), unit_offset=unit_offset)
 
 
+def layer_norm(config: HfConfig, key: str = "layer_norm_eps", *, default: float = 1e-5, bias: bool = True) -> Norm:
+    return Norm(config.opt(key, float, default), kind="layer", bias=bias)
+
+
+def plain_mlp(config: HfConfig, activation: str, *, bias: bool) -> Mlp:
+    """Return down(act(up x)); `activation`: the family's default."""
+    return Mlp(config.size("intermediate_size"), config.activation("hidden_act", activation), gated=False, bias=bias)
+
+
 def gated_mlp(config: HfConfig, *, bias: bool = False) -> Mlp:
     return Mlp(config.size("intermediate_size"), config.activation("hidden_act", "silu"), gated=True, bias=bias)
 
 
-def rotary_attention(config: HfConfig, width: int, *, theta: float = 10_000.0) -> Attention:
-    """Return grouped-query attention with RoPE on whole heads, without biases, qk norms or sliding window."""
+def rotary_attention(
+    config: HfConfig, width: int, *, theta: float = 10_000.0, partial: float = 1.0, interleaved: bool = False
+) -> Attention:
+    """Return grouped-query attention with RoPE, without biases, qk norms or sliding window.
+
+    `theta`, `partial`: the family's default base and rotated part of a head.
+    """
+    head_dim = hf_config.head_dim(config, width, config.size("num_attention_heads"))
+    rope = hf_config.rope(config, head_dim, theta=theta, partial=partial)
+    return grouped_attention(config, width, replace(rope, interleaved=interleaved))
+
+
+def grouped_attention(config: HfConfig, width: int, rope: Rope | None) -> Attention:
+    """Return grouped-query attention without biases, qk norms or sliding window."""
     heads = config.size("num_attention_heads")
     head_dim = hf_config.head_dim(config, width, heads)
     return Attention(
@@ -152,7 +262,7 @@ def rotary_attention(config: HfConfig, width: int, *, theta: float = 10_000.0) -
         kv_heads=hf_config.kv_heads(config, heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=hf_config.rope(config, head_dim, theta=theta),
+        rope=rope,
     )
 
 
@@ -178,9 +288,9 @@ def decoder(config: HfConfig, layers: Iterable[Layer], final_norm: Norm, *, tied
     )
 
 
-def classifier(config: HfConfig, *, bias: bool = True) -> Classifier:
-    """Return the classification head: one output per label in the config, with the config's activation."""
-    labels = len(config.opt("id2label", dict, {})) or config.opt_size("num_labels", 2)
+def classifier(config: HfConfig, *, bias: bool = True, labels: int = 0) -> Classifier:
+    """Return the classification head, with the config's activation. `labels`: 0 for those in the config."""
+    labels = labels or len(config.opt("id2label", dict, {})) or config.opt_size("num_labels", 2)
     return Classifier(labels, _label_activation(config, labels), bias)
 
 

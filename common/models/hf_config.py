@@ -20,6 +20,7 @@ from pagoda.common.models.rope import (
     LongRopeScaling,
     Rope,
     RopeScaling,
+    RotatedPairs,
     YarnScaling,
 )
 from pagoda.common.models.spec import Activation
@@ -30,17 +31,19 @@ T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
 HARMLESS: Final = (
     # Origin of the file.
     *("*name_or_path", "_commit_hash", "architectures", "model_type", "auto_map", "transformers*", "unsloth*"),
-    *("is_llama_config", "torch_dtype", "dtype", "xla_device"),
+    *("is_llama_config", "torch_dtype", "dtype", "xla_device", "_pre_quantization_dtype", "custom_pipelines"),
+    *("model_name", "pipeline_tag", "license", "framework"),
     # Implementation, not maths.
-    *("*attn_implementation*", "*experts_implementation*", "*flash_attn*", "use_cache", "cache_implementation"),
+    *("*attn_implementation*", "*experts_implementation*", "*flash_attn*", "*flash_attention*", "*xformers*"),
+    *("use_cache", "cache_implementation", "num_logits_to_keep", "logits_to_keep"),
     *("pretraining_tp", "chunk_size_feed_forward", "tf_legacy_loss", "output_*", "return_dict*", "use_return_dict"),
     *("keys_to_ignore_at_inference",),
     # Training.
     *("*dropout", "*_pdrop", "*dropout_prob", "layerdrop", "initializer_*", "init_std", "gradient_checkpointing*"),
-    *("router_aux_loss_coef", "router_jitter_noise"),
+    *("*_loss_coef", "*_loss_coeff", "*_loss_weight", "*_loss_factor", "router_jitter_noise", "neftune_noise_alpha"),
     # The tokenizer.
-    *("*token_id", "*_token_ids", "tokenizer_class", "max_sequence_length", "model_max_length", "prefix"),
-    *("use_sep_token",),
+    *("*token_id", "*_token_ids", "tokenizer*", "max_sequence_length", "model_max_length", "max_seq_length", "prefix"),
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", "use_sep_token"),
     # Tasks; classifiers read the labels.
     *("task_specific_params", "finetuning_task", "problem_type", "id2label", "label2id", "num_labels", "_num_labels"),
     *("sentence_transformers", "sbert_ce_default_activation_function", "is_matryoshka", "matryoshka_dimensions"),
@@ -59,15 +62,22 @@ OFF_VALUES: Final[dict[str, tuple[object, ...]]] = {
             *("add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"),
             *("torchscript", "use_bfloat16", "rope_interleaved", "use_mrope"),
             *("attention_bias", "qkv_bias", "mlp_bias", "lm_head_bias", "use_bias", "bias"),
-            *("use_qk_norm", "qk_layernorm"),
+            *("use_qk_norm", "qk_layernorm", "use_sliding_window", "norm_head", "use_moe", "use_mup"),
+            *("parallel_attn", "use_parallel_residual", "alibi", "multi_query"),
         ),
         _OFF,
     ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "num_nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (1.0,)),
     "cross_attention_hidden_size": _OFF,
     "pruned_heads": ({},),
     "shared_expert_intermediate_size": (0,),
 }
 """Key of an optional mechanism -> values that mean it is off, accepted in any family that does not read the key."""
+
+_WINDOW_KEYS: Final = ("sliding_window", "max_window_layers")
+"""Keys that mean nothing if `use_sliding_window` is false."""
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
@@ -77,6 +87,7 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -119,6 +130,14 @@ class HfConfig:
             return default
         return self._typed(key, kind) if key in self else None
 
+    def is_number(self, key: str) -> bool:
+        """Return whether the value is a number, where a list may stand for one."""
+        return isinstance(self._values.get(key), int | float)
+
+    def is_text(self, key: str) -> bool:
+        """Return whether the value is a string, where a list may stand for one."""
+        return isinstance(self._values.get(key), str)
+
     def size(self, key: str, *aliases: str) -> int:
         """Return a required integer of at least 1."""
         return self._positive(key, self.need(key, int, *aliases))
@@ -126,6 +145,23 @@ class HfConfig:
     def opt_size(self, key: str, default: int) -> int:
         """Return an optional integer of at least 1."""
         return self._positive(key, self.opt(key, int, default))
+
+    def auto_size(self, key: str, default: int) -> int:
+        """Return an optional integer of at least 1, `default` also if it is "auto"."""
+        if self._values.get(key) != "auto":
+            return self.opt_size(key, default)
+        self._read.add(key)
+        return default
+
+    def per_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
+        """Return an integer for each layer, from a list or from one integer for all. `default`: None if required."""
+        self._read.add(key)
+        if isinstance(self._values.get(key), list):
+            values: list[Any] = self.need(key, list)
+            if len(values) != layers or not all(type(value) is int for value in values):
+                raise self.error(key, f"is {values}; it must be {layers} integers, one per layer")
+            return values
+        return [self.need(key, int) if default is None else self.opt(key, int, default)] * layers
 
     def window(self, default: int | None) -> int | None:
         """Return `sliding_window` in tokens; None if it is null: full attention."""
@@ -143,6 +179,22 @@ class HfConfig:
         """Mark keys as read that do not change this family's maths."""
         self._read.update(keys)
 
+    def alias(self, key: str, *names: str) -> None:
+        """Take the value of `key`, if it is absent, from the first of these older names that is present."""
+        self._read.update(names)
+        value = next((self._values[name] for name in names if name in self), None)
+        if key not in self and value is not None:
+            self._values = {**self._values, key: value}
+
+    def default(self, key: str, value: object) -> None:
+        """Take `value` for `key` if it is absent: for keys that shared readers require."""
+        if key not in self:
+            self._values = {**self._values, key: value}
+
+    def set(self, key: str, value: object) -> None:
+        """Take `value` for `key`, whatever the file has: for keys whose meaning differs from that of shared readers."""
+        self._values = {**self._values, key: value}
+
     def section(self, key: str) -> HfConfig | None:
         """Return a reader of a nested object, to be finished separately; None if absent."""
         self._read.add(key)
@@ -152,22 +204,27 @@ class HfConfig:
 
     def finish(self) -> None:
         """Raise ModelError naming every unread key that could matter, and the override that drops it."""
-        for key in OFF_VALUES.keys() - self._read:
-            self.expect(key, *OFF_VALUES[key])
+        for key in sorted(OFF_VALUES.keys() - self._read):
+            try:
+                self.expect(key, *OFF_VALUES[key])
+            except ModelError as error:
+                raise ModelError(f"{error}; if it does not change the result: {self._without((key,))}") from None
+        if self._values.get("use_sliding_window") is False:
+            self.ignore(*_WINDOW_KEYS)
+        if "layer_types" not in self._read and set(self._values.get("layer_types") or ()) == {"full_attention"}:
+            self.ignore("layer_types")
         unread = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
         if unread:
             noun, pronoun = ("key", "it does") if len(unread) == 1 else ("keys", "they do")
-            raise ModelError(
-                f"{self.error(', '.join(unread), f'unknown {noun} that could change the result')}; if {pronoun} not: "
-                f"--hf-overrides '{json.dumps(self._nulls(unread), ensure_ascii=False)}'"
-            )
+            problem = self.error(", ".join(unread), f"unknown {noun} that could change the result")
+            raise ModelError(f"{problem}; if {pronoun} not: {self._without(unread)}")
 
-    def _nulls(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The override that sets these keys to null."""
+    def _without(self, keys: Sequence[str]) -> str:
+        """Return the flag that sets these keys to null."""
         override: dict[str, Any] = dict.fromkeys(keys)
         for name in reversed(self._path):
             override = {name: override}
-        return override
+        return f"--hf-overrides '{json.dumps(override, ensure_ascii=False)}'"
 
     def activation(self, key: str, default: str) -> Activation:
         """Return the activation with the given Hugging Face name."""
@@ -221,21 +278,35 @@ def kv_heads(config: HfConfig, heads: int) -> int:
     return count
 
 
-def rope(config: HfConfig, head_dim: int, *, theta: float = 10_000.0, partial: float = 1.0) -> Rope:
+def rope(
+    config: HfConfig,
+    head_dim: int,
+    *,
+    theta: float = 10_000.0,
+    partial: float = 1.0,
+    read_elsewhere: tuple[str, ...] = (),
+) -> Rope:
     """Return RoPE from `rope_theta` + `rope_scaling`, or from `rope_parameters` (transformers 5).
 
-    `theta`, `partial`: the family's default base and rotated part of a head.
+    `theta`, `partial`: the family's default base and rotated part of a head. `read_elsewhere`: keys of the section that
+    the family reads.
     """
     theta = config.opt("rope_theta", float, theta)
     partial = config.opt("partial_rotary_factor", float, partial)
-    return _rope(config, rope_section(config), head_dim, theta, partial)
+    section = rope_section(config)
+    if section is not None:
+        section.ignore(*read_elsewhere)
+    return _rope(config, section, head_dim, theta, partial)
 
 
-def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding: float) -> dict[str, Rope]:
+def rope_per_layer_type(
+    config: HfConfig, head_dim: int, *, full: float, sliding: float, full_head_dim: int | None = None
+) -> dict[str, Rope]:
     """Return RoPE by layer type, with separate bases for `full_attention` and `sliding_attention`.
 
     Old form: `rope_theta` and `rope_scaling` for full layers, `rope_local_base_freq` for sliding ones.
     New form: `rope_parameters` with one entry per layer type. `full`, `sliding`: the family's default bases.
+    `full_head_dim`: that of full layers, if it differs.
     """
     thetas = {
         "full_attention": config.opt("rope_theta", float, full),
@@ -246,7 +317,8 @@ def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding
     if parameters is not None:
         parameters.finish()
     sections["full_attention"] = sections["full_attention"] or legacy
-    return {kind: _rope(config, sections[kind], head_dim, thetas[kind], 1.0) for kind in thetas}
+    dims = {"full_attention": full_head_dim or head_dim, "sliding_attention": head_dim}
+    return {kind: _rope(config, sections[kind], dims[kind], thetas[kind], 1.0) for kind in thetas}
 
 
 def yarn_scale(config: HfConfig) -> float:
@@ -265,7 +337,7 @@ def context_length(config: HfConfig, rope: Rope) -> int:
     """Return the maximum context in tokens: `max_position_embeddings`, extended by the RoPE scaling."""
     positions = config.size("max_position_embeddings")
     match rope.scaling:
-        case LinearScaling(factor) | DynamicScaling(factor):
+        case LinearScaling(factor) | DynamicScaling(factor) if math.isfinite(factor):
             return int(positions * factor)
         case YarnScaling():
             return max(positions, int(rope.scaling.original * rope.scaling.factor))
@@ -278,10 +350,21 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
         section = HfConfig({})
     theta = section.opt("rope_theta", float, theta)
     partial = section.opt("partial_rotary_factor", float, partial)
+    section.ignore("mrope_section", "mrope_interleaved")  # which axis of an image rotates a channel: equal for text
+    if section.opt("rope_type", str, "") == "proportional":
+        section.expect("factor", 1.0)
+        section.finish()
+        return Rope(theta, head_dim, RotatedPairs(int(partial * head_dim // 2)))
     dim = int(head_dim * partial)
     if dim < 2 or dim % 2 or dim > head_dim or theta <= 1:
         raise config.error("rope", f"theta {theta} on {dim} of {head_dim} channels is not a rotation")
-    scaling = _scaling(config, section, dim)
+    if "alpha" in section:  # NTK scaling by a fixed factor, whatever the context
+        section.expect("type", "dynamic")
+        section.expect("rope_type", "dynamic")
+        section.ignore("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        scaling, theta = None, theta * section.need("alpha", float) ** (dim / (dim - 2))
+    else:
+        scaling = _scaling(config, section, dim)
     section.finish()
     return Rope(theta, dim, scaling)
 
@@ -293,8 +376,9 @@ def _scaling(config: HfConfig, section: HfConfig, dim: int) -> RopeScaling | Non
     original = config.opt_size(
         "original_max_position_embeddings", section.opt_size("original_max_position_embeddings", positions)
     )
+    section.ignore("mrope_section", "mrope_interleaved")  # of image positions; text has the same in all three axes
     match kind:
-        case "default":
+        case "default" | "mrope":
             return None
         case "linear":
             return LinearScaling(section.need("factor", float))
@@ -337,6 +421,9 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 def _longrope(section: HfConfig, positions: int, original: int, dim: int) -> LongRopeScaling:
     factor = section.opt("factor", float, positions / original)
     suggested = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if "long_mscale" in section:
+        suggested = section.need("long_mscale", float)
+        section.expect("short_mscale", suggested)
     lists = {key: section.need(key, list) for key in ("short_factor", "long_factor")}
     for key, values in lists.items():
         if len(values) != dim // 2:

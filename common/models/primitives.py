@@ -16,6 +16,7 @@ class Norm:
     kind: Literal["rms", "layer"] = "rms"
     unit_offset: bool = False  # multiply by (1 + weight)
     bias: bool = False  # LayerNorm only
+    scale: bool = True  # multiply by a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Param:
     shape: tuple[int, ...]
     axes: str  # one axis letter per dimension (see `spec`), `.` for none
     groups: int = 1  # groups of heads along axis 0, by which checkpoints interleave fused parameters
+    float32: bool = False  # kept in float32, whatever the dtype of the model's weights
+    scale: float = 1.0  # multiplies the checkpoint's values
 
     @property
     def size(self) -> int:
@@ -34,12 +37,26 @@ class Param:
 
 
 def norm_params(name: str, norm: Norm | None, width: int, axis: str = "D") -> Iterator[Param]:
-    """Yield the weight and bias of a norm over `width` channels; nothing without a norm."""
-    if norm is None:
+    """Yield the weight and bias of a norm over `width` channels; nothing without a norm or a weight."""
+    if norm is None or not norm.scale:
         return
     yield Param(name, (width,), axis)
     if norm.bias:
         yield Param(f"{name}_bias", (width,), axis)
+
+
+def adapter_params(
+    name: str, rank: int | None, columns: int, rows: tuple[tuple[str, int, str], ...]
+) -> Iterator[Param]:
+    """Yield `{name}_adapter` [rank, columns], and for each output (its name, rows and axis) `{output}_adapter_out`.
+
+    Nothing without a rank: the layers have no low-rank adapter.
+    """
+    if rank is None:
+        return
+    yield Param(f"{name}_adapter", (rank, columns), ".D")
+    for output, count, axis in rows:
+        yield Param(f"{output}_adapter_out", (count, rank), f"{axis}.")
 
 
 def linear_params(

@@ -1,51 +1,200 @@
 """Hugging Face architecture name -> family, and config.json -> spec.
 
-To add a model: write a file in `families` that defines a `Family`, and list its architectures here.
+To add a model: write a file in `families` that defines a `Family`, and list its architectures here. `ModelRegistry` and
+the entry point group `pagoda.models` add families of other packages.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from pagoda.common.config.groups.pooler import PoolerConfig, PoolingKind
 from pagoda.common.config.settings import merge_json
 from pagoda.common.errors import ModelError
 from pagoda.common.models.caches import WindowCache
-from pagoda.common.models.family import Family, PoolUse, Rule, linear
+from pagoda.common.models.family import Family, PoolUse, Rename, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.spec import Dense, ModelSpec, Pooler
+from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.spec import Dense, ModelSpec, Pooler, TokenSelection
+from pagoda.common.models.token_classifier import TokenClassifier, text_keys
+from pagoda.common.models.towers import text_model
 
 ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
-    "DeepseekV2ForCausalLM": ("deepseek", "DEEPSEEK_V2"),
-    "DeepseekV3ForCausalLM": ("deepseek", "DEEPSEEK_V3"),
-    "DeepseekV32ForCausalLM": ("deepseek", "DEEPSEEK_V32"),
-    "GPT2LMHeadModel": ("gpt2", "GPT2"),
-    "Gemma2ForCausalLM": ("gemma", "GEMMA2"),
-    "Gemma3ForCausalLM": ("gemma", "GEMMA3"),
-    "LLaMAForCausalLM": ("llama", "LLAMA"),
-    "LlamaForCausalLM": ("llama", "LLAMA"),
-    "MistralForCausalLM": ("llama", "MISTRAL"),
-    "MixtralForCausalLM": ("mixtral", "MIXTRAL"),
-    "OPTForCausalLM": ("opt", "OPT"),
-    "Olmo2ForCausalLM": ("olmo", "OLMO2"),
-    "Phi3ForCausalLM": ("phi", "PHI3"),
-    "Qwen2ForCausalLM": ("qwen", "QWEN2"),
-    "Qwen3ForCausalLM": ("qwen", "QWEN3"),
-    "Qwen3MoeForCausalLM": ("qwen", "QWEN3_MOE"),
-    "Qwen3NextForCausalLM": ("qwen3_next", "QWEN3_NEXT"),
+    "AXK1ForCausalLM": ("latent.deepseek_like", "AXK1"),
+    "AfmoeForCausalLM": ("sigmoid_mixtures.afmoe", "AFMOE"),
+    "ApertusForCausalLM": ("llama_block.apertus", "APERTUS"),
+    "AquilaForCausalLM": ("llama_block.llama", "LLAMA"),
+    "ArceeForCausalLM": ("gpt_block.nemotron", "ARCEE"),
+    "ArcticForCausalLM": ("mixtures.arctic", "ARCTIC"),
+    "BaiChuanForCausalLM": ("llama_block.baichuan", "BAICHUAN_7B"),
+    "BaichuanForCausalLM": ("llama_block.baichuan", "BAICHUAN"),
+    "BailingMoeForCausalLM": ("sigmoid_mixtures.bailing", "BAILING"),
+    "BailingMoeV2ForCausalLM": ("sigmoid_mixtures.bailing", "BAILING_V2"),
+    "BailingMoeV2_5ForCausalLM": ("recurrent.bailing_linear", "LING25"),
+    "BailingMoeV3ForCausalLM": ("recurrent.bailing_hybrid", "LING3"),
+    "BambaForCausalLM": ("recurrent.bamba", "BAMBA"),
+    "BloomForCausalLM": ("gpt_block.bloom", "BLOOM"),
+    "ChatGLMForConditionalGeneration": ("llama_block.glm", "CHATGLM"),
+    "ChatGLMModel": ("llama_block.glm", "CHATGLM"),
+    "Cohere2ForCausalLM": ("gpt_block.cohere", "COHERE2"),
+    "Cohere2MoeForCausalLM": ("mixtures.cohere2_moe", "COHERE2_MOE"),
+    "CohereForCausalLM": ("gpt_block.cohere", "COHERE"),
+    "CwmForCausalLM": ("llama_block.llama_like", "CWM"),
+    "DbrxForCausalLM": ("mixtures.dbrx", "DBRX"),
+    "DeciLMForCausalLM": ("llama_block.nemotron_nas", "NEMOTRON_NAS"),
+    "DeepseekForCausalLM": ("latent.deepseek", "DEEPSEEK"),
+    "DeepseekV2ForCausalLM": ("latent.deepseek", "DEEPSEEK_V2"),
+    "DeepseekV32ForCausalLM": ("latent.deepseek", "DEEPSEEK_V32"),
+    "DeepseekV3ForCausalLM": ("latent.deepseek", "DEEPSEEK_V3"),
+    "Dots1ForCausalLM": ("sigmoid_mixtures.dots", "DOTS1"),
+    "DotsOCRForCausalLM": ("llama_block.qwen", "DOTS_OCR"),
+    "Ernie4_5ForCausalLM": ("llama_block.llama_like", "ERNIE"),
+    "Ernie4_5_ForCausalLM": ("llama_block.llama_like", "ERNIE"),
+    "Ernie4_5_MoeForCausalLM": ("mixtures.ernie", "ERNIE_MOE"),
+    "Exaone4ForCausalLM": ("llama_block.exaone", "EXAONE4"),
+    "ExaoneForCausalLM": ("llama_block.exaone", "EXAONE"),
+    "ExaoneMoeForCausalLM": ("sigmoid_mixtures.exaone_moe", "EXAONE_MOE"),
+    "Fairseq2LlamaForCausalLM": ("llama_block.llama", "FAIRSEQ2"),
+    "FalconForCausalLM": ("gpt_block.falcon", "FALCON"),
+    "FalconH1ForCausalLM": ("recurrent.bamba", "FALCON_H1"),
+    "FalconMambaForCausalLM": ("recurrent.mamba", "FALCON_MAMBA"),
+    "FlexOlmoForCausalLM": ("mixtures.olmoe", "FLEX_OLMO"),
+    "GPT2LMHeadModel": ("gpt_block.gpt2", "GPT2"),
+    "GPTBigCodeForCausalLM": ("gpt_block.gpt2", "GPT_BIGCODE"),
+    "GPTJForCausalLM": ("gpt_block.gptj", "GPTJ"),
+    "GPTNeoXForCausalLM": ("gpt_block.gpt_neox", "GPT_NEOX"),
+    "Gemma2ForCausalLM": ("llama_block.gemma", "GEMMA2"),
+    "Gemma3ForCausalLM": ("llama_block.gemma", "GEMMA3"),
+    "Gemma3nForCausalLM": ("llama_block.gemma4", "GEMMA3N"),
+    "Gemma4ForCausalLM": ("llama_block.gemma4", "GEMMA4"),
+    "GemmaForCausalLM": ("llama_block.gemma", "GEMMA"),
+    "Glm4ForCausalLM": ("llama_block.glm", "GLM4"),
+    "Glm4MoeForCausalLM": ("sigmoid_mixtures.glm4_moe", "GLM4_MOE"),
+    "Glm4MoeLiteForCausalLM": ("latent.deepseek", "GLM4_MOE_LITE"),
+    "GlmForCausalLM": ("llama_block.glm", "GLM"),
+    "GlmMoeDsaForCausalLM": ("latent.deepseek_like", "GLM5"),
+    "GptOssForCausalLM": ("mixtures.gpt_oss", "GPT_OSS"),
+    "GraniteForCausalLM": ("llama_block.granite", "GRANITE"),
+    "GraniteMoeForCausalLM": ("mixtures.granite_moe", "GRANITE_MOE"),
+    "GraniteMoeHybridForCausalLM": ("recurrent.granite_hybrid", "GRANITE_HYBRID"),
+    "GraniteMoeSWAForCausalLM": ("llama_block.granite_swa", "GRANITE_MOE_SWA"),
+    "GraniteMoeSharedForCausalLM": ("mixtures.granite_moe", "GRANITE_MOE"),
+    "GraniteSWAForCausalLM": ("llama_block.granite_swa", "GRANITE_SWA"),
+    "GritLM": ("llama_block.llama", "MISTRAL"),
+    "HYV3ForCausalLM": ("sigmoid_mixtures.hy3", "HY3"),
+    "HeliumForCausalLM": ("llama_block.llama_like", "HELIUM"),
+    "HunYuanDenseV1ForCausalLM": ("llama_block.hunyuan", "HUNYUAN"),
+    "HunYuanMoEV1ForCausalLM": ("mixtures.hunyuan_moe", "HUNYUAN_MOE"),
+    "HyperCLOVAXForCausalLM": ("llama_block.granite", "HYPERCLOVAX"),
+    "IQuestCoderForCausalLM": ("llama_block.llama_like", "IQUESTCODER"),
+    "InternLM2ForCausalLM": ("llama_block.internlm2", "INTERNLM2"),
+    "InternLM3ForCausalLM": ("llama_block.llama_like", "INTERNLM3"),
+    "InternLMForCausalLM": ("llama_block.llama_like", "PANGU"),
+    "Jais2ForCausalLM": ("gpt_block.nemotron", "JAIS2"),
+    "JambaForCausalLM": ("recurrent.mamba", "JAMBA"),
+    "KimiLinearForCausalLM": ("recurrent.kimi_linear", "KIMI_LINEAR"),
+    "LLaMAForCausalLM": ("llama_block.llama", "LLAMA"),
+    "Lfm2ForCausalLM": ("recurrent.lfm2", "LFM2"),
+    "Lfm2MoeForCausalLM": ("recurrent.lfm2", "LFM2_MOE"),
+    "Llama4ForCausalLM": ("mixtures.llama4", "LLAMA4"),
+    "LlamaForCausalLM": ("llama_block.llama", "LLAMA"),
+    "MPTForCausalLM": ("gpt_block.bloom", "MPT"),
+    "Mamba2ForCausalLM": ("recurrent.mamba2", "MAMBA2"),
+    "MambaForCausalLM": ("recurrent.mamba", "MAMBA"),
+    "MellumForCausalLM": ("mixtures.mellum", "MELLUM"),
+    "MiMoForCausalLM": ("llama_block.qwen", "MIMO"),
+    "MiMoV2FlashForCausalLM": ("sigmoid_mixtures.mimo_v2", "MIMO_V2"),
+    "MiMoV2ForCausalLM": ("sigmoid_mixtures.mimo_v2", "MIMO_V2"),
+    "MiniCPM3ForCausalLM": ("latent.minicpm3", "MINICPM3"),
+    "MiniCPMForCausalLM": ("llama_block.minicpm", "MINICPM"),
+    "MiniMaxForCausalLM": ("recurrent.minimax", "MINIMAX"),
+    "MiniMaxM2ForCausalLM": ("sigmoid_mixtures.minimax_m2", "MINIMAX_M2"),
+    "MiniMaxM3SparseForCausalLM": ("sigmoid_mixtures.minimax_m3", "MINIMAX_M3"),
+    "MiniMaxText01ForCausalLM": ("recurrent.minimax", "MINIMAX"),
+    "Ministral3ForCausalLM": ("llama_block.llama", "MINISTRAL3"),
+    "Mistral4ForCausalLM": ("latent.mistral", "MISTRAL_LARGE3"),
+    "MistralForCausalLM": ("llama_block.llama", "MISTRAL"),
+    "MistralLarge3ForCausalLM": ("latent.mistral", "MISTRAL_LARGE3"),
+    "MixtralForCausalLM": ("mixtures.mixtral", "MIXTRAL"),
+    "MptForCausalLM": ("gpt_block.bloom", "MPT"),
+    "NemotronForCausalLM": ("gpt_block.nemotron", "NEMOTRON"),
+    "NemotronHForCausalLM": ("recurrent.nemotron_h", "NEMOTRON_H"),
+    "OPTForCausalLM": ("gpt_block.opt", "OPT"),
+    "Olmo2ForCausalLM": ("llama_block.olmo", "OLMO2"),
+    "Olmo3ForCausalLM": ("llama_block.olmo", "OLMO3"),
+    "OlmoForCausalLM": ("llama_block.olmo", "OLMO"),
+    "OlmoHybridForCausalLM": ("recurrent.olmo_hybrid", "OLMO_HYBRID"),
+    "OlmoeForCausalLM": ("mixtures.olmoe", "OLMOE"),
+    "OrionForCausalLM": ("gpt_block.stablelm", "ORION"),
+    "PanguEmbeddedForCausalLM": ("llama_block.llama_like", "PANGU"),
+    "PanguUltraMoEForCausalLM": ("latent.deepseek_like", "PANGU_ULTRA"),
+    "Param2MoEForCausalLM": ("sigmoid_mixtures.bailing", "PARAM2"),
+    "PersimmonForCausalLM": ("gpt_block.persimmon", "PERSIMMON"),
+    "Phi3ForCausalLM": ("llama_block.phi", "PHI3"),
+    "PhiForCausalLM": ("llama_block.phi", "PHI"),
+    "PhiMoEForCausalLM": ("mixtures.phimoe", "PHIMOE"),
+    "PhimoeForCausalLM": ("mixtures.phimoe", "PHIMOE"),
+    "Plamo3ForCausalLM": ("llama_block.plamo3", "PLAMO3"),
+    "QWenLMHeadModel": ("llama_block.baichuan", "QWEN1"),
+    "Qwen2ForCausalLM": ("llama_block.qwen", "QWEN2"),
+    "Qwen2MoeForCausalLM": ("llama_block.qwen", "QWEN2_MOE"),
+    "Qwen3ForCausalLM": ("llama_block.qwen", "QWEN3"),
+    "Qwen3MoeForCausalLM": ("llama_block.qwen", "QWEN3_MOE"),
+    "Qwen3NextForCausalLM": ("recurrent.qwen3_next", "QWEN3_NEXT"),
+    "Qwen3_5ForCausalLM": ("recurrent.qwen3_next", "QWEN3_5"),
+    "Qwen3_5MoeForCausalLM": ("recurrent.qwen3_next", "QWEN3_5_MOE"),
+    "RWForCausalLM": ("gpt_block.falcon", "FALCON"),
+    "Rnj1ForCausalLM": ("llama_block.gemma", "RNJ1"),
+    "SarvamMLAForCausalLM": ("latent.deepseek_like", "SARVAM_MLA"),
+    "SarvamMoEForCausalLM": ("sigmoid_mixtures.bailing", "BAILING_V2"),
+    "SeedOssForCausalLM": ("llama_block.llama_like", "SEED_OSS"),
+    "SmolLM3ForCausalLM": ("llama_block.smollm3", "SMOLLM3"),
+    "SolarForCausalLM": ("llama_block.solar", "SOLAR"),
+    "StableLMEpochForCausalLM": ("gpt_block.stablelm", "STABLELM"),
+    "StableLmForCausalLM": ("gpt_block.stablelm", "STABLELM"),
+    "Starcoder2ForCausalLM": ("gpt_block.starcoder2", "STARCODER2"),
+    "Step1ForCausalLM": ("llama_block.step1", "STEP1"),
+    "Step3p5ForCausalLM": ("sigmoid_mixtures.step3p5", "STEP3P5"),
+    "TeleChat2ForCausalLM": ("llama_block.telechat2", "TELECHAT2"),
+    "TeleChat3ForCausalLM": ("llama_block.llama", "LLAMA"),
+    "TeleChatForCausalLM": ("llama_block.telechat2", "TELECHAT2"),
+    "TeleFLMForCausalLM": ("llama_block.minicpm", "TELEFLM"),
+    "VaultGemmaForCausalLM": ("llama_block.gemma", "VAULTGEMMA"),
+    "XverseForCausalLM": ("llama_block.llama", "LLAMA"),
+    "Zamba2ForCausalLM": ("recurrent.zamba2", "ZAMBA2"),
 }
 """Architecture -> (module in `families`, name of its Family)."""
 
+POOLERS: Final[dict[str, tuple[str, str, PoolUse]]] = {
+    "BgeM3EmbeddingModel": ("encoders.bert", "BGE_M3", "embed"),
+    "ColBERTJinaRobertaModel": ("encoders.rotary", "JINA_COLBERT", "embed"),
+    "ColBERTModernBertModel": ("encoders.modernbert", "MODERNBERT", "embed"),
+    "HF_ColBERT": ("encoders.bert", "COLBERT", "embed"),
+    "InternLM2ForRewardModel": ("llama_block.internlm2", "INTERNLM2_REWARD", "token_classify"),
+    "Qwen2ForProcessRewardModel": ("llama_block.qwen", "QWEN2_PROCESS_REWARD", "token_classify"),
+    "Qwen2ForRewardModel": ("llama_block.qwen", "QWEN2_REWARD", "token_classify"),
+}
+"""Pooling architecture with a head of its own -> (module in `families`, name of its Family, its task)."""
+
 ENCODERS: Final[dict[str, tuple[str, str]]] = {
-    "Bert": ("bert", "BERT"),
-    "Camembert": ("bert", "ROBERTA"),
-    "ModernBert": ("modernbert", "MODERNBERT"),
-    "Roberta": ("bert", "ROBERTA"),
-    "XLMRoberta": ("bert", "ROBERTA"),
+    "Bert": ("encoders.bert", "BERT"),
+    "Camembert": ("encoders.bert", "ROBERTA"),
+    "Gte": ("encoders.rotary", "GTE"),
+    "GteNew": ("encoders.rotary", "NEW"),
+    "JinaBert": ("encoders.jina", "JINA_BERT"),
+    "JinaEmbeddingsV3": ("encoders.rotary", "JINA_V3"),
+    "ModernBert": ("encoders.modernbert", "MODERNBERT"),
+    "New": ("encoders.rotary", "NEW"),
+    "NomicBert": ("encoders.rotary", "NOMIC"),
+    "Roberta": ("encoders.bert", "ROBERTA"),
+    "XLMRoberta": ("encoders.jina", "XLM_ROBERTA"),
 }
 """Name stem of encoder architectures, which only pool -> (module in `families`, name of its Family)."""
 
@@ -65,29 +214,122 @@ def find(architecture: str) -> tuple[Family, PoolUse | None]:
     """Return the family of an architecture and its pooling task (None: it generates).
 
     Every generating family also has pooling architectures: XModel and XForSequenceClassification share the layers of
-    XForCausalLM. Raises ModelError listing the supported architectures.
+    XForCausalLM. Families of `ModelRegistry` and of installed packages take precedence over pagoda's own.
+    Raises ModelError naming the nearest supported architectures, or for a family of somebody else that cannot be
+    loaded.
     """
-    if architecture in ARCHITECTURES:
-        return _load(*ARCHITECTURES[architecture]), None
+    found = _find(architecture)
+    if found is None:
+        raise ModelError(f"{unsupported(architecture)}; --model-impl transformers runs those that transformers knows")
+    return found
+
+
+def abilities(architecture: str, *, by_name: bool) -> tuple[PoolUse | None, bool]:
+    """Return its pooling task (None: it generates), and whether models of its kind generate.
+
+    `by_name`: an unknown architecture is judged by its suffix; otherwise ModelError is raised as by `find`.
+    """
+    if not by_name or is_supported(architecture):
+        family, use = find(architecture)
+        return use, family.generates
+    if architecture.endswith(_GENERATORS):
+        return None, True
+    use = next((use for suffix, use in _POOLING_SUFFIXES.items() if architecture.endswith(suffix)), None)
+    return use, use is None
+
+
+def is_supported(architecture: str) -> bool:
+    """Return whether a family computes the architecture. Raises ModelError if it cannot be loaded."""
+    return _find(architecture) is not None
+
+
+def unsupported(architecture: str) -> str:
+    """Return the beginning of an error message, with the three supported architectures of the most similar names."""
+    pooling = (f"{stem}{suffix}" for stem in ENCODERS for suffix in ("Model", "ForSequenceClassification"))
+    nearest = get_close_matches(architecture, sorted({*_supported(), *POOLERS, *pooling}), n=3, cutoff=0.0)
+    return f"architecture {architecture} is not supported; the nearest supported ones are {', '.join(nearest)}"
+
+
+def _find(architecture: str) -> tuple[Family, PoolUse | None] | None:
+    if (family := _generator(architecture)) is not None:
+        return family, None
+    if architecture in POOLERS:
+        module, name, task = POOLERS[architecture]
+        return _load(module, name), task
     for suffix, use in _POOLING_SUFFIXES.items():
         if not architecture.endswith(suffix):
             continue
         stem = architecture.removesuffix(suffix)
-        names = [stem + generator for generator in _GENERATORS if stem + generator in ARCHITECTURES]
         if stem in ENCODERS:
             return _load(*ENCODERS[stem]), use
-        if names and suffix != "ForMaskedLM":
-            return _load(*ARCHITECTURES[names[0]]), use
-    pooling = ", ".join(f"{stem}{suffix}" for stem in ENCODERS for suffix in ("Model", "ForSequenceClassification"))
-    raise ModelError(
-        f"architecture {architecture} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}, the same for "
-        f"pooling, and {pooling}"
-    )
+        for generator in _GENERATORS if suffix != "ForMaskedLM" else ():
+            if (family := _generator(stem + generator)) is not None:
+                return family, use
+    return None
+
+
+MODELS: Final = "pagoda.models"
+"""Entry point group of families: the name is an architecture, the value `module:FAMILY`."""
+
+
+class ModelRegistry:
+    """Families that a program adds, as vLLM's class of this name.
+
+    They are known in the process that registers them; the engine's own process registers them in a general plugin.
+    Installed packages use the entry point group `pagoda.models`, which every process reads.
+    """
+
+    _families: ClassVar[dict[str, Family | str]] = {}
+
+    @classmethod
+    def register_model(cls, architecture: str, family: Family | str) -> None:
+        """Use `family`, or the one that `module:FAMILY` names, for checkpoints of `architecture` that generate text.
+
+        The name is imported when it is first needed. Raises ModelError for anything else.
+        """
+        if not isinstance(family, Family) and not (isinstance(family, str) and ":" in family):
+            raise ModelError(f"architecture {architecture}: {family!r} is neither a Family nor a name module:FAMILY")
+        cls._families[architecture] = family
+
+    @classmethod
+    def get_supported_archs(cls) -> set[str]:
+        """Return the architectures that generate text: pagoda's own, registered and installed ones."""
+        return _supported()
+
+    @classmethod
+    def added(cls) -> dict[str, Family | str]:
+        """Return the families of installed packages and of this process by architecture."""
+        return {point.name: point.value for point in entry_points(group=MODELS)} | cls._families
+
+
+def _supported() -> set[str]:
+    return {*ARCHITECTURES, *ModelRegistry.added()}
+
+
+def _generator(architecture: str) -> Family | None:
+    """Return the family of a generating architecture, None if it is unknown."""
+    added = ModelRegistry.added().get(architecture)
+    if added is None:
+        return _load(*ARCHITECTURES[architecture]) if architecture in ARCHITECTURES else None
+    if isinstance(added, Family):
+        return added
+    try:
+        family = pkgutil.resolve_name(added)
+    except Exception as error:
+        problem = f"{added} of {MODELS} cannot be imported: {type(error).__name__}: {error}"
+        raise ModelError(f"architecture {architecture}: {problem}; fix or uninstall it") from error
+    if not isinstance(family, Family):
+        raise ModelError(f"architecture {architecture}: {added} is not a Family, it is {type(family).__name__}")
+    return family
 
 
 def family(architecture: str) -> Family:
-    """Return the family of an architecture. Raises ModelError listing the supported ones."""
+    """Return the family of an architecture. Raises ModelError naming the nearest supported ones."""
     return find(architecture)[0]
+
+
+_ROTARY: Final = {"XLMRobertaModel": "JinaEmbeddingsV3Model"}
+"""Architecture -> the one meant by a config that replaces its positions by RoPE."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -95,7 +337,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ModelError(f"config.json: architectures is {architectures!r}; it must name one architecture")
-    return str(architectures[0])
+    name = str(architectures[0])
+    return _ROTARY.get(name, name) if config.get("position_embedding_type") == "rotary" else name
 
 
 def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
@@ -103,16 +346,17 @@ def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
 
     Raises ModelError for an unknown or pooling-only architecture, and a missing, unknown or out-of-range key.
     """
-    architecture = architecture_of(config)
+    text = text_model(config)
+    architecture = architecture_of(text.config)
     family, use = find(architecture)
     if use is not None:
         raise ModelError(f"architecture {architecture} only pools, it generates no text; use --runner pooling, or auto")
-    reader = HfConfig(config)
-    spec = family.build(reader)
+    reader = HfConfig(text.config, path=text.path)
+    spec, family = family.build(reader), family.configured(reader)
     reader.finish()
     if not all(mixer.causal for mixer in spec.mixers):
         raise ModelError(f"architecture {architecture} attends to later tokens, so it cannot generate text")
-    return spec, family
+    return spec, text.family(family)
 
 
 def _load(module: str, name: str) -> Family:
@@ -135,6 +379,7 @@ class SentenceModules:
 
 
 _MODULE_RULES: Final[tuple[Rule, ...]] = linear("sentence_modules.{l}.linear", "pooler.dense.{l}")
+_TOKEN_HEADS: Final = ("pooler.token_embed", "pooler.token_classify")
 
 
 def pooling_spec(
@@ -145,20 +390,37 @@ def pooling_spec(
     The pooler is the family's, overridden by `modules`, overridden by `overrides`.
     Raises ModelError as `spec_from_config` does, and for modules that do not fit the model.
     """
-    family, _ = find(architecture_of(config))
-    reader = HfConfig(config)
-    spec = family.build(reader)
+    text = text_model(config)
+    family, _ = find(architecture_of(text.config))
+    reader = HfConfig({**text.config, **text_keys(config)}, path=text.path)
+    spec, family = family.build(reader), text.family(family.configured(reader))
     pooler, rules = family.pooler(reader, use), family.pooler_rules
+    if use in ("classify", "token_classify") and (tokens := TokenClassifier.of(reader)) is not None:
+        pooler, rules = tokens.pooler(pooler), tokens.rules(family, tied=spec.tied)
     reader.finish()
     if modules is not None and use == "embed":
-        pooler, rules = Pooler(modules.kind, modules.dense), _MODULE_RULES
-        if modules.width != spec.hidden_width:
-            raise ModelError(f"1_Pooling/config.json: pools width {modules.width}, the model has {spec.hidden_width}")
+        heads = tuple(rule for rule in rules if isinstance(rule, Rename) and rule.target.startswith(_TOKEN_HEADS))
+        rules = (*_MODULE_RULES, *heads)
     if modules is not None and modules.max_seq_length is not None:
         spec = replace(spec, max_positions=min(spec.max_positions, modules.max_seq_length))
-    pooler = replace(pooler, kind=overrides.kind or pooler.kind)
+    pooler = configured_pooler(pooler, use, spec.hidden_width, modules, overrides)
     spec = replace(spec, pooler=pooler, tied=True, head_bias=False)
-    return spec, replace(family, rules=(*family.rules, *rules), ignored=(*family.ignored, *family.heads))
+    return spec, replace(family, rules=(*rules, *family.rules), ignored=(*family.ignored, *family.heads))
+
+
+def configured_pooler(
+    pooler: Pooler, use: PoolUse, width: int, modules: SentenceModules | None, overrides: PoolerConfig
+) -> Pooler:
+    """Return a model's pooler, overridden by `modules`, overridden by `overrides`.
+
+    Raise ModelError for modules that do not pool the model's hidden states of `width`.
+    """
+    if modules is not None and use == "embed":
+        if modules.width != width:
+            raise ModelError(f"1_Pooling/config.json: pools width {modules.width}, the model has {width}")
+        pooler = replace(pooler, kind=modules.kind, dense=modules.dense)
+    selection = pooler.selection if overrides.step_tag is None else TokenSelection(tag=overrides.step_tag)
+    return replace(pooler, kind=overrides.kind or pooler.kind, selection=selection)
 
 
 # Changes to a model before it is built: --hf-overrides, --disable-sliding-window.
@@ -196,6 +458,18 @@ def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
     if any(kind in new for kind in _ROPE_KINDS):
         return {key: value for key, value in old.items() if key in ("rope_theta", "partial_rotary_factor")}
     return dict(old)
+
+
+def within_context(spec: ModelSpec, max_len: int) -> ModelSpec:
+    """Return the spec for sequences of at most `max_len` tokens, without what makes no difference there."""
+    layers = tuple(
+        replace(
+            layer,
+            mixers=tuple(m.within(max_len) if isinstance(m, Attention | LatentAttention) else m for m in layer.mixers),
+        )
+        for layer in spec.layers
+    )
+    return spec if layers == spec.layers else replace(spec, layers=layers)
 
 
 def without_windows(spec: ModelSpec) -> ModelSpec:

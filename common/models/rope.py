@@ -17,7 +17,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Positions divided by `factor`; infinite: the channels encode no position."""
 
     factor: float
 
@@ -62,7 +62,14 @@ class LongRopeScaling:
     attention_factor: float  # multiplies cos and sin
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class RotatedPairs:
+    """Only the first `count` pairs of channels rotate, with the frequencies of a rotation of all."""
+
+    count: int
+
+
+RopeScaling = RotatedPairs | LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,8 @@ def inverse_frequencies(rope: Rope, max_len: int) -> tuple[Float64, float]:
     match rope.scaling:
         case None:
             return _plain(rope.theta, rope.dim), 1.0
+        case RotatedPairs(count):
+            return _plain(rope.theta, rope.dim) * (np.arange(rope.dim // 2) < count), 1.0
         case LinearScaling(factor):
             return _plain(rope.theta, rope.dim) / factor, 1.0
         case DynamicScaling():

@@ -10,8 +10,8 @@ F ffn width, V vocab, E experts, L layers.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.errors import ModelError
@@ -20,8 +20,28 @@ from pagoda.common.models.mixers import Attention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-PoolerActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]  # relu2: relu(x)^2
+PoolerActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """The activation xIELU (arXiv 2411.13010), whose curvatures are parameters.
+
+    p x^2 + beta x for x > 0, else n (expm1(min(x, eps)) - x) + beta x, where p = softplus(curvature_p) and
+    n = beta + softplus(curvature_n).
+    """
+
+    beta: float = 0.5
+    eps: float = -1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGlu:
+    """The gated activation g * sigmoid(alpha g) * (u + 1), where g = min(gate, limit), u = clamp(up, -limit, limit)."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +52,151 @@ class Mlp:
     activation: Activation
     gated: bool
     bias: bool = False
+    down_bias: bool = False  # of down alone
+    learned: Xielu | None = None  # takes the place of `activation`, in an ungated Mlp
+    clamped: ClampedGlu | None = None  # takes the place of `activation`, in a gated Mlp
+    clip: float | None = None  # of a gated Mlp: act(gate x) is at most this, up x within plus or minus this
+    sparsity: float = 0.0
+    # Of a gated Mlp: gate x minus this quantile of the normal distribution with its mean and deviation, then relu.
+
+    def __post_init__(self) -> None:
+        assert self.learned is None or not self.gated, "a learned activation has no gate"
+        assert self.clamped is None or self.gated, "a gated activation needs a gate"
+        assert not self.sparsity or (self.gated and self.clamped is None), "sparsity is that of a gate"
+        assert self.clip is None or (self.gated and self.clamped is None and not self.sparsity), (
+            "a plain gate is clipped"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Consecutive experts in `count` groups of equal size; only experts of the `used` best groups can be chosen."""
+
+    count: int
+    used: int
+    rank_by: Literal["best", "best_two"]  # a group's score: that of its best expert, or the sum of its best two
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Softmax over E experts in float32, of which the `top_k` largest are used."""
+    """Scores of E experts in float32; the `top_k` largest are chosen, and weighted by their scores.
+
+    A softmax over the logits of the chosen experts alone is the renormalised softmax over all.
+    """
 
     top_k: int
     renormalise: bool  # scale the top-k weights to sum to one
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False  # a learned number per expert is added to its score for the choice, not for its weight
+    groups: ExpertGroups | None = None
+    scale: float = 1.0  # multiplies the weights
+    bias: bool = False  # a learned number per expert is added to its logit
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMixer:
+    """Choose `top_k` experts in turn, each the one with the largest logit of the rest (arXiv 2409.12136).
+
+    Its weight is its share in a softmax over those of the rest that are near it: whose logits are less by at most
+    2 * `jitter` times the larger of the largest logit and their own magnitude.
+    """
+
+    top_k: int
+    jitter: float
+    bias: ClassVar[bool] = False
+    correction: ClassVar[bool] = False
+    groups: ClassVar[ExpertGroups | None] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of `experts` Mlps, weighted by the router, plus sigmoid(shared_gate x) * shared(x)."""
+    """Mixture of `experts` Mlps, weighted by the router, plus a shared Mlp that runs on every token."""
 
     experts: int
     expert: Mlp
-    router: Router
-    shared: Mlp | None = None  # runs on every token
+    router: Router | SparseMixer
+    shared: Mlp | None = None
+    shared_gate: bool = False  # sigmoid(gate x) multiplies the output of the shared Mlp
+    weighs_input: bool = False  # the router's weight multiplies the input of the expert instead of its output
+
+    def __post_init__(self) -> None:
+        """Raise ModelError if groups do not fit the experts, or fewer can be chosen than must be."""
+        assert self.expert.learned is None, "experts have no learned activation"
+        if self.weighs_input and self.router.top_k != 1:
+            raise ModelError(f"weighted inputs of {self.router.top_k} experts per token are not supported, only of one")
+        available, groups = self.experts, self.router.groups
+        if groups is not None:
+            size = self.experts // groups.count
+            least = 2 if groups.rank_by == "best_two" else 1
+            if self.experts % groups.count or size < least or not 0 < groups.used <= groups.count:
+                raise ModelError(f"{groups.used} of {groups.count} groups cannot be formed of {self.experts} experts")
+            available = size * groups.used
+        if not 0 < self.router.top_k <= available:
+            raise ModelError(f"a token cannot choose {self.router.top_k} of {available} experts")
 
 
 Ffn = Mlp | Moe
+
+
+@dataclass(frozen=True, slots=True)
+class SideMoe:
+    """A mixture beside the ffn: after_ffn reads ffn_norm(ffn(h)) + output_norm(moe(input_norm(x))).
+
+    x is the input of the ffn before its norm, h after it. The router reads router_norm(x) / sqrt(D), and a learned
+    factor multiplies the weight of each expert.
+    """
+
+    moe: Moe
+    norm: Norm  # all four, each with weights of its own
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankResidual:
+    """A learned residual (LAuReL, arXiv 2411.07501): h + norm(right left h), where h is the mixers' input.
+
+    It is added to the stream after the mixers, and the sum is divided by sqrt(2).
+    """
+
+    rank: int
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """The layer reads share * y + (1 - share) * x, y what came before an earlier `layer` and x what comes before it."""
+
+    layer: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut:
+    """A mixture around a layer: moe(norm(x)), x the layer's input, is added to its output."""
+
+    moe: Moe
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class InputBlock:
+    """A transformer block in front of a layer's mixers, whose weights several layers share (arXiv 2405.16712).
+
+    With e the token's first hidden state (its embedding), the mixers' norm reads x + y instead of x, where
+
+        y = out ffn(ffn_norm(attention(norm([x, e]))))
+
+    without residuals. The residual stream stays x. The layer's first mixer is this `attention`, beside the embedding.
+    The layers with the same `weights_of` have the same weights, except low-rank adapters (of q, k, v; of gate and up:
+    gate x + gate_adapter_out ffn_adapter x) and `out`.
+    """
+
+    ffn: Mlp
+    norm: Norm  # both, each with its own weights; that before the attention is over [x, e]
+    weights_of: int  # the first layer with these weights; its own number in that layer
+    adapter_rank: int | None  # of gate and up
+
+    def __post_init__(self) -> None:
+        assert self.ffn.gated, "the block has a gated ffn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +216,51 @@ class Layer:
     Several mixers run side by side on the same input and their outputs are added.
     """
 
-    mixers: tuple[Mixer, ...]
+    mixers: tuple[Mixer, ...]  # may be empty: the layer begins with the ffn, or does nothing
     ffn: Ffn | None  # None: the layer ends after the mixers
     norms: Norms
     norm_after_add: bool = False  # apply the after-norms to the sum instead of to the update
     parallel: bool = False  # mixers and ffn read the same x; without a before_ffn norm the ffn reads before_mixer(x)
     residual_scale: float = 1.0  # multiplies each update before it is added
+    norm_residual: bool = False  # updates are added to what the norm before returns, not to what it reads
+    side_moe: SideMoe | None = None
+    low_rank: LowRankResidual | None = None
+    output_scale: bool = False  # a learned number multiplies the layer's output
+    blend: Blend | None = None
+    shortcut: Shortcut | None = None
+    block: InputBlock | None = None  # its attention is the first mixer
 
     def __post_init__(self) -> None:
-        assert self.mixers, "a layer has at least one mixer"
-        assert not self.parallel or self.ffn is not None, "a parallel layer has an ffn"
+        assert not self.parallel or (self.mixers and self.ffn is not None), "a parallel layer has mixers and an ffn"
+        assert not (self.parallel and self.norm_residual), "a parallel layer has one sum, so one residual"
         assert not (self.parallel and self.norm_after_add), "a parallel layer has one sum, so no norm after each"
+        beside = self.side_moe is not None or self.low_rank is not None
+        assert not beside or (self.ffn is not None and not self.parallel), "mixers and ffn come one after the other"
+        besides = [mixer for mixer in self.mixers if isinstance(mixer, Attention) and mixer.beside_embedding]
+        blocks = [] if self.block is None else list(self.mixers[:1])
+        assert besides == blocks, "the attention of an input block, and no other, reads the embedding"
+        assert self.block is None or len(self.mixers) > 1, "a block has mixers that read its output"
+        changed = self.norm_residual or self.parallel or self.output_scale or self.shortcut or self.low_rank
+        assert self.block is None or not changed, "a block comes before mixers on a plain residual stream"
+
+    @property
+    def attends_before(self) -> Attention:
+        """The attention of a layer's input block."""
+        (mixer, *_) = self.mixers
+        assert self.block is not None, "the layer has a block"
+        assert isinstance(mixer, Attention), "its first mixer attends"
+        return mixer
 
     @property
     def attention(self) -> Attention:
-        """The only mixer of a layer that passed `check_attention_only`."""
+        """The only mixer of a layer of one `Attention` (see `Supported`)."""
         (mixer,) = self.mixers
         assert isinstance(mixer, Attention)
         return mixer
 
     @property
     def feed_forward(self) -> Ffn:
-        """The ffn of a layer that passed `check_attention_only`."""
+        """The ffn of a layer that has one (see `Supported`)."""
         assert self.ffn is not None
         return self.ffn
 
@@ -108,6 +275,40 @@ class Embedding:
     width: int | None = None  # of the table if it differs from the model's, with projections in and out
     token_types: int = 0  # rows of a learned table, indexed by a token's segment in a text pair
     norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """A further embedding of each token for each layer, which gates an update at the layer's end.
+
+    Of the first hidden states x: (norm(projection x / sqrt(D)) + sqrt(width) * table[token]) / sqrt(2), in L parts.
+    Layer l ends with x += norm(out(activation(gate x) * part l)).
+    """
+
+    vocab: int  # rows of the table; of later tokens the first
+    width: int  # per layer
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class AltUp:
+    """Several residual streams, of which the layers compute one (alternating updates, arXiv 2301.13310).
+
+    Stream 0 starts as the embedding, each other as a projection of it with the same RMS. With
+    m(x) = tanh(router(norm(x) / D)) a layer computes, for each stream s and y = layer(predicted[active]):
+
+        predicted[s] = streams[s] + sum over i of (prediction m(streams[active]))[s, i] * streams[i]
+        streams[s] = predicted[s] + (1 + (correction m(y))[s]) * (y - predicted[active])
+
+    A per-layer embedding is gated by streams[active] (if `scaled`, times a learned vector); its update is added to all
+    streams but 0. The final norm reads the mean of stream 0 and of a projection of each other with the same RMS.
+    """
+
+    streams: int
+    active: int
+    norm: Norm
+    scaled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +331,47 @@ class Classifier:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenSelection:
+    """The tokens of a prompt that have an output, by their ids."""
+
+    tag: int | None = None  # those with this id
+    skip_first: int | None = None  # not the first if it has this id
+    skip_last: int | None = None  # not the last if it has this id
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHead:
+    """W x + b of every token's hidden state: the output of one per-token task."""
+
+    task: Literal["token_embed", "token_classify"]
+    width: int
+    activation: Literal["relu"] | None = None  # of token_classify
+    selection: TokenSelection = TokenSelection()
+
+
+@dataclass(frozen=True, slots=True)
 class Pooler:
     """Hidden states to outputs: pooling over tokens, then the `dense` layers, then the classifier.
 
-    Without a classifier the output is an embedding. A request for per-token outputs overrides `kind` by "all".
+    Without a classifier the output is an embedding. A request for per-token outputs overrides `kind` by "all"; with
+    `token_heads` its output is that of its task's head instead.
     """
 
     kind: PoolingKind  # first token, last token, mean, or all: one output per token
     dense: tuple[Dense, ...] = ()
     classifier: Classifier | None = None
+    token_heads: tuple[TokenHead, ...] = ()
+    selection: TokenSelection = TokenSelection()  # of per-token outputs without heads
+
+    def token_head(self, task: str) -> TokenHead | None:
+        """Return the head of a task, None if it has none."""
+        return next((head for head in self.token_heads if head.task == task), None)
+
+    def activation(self, task: str) -> Literal["sigmoid", "softmax", "relu"] | None:
+        """Return the activation of a task that classifies."""
+        if (head := self.token_head(task)) is not None:
+            return head.activation
+        return None if self.classifier is None else self.classifier.activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +385,39 @@ class ModelSpec:
     tied: bool  # the head is the embedding table
     max_positions: int  # maximum context in tokens, from the checkpoint
     embedding: Embedding = Embedding()
+    per_layer: PerLayerEmbedding | None = None
+    alt_up: AltUp | None = None
     head_bias: bool = False
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     logit_scale: float = 1.0  # multiplies the logits
     pooler: Pooler | None = None  # replaces the head; None: the model generates
+    weight_scales: tuple[tuple[str, float], ...] = ()
+    # Shell-style patterns of parameters' names, each with a factor on the checkpoint's values.
 
     def __post_init__(self) -> None:
-        """Raise ModelError if a layer shares a cache that it cannot read."""
+        """Raise ModelError if a layer shares a cache that it cannot read, or blends in what does not come before it."""
         for index, layer in enumerate(self.layers):
+            self._check_blend(index, layer)
+            self._check_block(index, layer)
             for mixer in layer.mixers:
                 if isinstance(mixer, Attention) and mixer.shares_cache_of is not None:
                     self._check_shared_cache(index, mixer, mixer.shares_cache_of)
+
+    def _check_blend(self, index: int, layer: Layer) -> None:
+        if layer.blend is not None and not 0 <= layer.blend.layer < index:
+            raise ModelError(f"layer {index} reads the input of layer {layer.blend.layer}, which is not before it")
+
+    def _check_block(self, index: int, layer: Layer) -> None:
+        if layer.block is None:
+            return
+        assert self.alt_up is None, "a block reads the only residual stream"
+        assert self.per_layer is None, "layers read the embedding, or a part of one for each layer"
+        shares, owner = f"layer {index} shares the weights of layer {layer.block.weights_of}", layer.block.weights_of
+        if not 0 <= owner <= index or (first := self.layers[owner].block) is None:
+            raise ModelError(f"{shares}, which does not come before it or has no input block")
+        adapted = replace(layer.block, adapter_rank=first.adapter_rank)
+        if first != adapted or _without_adapters(self.layers[owner].mixers[0]) != _without_adapters(layer.mixers[0]):
+            raise ModelError(f"{shares}, whose block differs")
 
     def _check_shared_cache(self, index: int, mixer: Attention, owner: int) -> None:
         shares = f"layer {index} shares the cache of layer {owner}"
@@ -201,40 +456,32 @@ class ModelSpec:
         return tuple(dict.fromkeys(rope for mixer in self.mixers for rope in mixer.ropes()))
 
     @property
+    def block_owners(self) -> tuple[int, ...]:
+        """The first layer with each input block's weights."""
+        owners = (layer.block.weights_of for layer in self.layers if layer.block is not None)
+        return tuple(dict.fromkeys(owners))
+
+    @property
+    def shared_blocks(self) -> dict[int, int]:
+        """The layers whose input block has the weights of an earlier layer's, and that layer's number."""
+        owners = {index: layer.block.weights_of for index, layer in enumerate(self.layers) if layer.block is not None}
+        return {index: owner for index, owner in owners.items() if owner != index}
+
+    @property
+    def blended(self) -> frozenset[int]:
+        """The layers whose input later ones blend into theirs."""
+        return frozenset(layer.blend.layer for layer in self.layers if layer.blend is not None)
+
+    @property
     def hidden_width(self) -> int:
         """Width of the hidden state that the head or pooler reads."""
         return self.embedding.width or self.width
 
 
+def _without_adapters(mixer: Mixer) -> Mixer:
+    return replace(mixer, adapter_rank=None) if isinstance(mixer, Attention) else mixer
+
+
 def _shared_layer(mixer: Mixer) -> int | None:
     """Return the layer whose cache the mixer reads instead of its own, None for its own."""
     return mixer.shares_cache_of if isinstance(mixer, Attention) else None
-
-
-def check_attention_only(spec: ModelSpec, backend: str) -> None:
-    """Raise ModelError naming the first layer that is not one `Attention`, then an ffn, each added to the stream."""
-    for index, layer in enumerate(spec.layers):
-        if (problem := _beyond_attention(layer)) is not None:
-            raise ModelError(f"layer {index} has {problem}, which {backend} does not support; use --backend reference")
-
-
-def _beyond_attention(layer: Layer) -> str | None:
-    """Return what `check_attention_only` refuses in a layer, None if nothing."""
-    for mixer in layer.mixers:
-        if not isinstance(mixer, Attention):
-            return f"a mixer of kind {type(mixer).__name__}"
-        if mixer.rope is not None and mixer.rope.interleaved:
-            return "RoPE on interleaved channels"
-        if mixer.shares_cache_of is not None:
-            return f"attention over the cache of layer {mixer.shares_cache_of}"
-        if mixer.output_gate:
-            return "attention with an output gate"
-    if len(layer.mixers) > 1:
-        return f"{len(layer.mixers)} mixers side by side"
-    if layer.ffn is None:
-        return "no feed-forward block"
-    if isinstance(layer.ffn, Moe) and layer.ffn.shared is not None:
-        return "a shared expert"
-    if layer.parallel:
-        return "mixer and feed-forward block in parallel"
-    return None if layer.residual_scale == 1.0 else f"a residual scale of {layer.residual_scale}"

@@ -31,6 +31,16 @@ BUILT_IN_TEMPLATES: Final = {"chatml_tools": Path(__file__).parent / "templates"
 TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key that holds its text."""
 
+MEDIA_PARTS: Final = frozenset(
+    (
+        *("image", "image_url", "image_embeds", "image_pil", "input_image", "audio", "audio_url", "input_audio"),
+        *("video", "video_url", "input_video", "document", "file", "input_file"),
+    )
+)
+"""Types of content parts that hold media."""
+
+TEXT_ONLY: Final = "the model is served text-only, so leave images, audio, video and files out"
+
 MAX_TEMPLATE_KEYWORDS: Final = 64
 
 _RESERVED_KEYWORDS: Final = frozenset(
@@ -305,7 +315,8 @@ def _part(path: str, part: object) -> str:
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise RequestError("messages", f"{path} must be a string or an object with a type")
     if kind not in TEXT_PARTS:
-        raise RequestError("messages", f"{path} has type {kind[:40]!r}; only text parts are supported")
+        reason = TEXT_ONLY if kind in MEDIA_PARTS else "only text parts are supported"
+        raise RequestError("messages", f"{path} has type {kind[:40]!r}; {reason}")
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise RequestError("messages", f"{path}.{TEXT_PARTS[kind]} must be a string")

@@ -2,21 +2,24 @@
 
 GGUF stores a vocabulary and the name of a pre-tokenizer rule, not a pipeline. `tokenizer.ggml.model` "gpt2" is
 byte-level BPE: tokens, merges, and `tokenizer.ggml.pre` for the rule. "llama" is sentencepiece BPE: tokens and scores,
-higher scores merge first. Source: the GGUF specification (ggml project) and llama.cpp's vocabulary loader.
+higher scores merge first. "bert" is WordPiece, "t5" sentencepiece's unigram model, "gemma4" merges over marked text.
+Source: the GGUF specification (ggml project) and llama.cpp's vocabulary loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagoda.common.errors import ModelError
+from pagoda.common.text.gguf_splits import ADD_BOS, IGNORE_MERGES, RAW_TEXT, SPLITS, splitter
 from pagoda.common.text.token_bytes import SPACE_MARK, byte_alphabet
 from pagoda.common.text.tokenizer_files import TokenizerParts, add_ends
 
@@ -45,124 +48,78 @@ ROLE_KEYS: Final = {
     "mask_token": "mask_token_id",
 }
 
-# Parts of the pre-tokenizer expressions.
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_ENDS: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LEAD: Final = r"[^\r\n\p{L}\p{N}]?"
-_PATH_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-
-GPT2: Final = "gpt2"
-SINGLE_DIGITS: Final = "single digits"
-"""GPT-2's rule after splitting off each digit."""
-LLAMA3: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_ENDS}"
-QWEN2: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS}|{_ENDS}"
-QWEN35: Final = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS}"
-)
-TEKKEN: Final = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATH_SIGNS}|{_ENDS}"
-GPT4O: Final = (
-    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}|{_PATH_SIGNS}|{_ENDS}"
-)
-SPLITS: Final[dict[str, str]] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), SINGLE_DIGITS),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), LLAMA3),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), QWEN2),
-    "qwen35": QWEN35,
-    "tekken": TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
-}
-"""`tokenizer.ggml.pre` -> pre-tokenizer: a regular expression, GPT2 or SINGLE_DIGITS."""
-
-IGNORE_MERGES: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
-"""Rules under which a piece that is itself a token skips merging, and bos is added unless the file overrides it."""
-
 
 def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Return the tokenizer described by a GGUF file's metadata. Raises ModelError if absent or unsupported."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or not metadata.get("tokenizer.ggml.tokens"):
         raise ModelError("the GGUF file has no tokenizer; name the original model's folder with --tokenizer")
-    if kind not in ("gpt2", "llama"):
+    rule = str(metadata.get("tokenizer.ggml.pre", "default"))
+    if kind == "gpt2" and rule in RAW_TEXT:
+        kind = "gemma4"
+    build = _KINDS.get(str(kind))
+    if build is None:
         raise ModelError(
-            f"the GGUF file's tokenizer {kind!r} is not supported (gpt2 and llama are); "
+            f"the GGUF file's tokenizer {kind!r} is not supported ({', '.join(_KINDS)} are); "
             "name the original model's folder with --tokenizer"
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
-    rule = str(metadata.get("tokenizer.ggml.pre", "default"))
     byte_level = kind == "gpt2"
     if not byte_level:
         types = types or [TokenType.NORMAL] * len(tokens)
+    if kind in ("llama", "gemma4"):
         tokens = _lookup_spelling(tokens, types)
+    elif kind == "bert":
+        tokens = _wordpiece_spelling(tokens, types)
     special = _special_tokens(metadata, tokens)
-    backend = _byte_level(metadata, tokens, rule) if byte_level else _sentencepiece(metadata, tokens, types, special)
-    _add_tokens(backend, tokens, types, set(special.values()), byte_level)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", not byte_level or rule in IGNORE_MERGES)
-    add_ends(
-        backend,
-        special.get("bos_token") if add_bos else None,
-        special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
-    )
+    try:
+        backend = build(metadata, tokens, types, special)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise _broken(error) from None
+    _add_tokens(backend, tokens, types, special, str(metadata.get("general.name", "")), byte_level)
+    bos, eos = _ends(metadata, str(kind), rule, special)
+    sep = special.get("sep_token") if _flag(metadata, "add_sep_token", False) else None
+    if kind in ("bert", "t5"):
+        _pair_ends(backend, bos, eos, None if kind == "bert" else sep)
+    elif sep is not None:
+        _pair_ends(backend, bos, eos, sep)
+    else:
+        add_ends(backend, bos, eos)
     return TokenizerParts(backend, special, _chat_templates(metadata))
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], rule: str) -> tokenizers.Tokenizer:
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    rule = str(metadata.get("tokenizer.ggml.pre", "default"))
     split = SPLITS.get(rule)
     if split is None:
         raise ModelError(
             f"the GGUF file's splitting rule tokenizer.ggml.pre = {rule!r} is not known here; "
             "name the original model's folder with --tokenizer"
         )
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _need(metadata, "merges"))]
-    try:
-        model = models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=rule in IGNORE_MERGES
-        )
-    except Exception as error:  # the library raises bare Exception
-        raise _broken(error) from None
+    model = models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=_merges(metadata),
+        ignore_merges=rule in IGNORE_MERGES,
+    )
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = _splitter(split)
+    backend.pre_tokenizer = splitter(split)
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _splitter(split: str) -> pre_tokenizers.PreTokenizer:
-    if split == GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split == SINGLE_DIGITS:
-        first: Any = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    first = pre_tokenizers.Split(Regex(split), behavior="isolated")
-    return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
     kinds = np.asarray(types)
-    try:
-        merges = merges_from_scores(
-            tokens, _need(metadata, "scores"), (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED)
-        )
-        model = models.BPE(
-            vocab=dict(zip(tokens, range(len(tokens)))),
-            merges=merges,
-            unk_token=special.get("unk_token"),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise _broken(error) from None
-    backend = tokenizers.Tokenizer(model)
+    merges = merges_from_scores(
+        tokens, _need(metadata, "scores"), (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED)
+    )
+    backend = tokenizers.Tokenizer(_byte_fallback_model(tokens, merges, special))
     normal: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
     steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
@@ -171,6 +128,129 @@ def _sentencepiece(
     backend.normalizer = normalizers.Sequence(normal)
     backend.decoder = decoders.Sequence(steps)
     return backend
+
+
+def _merged_text(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    """Merged pairs over text with marked spaces; lines are merged apart from the runs of newlines between them."""
+    merges = _merges(metadata)
+    if not any("\n" in left for left, _ in merges):
+        runs = [token.strip("\n") == "" for token in tokens]
+        merges += merges_from_scores(tokens, [-len(token) for token in tokens], runs)
+    backend = tokenizers.Tokenizer(_byte_fallback_model(tokens, merges, special))
+    backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), behavior="isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _byte_fallback_model(
+    tokens: Sequence[str], merges: list[tuple[str, str]], special: Mapping[str, str]
+) -> models.BPE:
+    return models.BPE(
+        vocab=dict(zip(tokens, range(len(tokens)))),
+        merges=merges,
+        unk_token=special.get("unk_token"),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+
+
+def _wordpiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=special["unk_token"]))
+    lowercase = _flag(metadata, "normalizer.lowercase", True)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=_flag(metadata, "normalizer.strip_accents", lowercase)
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _unigram(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    """A unigram model. Only ordinary tokens keep their scores, since an unknown character costs 10 below the worst."""
+    kinds = np.asarray(types)
+    scores = np.where(kinds == TokenType.NORMAL, np.asarray(_need(metadata, "scores"), np.float64), 0.0)
+    worst = scores.min(initial=0.0)
+    scores[(kinds == TokenType.BYTE) | (kinds == TokenType.UNUSED)] = worst
+    model = models.Unigram(
+        list(zip(tokens, scores.tolist())),
+        unk_id=metadata.get("tokenizer.ggml.unknown_token_id", 2),
+        byte_fallback=bool(np.any(kinds == TokenType.BYTE)),
+    )
+    backend = tokenizers.Tokenizer(model)
+    if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
+        backend.normalizer = normalizers.Precompiled(bytes(value & 0xFF for value in charsmap))
+    words = _flag(metadata, "remove_extra_whitespaces", False)
+    scheme = "always" if words or _flag(metadata, "add_space_prefix", True) else "never"
+    marked: Any = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme)
+    split: Any = pre_tokenizers.WhitespaceSplit()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, marked]) if words else marked
+    backend.decoder = decoders.Metaspace(SPACE_MARK, prepend_scheme=scheme)
+    return backend
+
+
+_Build = Callable[[Mapping[str, Any], Sequence[str], Sequence[int], Mapping[str, str]], tokenizers.Tokenizer]
+_KINDS: Final[dict[str, _Build]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "bert": _wordpiece,
+    "t5": _unigram,
+    "gemma4": _merged_text,
+}
+"""`tokenizer.ggml.model` -> builder from metadata, tokens as spelled for lookup, their types and the special tokens."""
+
+
+def _ends(
+    metadata: Mapping[str, Any], kind: str, rule: str, special: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """Return the tokens put before and after every text.
+
+    A gemma4 vocabulary adds none, whatever the file states: the model's chat template writes its bos.
+    """
+    if kind == "bert":
+        return special.get("bos_token"), special.get("sep_token")
+    if kind == "gemma4":
+        return None, None
+    add_bos = _flag(metadata, "add_bos_token", kind == "llama" or (kind == "gpt2" and rule in ADD_BOS))
+    add_eos = _flag(metadata, "add_eos_token", kind == "t5")
+    return special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None
+
+
+def _pair_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None, sep: str | None) -> None:
+    """Set the post-processor of an encoder: bos A eos, and bos A eos [sep] B eos for a pair."""
+    first = [piece for piece in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if piece]
+    second = [piece for piece in (sep and f"{sep}:1", "$B:1", eos and f"{eos}:1") if piece]
+    ends = dict.fromkeys(token for token in (bos, eos, sep) if token is not None)
+    backend.post_processor = processors.TemplateProcessing(
+        single=first, pair=first + second, special_tokens=[(token, backend.token_to_id(token)) for token in ends]
+    )
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The pairs to merge, best first. The space between the two is not the first character."""
+    cuts = ((merge, merge.find(" ", 1)) for merge in _need(metadata, "merges"))
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    return bool(metadata.get(f"tokenizer.ggml.{key}", default))
+
+
+def _wordpiece_spelling(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+    """Spell words without the file's leading mark, and the continuations of words with ##."""
+    return [
+        token.removeprefix(SPACE_MARK)
+        if token.startswith(SPACE_MARK) or kind == TokenType.CONTROL or (token[:1] == "[" and token[-1:] == "]")
+        else f"##{token}"
+        for token, kind in zip(tokens, types)
+    ]
 
 
 def _lookup_spelling(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
@@ -189,7 +269,8 @@ def _add_tokens(
     backend: tokenizers.Tokenizer,
     tokens: Sequence[str],
     types: Sequence[int],
-    roles: Collection[str],
+    special: Mapping[str, str],
+    model_name: str,
     byte_level: bool,
 ) -> None:
     """Register special tokens (control tokens and those with a role) and user-defined ones, which are matched whole.
@@ -198,24 +279,36 @@ def _add_tokens(
     the byte alphabet is left alone, as the original tokenizer treats it as text.
     """
     alphabet = set(byte_alphabet()) if byte_level else None
+    roles = set(special.values())
+    trims = re.search("phi-?3", model_name, re.IGNORECASE) is not None
     added: list[AddedToken] = []
     for token, kind in zip(tokens, types):
         if kind in _MATCHED_WHOLE or token in roles:
-            special = kind != TokenType.USER_DEFINED or token in roles
-            if not special or alphabet is None or alphabet.issuperset(token):
-                added.append(AddedToken(token, special=special, normalized=False))
+            is_special = kind != TokenType.USER_DEFINED or token in roles
+            if not is_special or alphabet is None or alphabet.issuperset(token):
+                rstrip = trims and token not in _UNTRIMMED
+                added.append(AddedToken(token, special=is_special, normalized=False, rstrip=rstrip))
     if not types:
         added = [AddedToken(token, special=True, normalized=False) for token in sorted(roles)]
     backend.add_tokens(added)  # in one call: every call rebuilds the matcher
 
 
+_UNTRIMMED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Special tokens of Phi-3 that keep the white space after them, which GGUF does not state."""
+
+
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
     special: dict[str, str] = {}
+    defaults = _DEFAULT_IDS if metadata["tokenizer.ggml.model"] == "bert" else {}
     for role, key in ROLE_KEYS.items():
-        token_id = metadata.get(f"tokenizer.ggml.{key}")
+        token_id = metadata.get(f"tokenizer.ggml.{key}", defaults.get(role))
         if isinstance(token_id, int) and 0 <= token_id < len(tokens):
             special[role] = tokens[token_id]
     return special
+
+
+_DEFAULT_IDS: Final = {"bos_token": 101, "unk_token": 100, "sep_token": 102, "pad_token": 0, "mask_token": 103}
+"""Ids that a file of BERT's vocabulary need not state."""
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from pagoda.common.config.groups.model import LOAD_FORMATS
 from pagoda.common.errors import ModelError
-from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
 from pagoda.common.weights.gguf.file import GgufFile
 from pagoda.common.weights.hub import gguf_in, resolve_model
+from pagoda.common.weights.quantization.tensors import Scheme, Value
 from pagoda.common.weights.sharded import ShardedCheckpoint, is_sharded
 
 
 class Checkpoint(Protocol):
-    """A model on disk. Opening one reads headers only."""
+    """A model on disk. Opening one reads headers only.
+
+    The quantised layers of a folder come as several tensors, which `quantization.read` joins.
+    """
 
     @property
     def path(self) -> Path:
@@ -35,13 +38,23 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def names(self) -> Collection[str]:
+        """Hugging Face names of all tensors where headers have them; else empty."""
+        ...
+
+    @property
     def num_tensors(self) -> int:
         """Number of tensors that `tensors` yields."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays that `tensors` yields."""
+        """Bytes of all tensors that `tensors` yields."""
+        ...
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """Schemes of the tensors that `tensors` yields quantised."""
         ...
 
     def config(self) -> dict[str, Any]:
@@ -52,7 +65,7 @@ class Checkpoint(Protocol):
         """Return default sampling parameters and end-of-text ids, keyed as in generation_config.json; may be empty."""
         ...
 
-    def tensors(self) -> Iterator[NamedTensor]:
+    def tensors(self) -> Iterator[tuple[str, Value]]:
         """Yield every tensor once, under its Hugging Face name. Raises WeightError for corrupt data."""
         ...
 
@@ -71,11 +84,13 @@ def open_checkpoint(
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
     eager: bool = False,
+    code: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint that MODEL names (see `resolve_model`), downloading it if it is a hub id.
 
     `load_format` restricts the formats to look for; with `dummy`, or without `weights`, only the config is read.
-    `eager`: read safetensors files whole instead of mapping them. Raises ModelError or WeightError.
+    `eager`: read safetensors files whole instead of mapping them. `code`: download Python files too.
+    Raises ModelError or WeightError.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format} is unknown; known: {', '.join(LOAD_FORMATS)}")
@@ -88,6 +103,7 @@ def open_checkpoint(
         token=token,
         download_dir=download_dir,
         ignore_patterns=ignore_patterns,
+        code=code,
     )
     file = path if path.is_file() else _gguf_in(path, load_format)
     if file is not None:

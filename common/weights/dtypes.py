@@ -48,16 +48,24 @@ def as_uint(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def to_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Convert numpy's dtypes, bfloat16 or float8_e4m3fn to float32. Raises TypeError for the other 8-bit floats."""
+    """Convert numpy's dtypes, bfloat16, float8_e4m3fn or float8_e8m0fnu to float32. Raises TypeError for others."""
     if array.dtype == BFLOAT16:
         wide = as_uint(array).astype(np.uint32)
         wide <<= 16  # bfloat16 is the upper half of float32
         return wide.view(np.float32)
     if array.dtype == FLOAT8_E4M3FN:
         return np.take(_FLOAT8_VALUES, as_uint(array))
+    if array.dtype == FLOAT8_E8M0FNU:
+        return powers_of_two(as_uint(array))
     if array.dtype.names:
         raise TypeError(f"{dtype_name(array.dtype)} cannot be converted in numpy")
     return array.astype(np.float32)
+
+
+def powers_of_two(exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Return the values of the bits of float8_e8m0fnu: powers of two, and NaN."""
+    powers: npt.NDArray[np.float32] = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    return np.where(exponents == 0xFF, np.float32(np.nan), powers)
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
@@ -66,3 +74,14 @@ def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     rounded = (wide + (0x7FFF + (wide >> 16 & 1))) >> 16
     quiet = wide >> 16 | 0x40  # a NaN with its payload in the lower half must not become infinity
     return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(BFLOAT16)
+
+
+def to_float8(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """Round float32 of at most 448 to the nearest float8_e4m3fn, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    size = bits & 0x7FFFFFFF
+    normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3)  # 3 of 23 bits of the mantissa
+    subnormal = np.rint(np.abs(values) * np.float32(512))  # steps of 2 ** -9; 8 of them are the smallest normal
+    rounded = np.where(size < 0x3C800000, subnormal.astype(np.uint32), normal)  # 2 ** -6
+    array: npt.NDArray[Any] = (rounded | bits >> 24 & 0x80).astype(np.uint8).view(FLOAT8_E4M3FN)
+    return array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.weights.files import NamedTensor, leaves_folder, read_file, read_json
+from pagoda.common.weights.quantization.tensors import Scheme
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 
@@ -46,6 +48,10 @@ class FolderCheckpoint:
     def path(self) -> Path:
         return self.folder
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for _, names in self._files for name in names)
+
     @property
     def num_tensors(self) -> int:
         return sum(len(names) for _, names in self._files)
@@ -54,8 +60,17 @@ class FolderCheckpoint:
     def num_bytes(self) -> int:
         return sum(file.sizes[name] for file, names in self._files for name in names)
 
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """Schemes of the tensors that `tensors` yields quantised: none, numbers and scales are tensors of their own."""
+        return {}
+
     def config(self) -> dict[str, Any]:
-        return dict(self._config)
+        """Return the content of config.json, with the quantisation that Model Optimizer states in a file beside it."""
+        path = self.folder / _MODELOPT
+        if any(key in self._config for key in ("quantization_config", "compression_config")) or not path.is_file():
+            return dict(self._config)
+        return {**self._config, "quantization_config": {"quant_method": "modelopt", **read_json(path)}}
 
     def generation_config(self) -> dict[str, Any]:
         """Return the content of generation_config.json; {} without that file."""
@@ -76,8 +91,10 @@ def _tensors(file: WeightFile, names: Iterable[str]) -> Iterator[NamedTensor]:
         yield name, file.tensor(name)
 
 
+_MODELOPT = "hf_quant_config.json"
 _SUFFIXES = {"safetensors": ".safetensors", "pt": ".bin"}
 _STEMS = {"safetensors": "model", "pt": "pytorch_model"}
+_FAIRSEQ2 = "model.pt"
 
 
 def _open_files(folder: Path, formats: Sequence[str]) -> list[tuple[WeightFile, list[str]]]:
@@ -93,6 +110,8 @@ def _open_files(folder: Path, formats: Sequence[str]) -> list[tuple[WeightFile, 
         loose = sorted(folder.glob(f"{_STEMS[kind]}*{_SUFFIXES[kind]}"))
         if loose:
             return _open_all(loose, kind)
+        if kind == "pt" and (folder / _FAIRSEQ2).is_file():
+            return _open_all([folder / _FAIRSEQ2], kind)
     expected = " or ".join(f"{_STEMS[kind]}{_SUFFIXES[kind]}" for kind in formats)
     raise ModelError(
         f"{folder}: no weights: expected {expected} (or an index of shards); "

@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.weights.gguf.file import SPLIT_NAME
 
 STORED_TOKEN: Final = "stored"
 """Value of `token` that selects the token stored by the hub's client."""
 
 _COMMON_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_CODE_FILES = ("*.py",)
 _WEIGHT_FILES = {"safetensors": ("model*.safetensors",), "pt": ("pytorch_model*.bin",), "sharded_state": ("arrays/*",)}
-_MODULE_FILES = ("*_Dense/model.safetensors", "*_Dense/pytorch_model.bin")
+_MODULE_FILES = ("*_Dense/model.safetensors", "*_Dense/pytorch_model.bin", "*_linear.pt")
 _TIMEOUT_S = 10.0
 _REMEDY = "give a local folder, a .gguf file or a hub id such as org/name"
 
@@ -56,11 +58,12 @@ def resolve_model(
     token: str | None = None,
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
+    code: bool = False,
 ) -> Path:
     """Return the local path of MODEL. For a hub id, download config, tokenizer and the weights of one format.
 
     `weights`: False skips the weights, except a GGUF file, which contains config and tokenizer. `token`: see
-    STORED_TOKEN. `ignore_patterns`: files of a repository to skip.
+    STORED_TOKEN. `ignore_patterns`: files of a repository to skip. `code`: download its Python files too.
 
     Raises ModelError if the file does not exist, or the repository is unknown, not accessible or not reachable.
     """
@@ -72,7 +75,12 @@ def resolve_model(
         raise ModelError(f"{model or 'MODEL'}: no such file or folder; {_REMEDY}")
     hub_token = True if token == STORED_TOKEN else token
     repository = _Repository(name, quant, revision, hub_token, download_dir, tuple(ignore_patterns))
-    return _resolve_on_hub(repository, lambda names: plan_download(names, load_format, quant=quant, weights=weights))
+
+    def plan(names: Sequence[str]) -> DownloadPlan:
+        wanted = plan_download(names, load_format, quant=quant, weights=weights)
+        return replace(wanted, patterns=(*wanted.patterns, *_CODE_FILES)) if code else wanted
+
+    return _resolve_on_hub(repository, plan)
 
 
 def local_path(model: str) -> Path | None:
@@ -213,10 +221,9 @@ def plan_download(names: Sequence[str], load_format: str, *, quant: str = "", we
         if load_format in _WEIGHT_FILES or not any(name.endswith(".gguf") for name in names):
             return DownloadPlan(_COMMON_FILES)
     file = pick_gguf(names, quant)
-    return DownloadPlan((*_COMMON_FILES, file), file)
+    return DownloadPlan((*_COMMON_FILES, *_parts(names, file)), file)
 
 
-_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _NO_MODELS: Final = ("mmproj", "imatrix")  # name parts of GGUF files that are not language models
 
 
@@ -228,6 +235,8 @@ def _gguf_files(folder: Path) -> list[str]:
 def pick_gguf(names: Sequence[str], quant: str = "") -> str:
     """Return the only GGUF model among `names`, or the one selected by `quant`: Q4_K_M (any case) or a file name.
 
+    Of a model split into several files it is the first.
+
     Raises ModelError, listing the files, if none or several match.
     """
     files = [name for name in names if _is_model(name)]
@@ -236,14 +245,18 @@ def pick_gguf(names: Sequence[str], quant: str = "") -> str:
     matches = [name for name in files if _matches(name, quant)] if quant else files
     if not matches:
         raise ModelError(f"no GGUF file in it is {quant}; there are: {', '.join(files)}")
-    if all(_PART.search(name) for name in matches) and len(matches) > 1:
-        raise ModelError(
-            f"its GGUF file is split into {len(matches)} parts; merge them (llama-gguf-split --merge) and give the file"
-        )
+    if len(matches) > 1 and _parts(names, matches[0]) == sorted(matches):
+        return min(matches)
     if len(matches) > 1:
         example = PurePosixPath(matches[0]).stem
         raise ModelError(f"it has several GGUF files; name one after a colon, like :{example}: {', '.join(matches)}")
     return matches[0]
+
+
+def _parts(names: Sequence[str], file: str) -> list[str]:
+    """Return the names of all parts of the split model that `file` is a part of; of a whole model only `file`."""
+    stem, parts = SPLIT_NAME.subn("", file)
+    return sorted(name for name in names if parts and SPLIT_NAME.sub("", name) == stem) or [file]
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -265,5 +278,5 @@ def _matches(name: str, quant: str) -> bool:
     path = PurePosixPath(name)
     if quant in (path.name, path.stem):
         return True
-    stem = _PART.sub("", path.name).removesuffix(".gguf")
+    stem = SPLIT_NAME.sub("", path.name).removesuffix(".gguf")
     return re.search(rf"(?:^|[-._]){re.escape(quant)}(?:$|[-.])", stem, re.IGNORECASE) is not None

@@ -6,24 +6,49 @@ Strict both ways: every tensor must be used or ignored, every parameter filled e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
-from pagoda.common.models.family import Rename, Rule, Split, Stack
+from pagoda.common.models.family import (
+    MergedAdapter,
+    Normalise,
+    Rename,
+    Reshape,
+    Rule,
+    Shift,
+    Split,
+    Stack,
+    TensorRule,
+    TokenRows,
+    Transpose,
+    Zeros,
+)
 from pagoda.common.models.primitives import Param
-from pagoda.common.weights.dtypes import dtype_name
-from pagoda.common.weights.quantization import QuantizedTensor, Value, concatenate, stack
+from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
+from pagoda.common.weights.quantization.tensors import (
+    Blocks,
+    QuantizedTensor,
+    Scheme,
+    Value,
+    concatenate,
+    scaled,
+    stack,
+    take_rows,
+)
 
 Array = npt.NDArray[Any]
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
+_SLOT: Final = re.compile(r"\{(\w+)\}|(?<=\.)(\d+)(?=\.)")
+"""A number in a rule's source: a placeholder, or the number itself."""
 _OPTIONAL: Final = re.compile(r"^\[(.*?)\]")
 
 
@@ -53,10 +78,16 @@ def apply_rules(
             if target in filled:
                 raise WeightError(f"tensor {name}: parameter {target} is already filled")
             filled.add(target)
-            yield target, value
+            scale = params[target].scale
+            yield target, value if scale == 1 else scaled(value, scale)
     for target, partial in stacks.items():
         if target not in filled:
             raise WeightError(f"parameter {target}: the checkpoint lacks {partial.missing()}")
+    zeros = [_pattern(rule.target) for rule in rules if isinstance(rule, Zeros)]
+    for target in [target for target in params if target not in filled]:
+        if any(pattern.fullmatch(target) for pattern in zeros):
+            filled.add(target)
+            yield target, np.zeros(params[target].shape, np.float32)
     unfilled = [target for target in params if target not in filled]
     if unfilled:
         more = f" and {len(unfilled) - 1} more parameters" if len(unfilled) > 1 else ""
@@ -66,14 +97,50 @@ def apply_rules(
         raise WeightError(f"parameter {first.name} {list(first.shape)}{more}: the checkpoint lacks {lacks}")
 
 
-_Index = Mapping[str, Sequence[Rule]]
+_PARAMETRIZED: Final = ".parametrizations.weight."
+_ADAPTED: Final = ("original", "0.lora_A", "0.lora_B")
+
+
+def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) -> Iterator[tuple[str, Value]]:
+    """Yield the tensors, each matrix merged with its adapter (as torch's parametrizations name them).
+
+    Adapters are stacked: A [adapters, r, I] and B [adapters, O, r]; of embeddings A [adapters, V, r] comes first.
+    Raises WeightError for a matrix without both.
+    """
+    waiting: dict[str, dict[str, Float32]] = {}
+    for name, tensor in tensors:
+        module, found, part = name.partition(_PARAMETRIZED)
+        if not found:
+            yield name, tensor
+            continue
+        tensor = _values_of_blocks(tensor)
+        if isinstance(tensor, QuantizedTensor) or part not in _ADAPTED:
+            raise WeightError(f"tensor {name} is not a matrix or one of its low-rank factors")
+        parts = waiting.setdefault(module, {})
+        parts[part] = to_float32(tensor) if part == "original" else to_float32(tensor[adapter.index])
+        if len(parts) == len(_ADAPTED):
+            whole, first, second = (waiting[module][each] for each in _ADAPTED)
+            del waiting[module]
+            product = second @ first if second.shape[0] == whole.shape[0] else first @ second
+            yield f"{module}.weight", whole + np.float32(adapter.scale) * product
+    for module, parts in waiting.items():
+        lacks = next(part for part in _ADAPTED if part not in parts)
+        raise WeightError(f"tensor {module}: the checkpoint lacks its {lacks}; download it again")
+
+
+_Index = Mapping[str, Sequence[TensorRule]]
+
+
+def _reading(rules: Sequence[Rule]) -> list[TensorRule]:
+    """The rules that read a tensor."""
+    return [rule for rule in rules if not isinstance(rule, Zeros)]
 
 
 def _index(rules: Sequence[Rule]) -> _Index:
-    """Rules by source pattern, with anonymous placeholders."""
-    index: dict[str, list[Rule]] = {}
-    for rule in rules:
-        template = _PLACEHOLDER.sub("{}", rule.source)
+    """Rules by source pattern, with anonymous numbers."""
+    index: dict[str, list[TensorRule]] = {}
+    for rule in _reading(rules):
+        template = _SLOT.sub("{}", rule.source)
         for spelling in {_OPTIONAL.sub(r"\1", template), _OPTIONAL.sub("", template)}:
             index.setdefault(spelling, []).append(rule)
     return index
@@ -83,7 +150,10 @@ def _match(index: _Index, name: str, params: Mapping[str, Param]) -> _Match | No
     """The first rule that matches a tensor name and whose target parameters all exist in this model."""
     numbers = [int(number) for number in _NUMBER.findall(name)]
     for rule in index.get(_NUMBER.sub("{}", name), ()):
-        match = _Match(rule, dict(zip(_PLACEHOLDER.findall(rule.source), numbers)))
+        slots = _SLOT.findall(rule.source)
+        if any(literal and int(literal) != number for (_, literal), number in zip(slots, numbers)):
+            continue
+        match = _Match(rule, {name: number for (name, _), number in zip(slots, numbers) if name})
         if all(target in params for target in match.targets):
             return match
     return None
@@ -93,7 +163,7 @@ def _match(index: _Index, name: str, params: Mapping[str, Param]) -> _Match | No
 class _Match:
     """A rule with the numbers its placeholders matched."""
 
-    rule: Rule
+    rule: TensorRule
     numbers: dict[str, int]
 
     @property
@@ -108,8 +178,18 @@ class _Match:
         match self.rule:
             case Rename(transpose=transpose):
                 yield targets[0], _checked(name, tensor, transpose, targets[0], params[targets[0]].shape)
-            case Split(transpose=transpose, interleaved=interleaved):
-                yield from _split(name, tensor, transpose, [params[target] for target in targets], interleaved)
+            case Reshape(transpose=transpose):
+                yield targets[0], _reshaped(name, tensor, transpose, params[targets[0]])
+            case Normalise(axis=axis):
+                yield targets[0], _changed(name, tensor, params[targets[0]], lambda values: _unit(values, axis))
+            case Shift(offset=offset):
+                yield targets[0], _changed(name, tensor, params[targets[0]], lambda values: values + np.float32(offset))
+            case TokenRows(tokens=tokens, difference=difference, whole=whole):
+                if whole is not None:
+                    yield whole, _checked(name, tensor, False, whole, params[whole].shape)
+                yield targets[0], _token_rows(name, tensor, tokens, difference, params[targets[0]])
+            case Split():
+                yield from _split(name, tensor, self.rule, [params[target] for target in targets])
             case Stack(source=source):
                 param = params[targets[0]]
                 part = _checked(name, tensor, False, param.name, param.shape[1:])
@@ -169,7 +249,8 @@ class _PartialStack:
 def _kind(part: Value) -> tuple[str, tuple[int, ...]]:
     """Return what all parts of a stack have in common: dtype, and the groups of quantised ones."""
     if isinstance(part, QuantizedTensor):
-        return dtype_name(part.data.dtype), part.group_shape
+        dtype = dtype_name(part.data.dtype)
+        return f"{part.scheme.kind.name} blocks" if isinstance(part.scheme, Blocks) else dtype, part.group_shape
     return dtype_name(part.dtype), ()
 
 
@@ -177,35 +258,166 @@ def _kind_text(kind: tuple[str, tuple[int, ...]]) -> str:
     return kind[0] + (f" in groups of {list(kind[1])}" if kind[1] else "")
 
 
-def _checked(name: str, tensor: Value, transpose: bool, target: str, shape: tuple[int, ...]) -> Value:
-    oriented = tensor.T if transpose else tensor
+def _checked(name: str, tensor: Value, transpose: Transpose, target: str, shape: tuple[int, ...]) -> Value:
+    if _is_blocks(tensor):
+        transpose = False  # of their inputs, whichever way dense tensors are stored
+    if transpose == "unless_it_fits":
+        transpose = tensor.shape != shape
+    oriented = _transposed(tensor) if transpose else tensor
     if oriented.shape != shape:
-        expected = shape[::-1] if transpose else shape
+        expected = (*shape[:-2], *shape[:-3:-1]) if transpose else shape
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, parameter {target} needs {list(expected)}")
     return oriented
 
 
-def _split(
-    name: str, tensor: Value, transpose: bool, parts: Sequence[Param], interleaved: bool
-) -> Iterator[tuple[str, Value]]:
-    groups = parts[0].groups if interleaved else 1
-    whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    rows = _checked(name, tensor, transpose, " + ".join(part.name for part in parts), whole)
-    period, begin = whole[0] // groups, 0
+def _transposed(tensor: Value) -> Value:
+    """Return the tensor with its last two axes swapped."""
+    return tensor.T if isinstance(tensor, QuantizedTensor) else tensor.swapaxes(-1, -2)
+
+
+Float32 = npt.NDArray[np.float32]
+
+
+def _changed(name: str, tensor: Value, param: Param, change: Callable[[Float32], Float32]) -> Array:
+    """Return the tensor's values after `change` in float32, in its own dtype; of blocks in float32.
+
+    Raises WeightError if it is quantised otherwise.
+    """
+    tensor = _values_of_blocks(tensor)
+    if isinstance(tensor, QuantizedTensor):
+        raise WeightError(f"tensor {name} is quantised, which is not supported for {param.name}; serve it unquantised")
+    _checked(name, tensor, False, param.name, param.shape)
+    values = change(to_float32(tensor))
+    return to_bfloat16(values) if tensor.dtype == BFLOAT16 else values.astype(tensor.dtype)
+
+
+def _unit(values: Float32, axis: int) -> Float32:
+    """Divide the vectors along `axis` by their L2 norms."""
+    norms = np.sqrt(np.square(values).sum(axis, keepdims=True))
+    unit: Float32 = values / np.maximum(norms, np.float32(1e-7))
+    return unit
+
+
+def _reshaped(name: str, tensor: Value, transpose: bool, param: Param) -> Value:
+    if isinstance(tensor, QuantizedTensor) and _is_blocks(tensor):
+        if prod(tensor.shape) != param.size or tensor.shape[-1] != param.shape[-1]:
+            needs = f"parameter {param.name} needs {list(param.shape)}"
+            raise WeightError(f"tensor {name} has blocks of shape {list(tensor.shape)}, {needs}")
+        return replace(tensor, data=tensor.data.reshape(*param.shape[:-1], -1))
+    if isinstance(tensor, QuantizedTensor):
+        raise WeightError(f"tensor {name} is quantised, which is not supported for {param.name}; serve it unquantised")
+    *stacked, rows, columns = (1, *param.shape)
+    shape = (*stacked, columns, rows) if transpose else (*stacked, rows, columns)
+    if tensor.size != param.size:
+        needs = f"parameter {param.name} needs {param.size} numbers"
+        raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, {needs}")
+    whole: Array = tensor.reshape(shape)
+    return (whole.swapaxes(-1, -2) if transpose else whole).reshape(param.shape)
+
+
+def _token_rows(name: str, tensor: Value, tokens: Sequence[int], difference: bool, param: Param) -> Float32:
+    if isinstance(tensor, QuantizedTensor) and _is_blocks(tensor) and max(tokens) < len(tensor.data):
+        rows = take_rows(tensor, np.array(tokens)).dequantize()
+        return _token_rows(name, rows, range(len(tokens)), difference, param)
+    if isinstance(tensor, QuantizedTensor):
+        raise WeightError(f"tensor {name} is quantised, which is not supported for {param.name}; serve it unquantised")
+    if max(tokens) >= len(tensor):
+        raise WeightError(f"tensor {name} has {len(tensor)} rows, so none for token {max(tokens)}")
+    rows = to_float32(np.ascontiguousarray(tensor[list(tokens)]))
+    _checked(name, rows, False, param.name, (len(tokens), *param.shape[1:]))
+    return rows[1:] - rows[:1] if difference else rows
+
+
+def _split(name: str, tensor: Value, rule: Split, parts: Sequence[Param]) -> Iterator[tuple[str, Value]]:
+    axis, groups = rule.axis, rule.quantised_pieces if isinstance(tensor, QuantizedTensor) else 1
+    groups = min(part.groups for part in parts) if rule.interleaved else groups
+    total = sum(part.shape[axis] for part in parts)
+    whole = (*parts[0].shape[:axis], total, *parts[0].shape[axis + 1 :])
+    rows = _checked(name, tensor, rule.transpose, " + ".join(part.name for part in parts), whole)
+    before, period, begin = (slice(None),) * axis, total // groups, 0
+    if rule.alternating:
+        for first, part in enumerate(parts):
+            yield part.name, rows[(*before, slice(first, None, len(parts)))]
+        return
     for part in parts:
-        end = begin + part.shape[0] // groups
-        pieces = [rows[(slice(first + begin, first + end),)] for first in range(0, whole[0], period)]
-        yield part.name, concatenate(pieces) if interleaved else pieces[0]
+        end = begin + part.shape[axis] // groups
+        pieces = [rows[(*before, slice(first + begin, first + end))] for first in range(0, total, period)]
+        yield part.name, concatenate(pieces) if groups > 1 else pieces[0]
         begin = end
 
 
-def sources(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[tuple[Rule, str]]]:
+def _is_blocks(tensor: Value) -> bool:
+    return isinstance(tensor, QuantizedTensor) and isinstance(tensor.scheme, Blocks)
+
+
+def _values_of_blocks(tensor: Value) -> Value:
+    """Return the values of blocks; others as they are."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) and _is_blocks(tensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUse:
+    """The parameters that a tensor fills, none if it is not used. `by_rows`: its rows are theirs, as they are."""
+
+    params: tuple[Param, ...] = ()
+    by_rows: bool = False
+
+
+def tensor_uses(rules: Sequence[Rule], params: Mapping[str, Param]) -> Callable[[str], TensorUse]:
+    """Return a function from a tensor's name to its use."""
+    index = _index(rules)
+
+    def use(name: str) -> TensorUse:
+        match = _match(index, name, params)
+        if match is None:
+            return TensorUse()
+        rule = match.rule
+        straight = isinstance(rule, Rename | Split) and not rule.transpose
+        by_rows = isinstance(rule, Stack) or (straight and not (isinstance(rule, Split) and rule.axis))
+        return TensorUse(tuple(params[target] for target in match.targets), by_rows)
+
+    return use
+
+
+def quantised_pieces(rules: Sequence[Rule], name: str) -> int:
+    """Return the parts, with blocks of scales of their own, that the tensor `name` consists of if it is quantised."""
+    matching = _index(rules).get(_NUMBER.sub("{}", name), ())
+    return max((rule.quantised_pieces for rule in matching if isinstance(rule, Split)), default=1)
+
+
+def stored_schemes(
+    rules: Sequence[Rule], params: Mapping[str, Param], stored: Mapping[str, Scheme]
+) -> dict[str, Scheme]:
+    """Return the scheme of each parameter that `apply_rules` yields in blocks. `stored`: of the tensors of blocks."""
+    index, schemes = _index(rules), dict[str, Scheme]()
+    for param, filling in sources(rules, params).items():
+        for rule, full in filling:
+            short = full.removeprefix(optional[1]) if (optional := _OPTIONAL.match(rule.source)) else full
+            for name in (full, short):
+                match = _match(index, name, params) if name in stored else None
+                if match is not None and match.rule is rule and _passes_blocks(match, param):
+                    schemes[param] = stored[name]
+    return schemes
+
+
+def _passes_blocks(source: _Match, param: str) -> bool:
+    """Whether the rule yields blocks for a parameter if it reads blocks."""
+    match source.rule:
+        case Normalise() | Shift():
+            return False
+        case TokenRows():
+            return param != source.targets[0]
+        case _:
+            return True
+
+
+def sources(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[tuple[TensorRule, str]]]:
     """Return for each parameter the rules that fill it, each with the name of the tensor that it reads.
 
     Of a stack the first tensor; optional parts of names are present.
     """
-    patterns = [(_pattern(target), rule) for rule in rules for target in _targets(rule)]
-    result: dict[str, list[tuple[Rule, str]]] = {}
+    patterns = [(_pattern(target), rule) for rule in _reading(rules) for target in _targets(rule)]
+    result: dict[str, list[tuple[TensorRule, str]]] = {}
     for name in params:
         result[name] = []
         for pattern, rule in patterns:
@@ -225,5 +437,11 @@ def _pattern(target: str) -> re.Pattern[str]:
     return re.compile("".join(rf"(?P<{piece}>\d+)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces)))
 
 
-def _targets(rule: Rule) -> tuple[str, ...]:
-    return rule.targets if isinstance(rule, Split) else (rule.target,)
+def _targets(rule: TensorRule) -> tuple[str, ...]:
+    match rule:
+        case Split(targets=targets):
+            return targets
+        case TokenRows(target=target, whole=str(whole)):
+            return target, whole
+        case _:
+            return (rule.target,)

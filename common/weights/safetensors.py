@@ -1,4 +1,4 @@
-"""Read a .safetensors file through a memory map: names, sizes and zero-copy arrays.
+"""Read a .safetensors file through a memory map: names, sizes and zero-copy arrays. Write one.
 
 The safetensors library's numpy reader does not support bfloat16. The format (https://huggingface.co/docs/safetensors):
 an unsigned 64-bit header length, a JSON header, then the tensors back to back without holes.
@@ -79,6 +79,22 @@ class SafetensorsFile:
         """Return one tensor as a view of the mapped file. Raises KeyError for an unknown name."""
         entry = self._entries[name]
         return array_at(self._data, self._start + entry.begin, entry.dtype, entry.shape)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a file. Raises OSError."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
 
 
 def _header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:

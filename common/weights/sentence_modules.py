@@ -31,6 +31,8 @@ _ACTIVATIONS: Final[Mapping[str, PoolerActivation | None]] = {
     "torch.nn.modules.linear.Identity": None,
 }
 _NO_OPS: Final = ("Dropout",)
+DENSE_TENSORS: Final = "sentence_modules."
+"""Prefix of the weights of dense layers."""
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
@@ -43,7 +45,7 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
     listed = _modules(folder)
     kinds = [kind for kind, _ in listed if kind not in _NO_OPS]
     if "Pooling" not in kinds:
-        return None
+        return _multi_vector(folder, listed) if kinds == ["Transformer", *["Dense"] * (len(kinds) - 1)] else None
     pooling_index = kinds.index("Pooling")
     after = kinds[pooling_index + 1 :]
     dense = [path for kind, path in listed if kind == "Dense"]
@@ -66,12 +68,51 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
     )
 
 
+_GGUF_KINDS: Final[Mapping[int, PoolingKind]] = {1: "mean", 2: "first", 3: "last"}
+
+
+def gguf_sentence_modules(metadata: Mapping[str, Any], width: int) -> SentenceModules | None:
+    """Return the pooling and the dense layers that a GGUF file states, None without a pooling of whole texts.
+
+    `width`: of the hidden states. Their weights are tensors of the file.
+    """
+    prefix = metadata.get("general.architecture")
+    kind = _GGUF_KINDS.get(metadata.get(f"{prefix}.pooling_type", 0))
+    if kind is None:
+        return None
+    sizes = [metadata.get(f"{prefix}.dense_{number}_feat_out") for number in (2, 3)]
+    dense = tuple(Dense(size, bias=False) for size in sizes if isinstance(size, int))
+    return SentenceModules(kind, width, dense, normalise=True)
+
+
+def _multi_vector(folder: Path, listed: list[tuple[str, Path]]) -> SentenceModules | None:
+    """Return the projections of every token (PyLate); None if there are none."""
+    dense = [path for kind, path in listed if kind == "Dense"]
+    if not dense:
+        return None
+    for path in dense:
+        if read_json(path / "config.json").get("use_residual"):
+            raise ModelError(f"{path}/config.json: use_residual is not supported")
+    width = _size(dense[0], read_json(dense[0] / "config.json"), "in_features")
+    return SentenceModules("all", width, tuple(map(_dense, dense)), normalise=True, folders=tuple(dense))
+
+
+def side_tensors(folder: Path, files: tuple[str, ...]) -> Iterator[NamedTensor]:
+    """Yield the tensors of state dicts beside the checkpoint as `stem.name`. Raises ModelError for a missing one."""
+    for name in files:
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder}: {name} is missing; download it again")
+        file = TorchFile(folder / name)
+        for tensor in file.sizes:
+            yield f"{Path(name).stem}.{tensor}", file.tensor(tensor)
+
+
 def module_tensors(modules: SentenceModules) -> Iterator[NamedTensor]:
     """Yield the weights of the dense layers as sentence_modules.0.linear.weight etc. Raises WeightError."""
     for index, folder in enumerate(modules.folders):
         file = _open(folder)
         for name in file.sizes:
-            yield f"sentence_modules.{index}.{name}", file.tensor(name)
+            yield f"{DENSE_TENSORS}{index}.{name}", file.tensor(name)
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:

@@ -19,7 +19,7 @@ from pagoda.common.errors import ModelError
 from pagoda.common.weights.folder import FolderCheckpoint
 
 ARRAYS: Final = "arrays"
-FORMAT: Final = 1
+FORMAT: Final = 2
 _MANIFEST: Final = "manifest.json"
 
 

@@ -168,6 +168,8 @@ def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, Tens
         raise WeightError(f"{path}: {error}") from None
     except Exception as error:  # a hostile or broken pickle may raise anything
         raise WeightError(f"{path}: corrupt description of the tensors ({type(error).__name__}: {error})") from None
+    if isinstance(state, dict) and isinstance(model := dict.get(state, "model_key"), str):
+        state = dict.get(state, model)  # fairseq2 keeps the state dict beside its name
     if not isinstance(state, dict):
         raise WeightError(f"{path}: contains no state dict but a {type(state).__name__}")
     for name, value in dict.items(state):

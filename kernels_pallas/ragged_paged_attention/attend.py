@@ -11,6 +11,7 @@ Logits are in base 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout, PageLayout
 from pagoda.kernels_pallas.ragged_paged_attention.plan import div, rem
 
 MASKED = -1e30  # finite: inf - inf would be NaN
@@ -59,62 +60,115 @@ class Stage:
 
 @dataclass(frozen=True)
 class Mask:
-    """The causal mask: a query attends to positions query - window < key <= query."""
+    """The causal mask: a query attends to positions query - window < key <= query.
+
+    With a `chunk`, to those from `lookback` before the last multiple of it on. `low` is that multiple of the first
+    query, and at most `queries` of them follow each other, so that a few comparisons take the place of a division per
+    query.
+    """
 
     start: Any  # position of the pass's first token
     position: Any  # position of the first query
     queries: int  # consecutive queries per head along the M axis; 1: all are at `position`
     window: Any  # None: no lower limit
+    chunk: int | None = None
+    low: Any = None  # with a chunk: where that of the first query of the sequence begins
+    lookback: int = 0
 
-    def apply(self, logits: jax.Array, key_axis: int, first: int = 0) -> jax.Array:
-        """Mask logits; `first` is their first index on the M axis."""
-        key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, key_axis) + self.start
+    def positions(self, shape: tuple[int, ...], key_axis: int, first: int = 0) -> tuple[Any, Any]:
+        """Return the positions of keys and queries of logits of `shape`; `first` is their first index on the M axis."""
+        key = jax.lax.broadcasted_iota(jnp.int32, shape, key_axis) + self.start
         query = self.position
         if self.queries > 1:
-            index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1 - key_axis) + first
+            index = jax.lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis) + first
             query = query + rem(index, self.queries)
+        return key, query
+
+    def apply(self, logits: jax.Array, key_axis: int, first: int = 0) -> jax.Array:
+        """Mask logits."""
+        key, query = self.positions(logits.shape, key_axis, first)
         visible = key <= query
         if self.window is not None:
             visible = jnp.logical_and(visible, key > query - self.window)
+        if self.chunk is not None:
+            key = key + self.lookback if self.lookback else key
+            visible = jnp.logical_and(visible, key >= self.low)
+            for begun in range(1, (self.queries - 2 + self.chunk) // self.chunk + 1):
+                begin = self.low + begun * self.chunk
+                visible = jnp.logical_and(visible, jnp.logical_or(query < begin, key >= begin))
         return jnp.where(visible, logits, MASKED)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """The slopes of a lane head's rows, laid out as its part of `State.top`, and where its logits are."""
+
+    slopes: Any
+    mask: Mask
+    root: bool  # of the distances
+
+    def apply_rows(self, logits: jax.Array) -> jax.Array:
+        """Lower logits [M, tokens] by the distances."""
+        return logits + widen_lanes(self.slopes[...], logits.shape[1]) * self._behind(logits.shape, 1)
+
+    def apply_columns(self, logits: jax.Array, first: int) -> jax.Array:
+        """Lower logits [tokens, n] by the distances; `first` is their first index on the M axis."""
+        return logits + self.slopes[:1, pl.ds(first, logits.shape[1])] * self._behind(logits.shape, 0, first)
+
+    def _behind(self, shape: tuple[int, ...], key_axis: int, first: int = 0) -> jax.Array:
+        """Return minus the distances of queries and keys, or minus their roots; arguments as of `Mask.positions`."""
+        key, query = self.mask.positions(shape, key_axis, first)
+        if self.root:
+            return -jnp.sqrt(jnp.maximum(query - key, 0).astype(jnp.float32))
+        return (key - query).astype(jnp.float32)
 
 
 def load(
     kv: Any, layout: PagedKvLayout, tokens: int, pass_index: Any, head: Any, part: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Load K and V [tokens, W] of lane head `head + part` for one pass, from the pages kv [.., R, B, 128]."""
-    chunks, size = layout.width // LANES, layout.page_size
-
-    def rows(row: Any, start: int, step: int) -> jax.Array:
-        """Load every `step`-th token of the pass, which covers several pages or a part of one."""
-        if tokens <= size:
-            per_page = size // tokens
-            page, first = div(pass_index, per_page), (pass_index - div(pass_index, per_page) * per_page) * tokens
-            return kv[page, row, pl.ds(first + start, tokens // step, step), :]
-        pages = tokens // size
-        parts = [kv[pass_index * pages + i, row, pl.ds(start, size // step, step), :] for i in range(pages)]
-        return jnp.concatenate(parts, axis=0)
+    """Load K [tokens, W] and V [tokens, V] of lane head `head + part` for one pass, from pages kv [.., R, B, 128]."""
+    chunks, values = layout.width // LANES, layout.value_width // LANES
+    rows = partial(load_rows, kv, layout, tokens, pass_index)
 
     def join(parts: list[jax.Array]) -> jax.Array:
-        return parts[0] if chunks == 1 else jnp.concatenate(parts, axis=-1)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
     if layout.packing == 1:
-        row = (head + part) * 2 * chunks
-        k, v = ([rows(row + c + side * chunks, 0, 1) for c in range(chunks)] for side in (0, 1))
-        return join(k), join(v)
+        row = (head + part) * (chunks + values)
+        both = [rows(row + c, 0, 1) for c in range(chunks + values)]
+        return join(both[:chunks]), join(both[chunks:])
     row = (head + part if layout.packing == 2 else div(jnp.int32(head), 2) + part // 2) * chunks
     even, odd = ([rows(row + c, i, 2) for c in range(chunks)] for i in (0, 1))
     if layout.packing == 4:
         pairs = [high_halves(a, b) if part % 2 else low_halves(a, b) for a, b in zip(even, odd)]
-        return join([widen(x, 0, layout.dtype) for x in pairs]), join([widen(x, 1, layout.dtype) for x in pairs])
+        k, v = [widen(x, 0, layout.dtype) for x in pairs], [widen(x, 1, layout.dtype) for x in pairs[:values]]
+        return join(k), join(v)
     k = [pltpu.bitcast(low_halves(a, b), jnp.bfloat16) for a, b in zip(even, odd)]
-    v = [pltpu.bitcast(high_halves(a, b), jnp.bfloat16) for a, b in zip(even, odd)]
+    v = [pltpu.bitcast(high_halves(a, b), jnp.bfloat16) for a, b in zip(even[:values], odd)]
     return join(k), join(v)
 
 
-def attend_rows(q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softcap: Any, mask: Mask) -> None:
+def load_rows(
+    kv: Any, layout: PageLayout, tokens: int, pass_index: Any, row: Any, start: int = 0, step: int = 1
+) -> jax.Array:
+    """Load a row of every `step`-th token of a pass, which covers several pages or a part of one."""
+    size = layout.page_size
+    if tokens <= size:
+        per_page = size // tokens
+        page, first = div(pass_index, per_page), (pass_index - div(pass_index, per_page) * per_page) * tokens
+        words: jax.Array = kv[page, row, pl.ds(first + start, tokens // step, step), :]
+        return words
+    pages = tokens // size
+    parts = [kv[pass_index * pages + i, row, pl.ds(start, size // step, step), :] for i in range(pages)]
+    return jnp.concatenate(parts, axis=0)
+
+
+def attend_rows(
+    q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softcap: Any, alibi: Alibi | None, mask: Mask
+) -> None:
     """Update the state of lane head `h` with q [M, W] (a ref), k and v [tokens, W]."""
     logits = apply_softcap(dot(q[...], k, ((1,), (1,))), softcap)
+    logits = logits if alibi is None else alibi.apply_rows(logits)
     logits = mask.apply(logits, key_axis=1)
     old = state.top[h]
     new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
@@ -125,12 +179,13 @@ def attend_rows(q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softca
     state.acc[h] = state.acc[h] * widen_lanes(decay, v.shape[1]) + dot(weights.astype(v.dtype), v, ((1,), (0,)))
 
 
-def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, mask: Mask | None) -> None:
+def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, alibi: Alibi | None, mask: Mask | None) -> None:
     """First half of a pass: write logits of q [M, W] (a ref) over k [tokens, W] and their maximum to `stage`."""
     width = column_width(q.shape[0])
     for i in range(0, q.shape[0], width):
         chain = pl.ds(i, width)
         x = apply_softcap(dot(k, q[chain, :], ((1,), (1,))), softcap)
+        x = x if alibi is None else alibi.apply_columns(x, i)
         x = x if mask is None else mask.apply(x, key_axis=0, first=i)
         stage.logits[:, chain] = x
         stage.peak[:, chain] = fold_max(x)

@@ -11,15 +11,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
+from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State, load
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, AttentionKernelBody
-from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout, PageLayout
 from pagoda.kernels_pallas.ragged_paged_attention.plan import (
+    NO_RULES,
     KernelPlan,
     Knobs,
+    LoadPass,
     RaggedBatch,
     Scalars,
     Static,
+    StaticRules,
     choose_block_sizes,
     divided,
 )
@@ -30,8 +33,8 @@ MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
 
 def attention_kernel(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     cache: jax.Array,
     layer: jax.Array,
     batch: RaggedBatch,
@@ -39,34 +42,86 @@ def attention_kernel(
     *,
     layout: PagedKvLayout,
     decode_only: bool,
+    rules: StaticRules,
+    batch_invariant: bool = False,
     interpret: Any,
     chip: ChipInfo,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel. Arguments as `ragged_paged_attention`."""
+    check_table(batch, layout)
+    shape = *q.shape[:2], layout.value_dim
+    if q.shape[0] == 0:
+        return q.reshape(shape), cache
+    rows = lane_rows(scaled_queries(q, knobs, layout), layout)
+    words = None
+    if k is not None and v is not None:
+        words = layout.pack(divided(k, knobs.k_scale), divided(v, knobs.v_scale)).swapaxes(0, 1)
+    out, cache = both_variants(
+        rows,
+        words,
+        cache,
+        layer,
+        batch.cleaned(),
+        knobs,
+        layout=layout,
+        load=load,
+        decode_only=decode_only,
+        rules=rules,
+        batch_invariant=batch_invariant,
+        interpret=interpret,
+        chip=chip,
+        out_dtype=q.dtype,
+    )
+    return from_lane_rows(out, shape, layout), cache
+
+
+def check_table(batch: RaggedBatch, layout: PageLayout) -> None:
+    """Raise ValueError if the page table exceeds scalar memory."""
     if batch.page_table.size > MAX_TABLE:
         raise ValueError(
             f"a page table of {batch.page_table.shape} exceeds the {MAX_TABLE} entries that fit scalar memory; use "
             f"fewer sequences, a shorter context or pages larger than {layout.page_size} tokens"
         )
-    if q.shape[0] == 0:
-        return q, cache
-    batch = batch.cleaned()
-    rows = lane_rows(scaled_queries(q, knobs, layout), layout)
-    words = layout.pack(divided(k, knobs.k_scale), divided(v, knobs.v_scale)).swapaxes(0, 1)
-    shared: dict[str, Any] = {"layout": layout, "interpret": interpret, "chip": chip, "out_dtype": q.dtype}
-    decode_rows = rows[: batch.max_seqs]
-    out, cache = variant(decode_rows, words, cache, layer, batch, knobs, decode=True, **shared)
-    token = jnp.arange(q.shape[0])[:, None, None, None]
-    out = jnp.pad(out, [(0, q.shape[0] - out.shape[0])] + [(0, 0)] * 3)
+
+
+def both_variants(
+    rows: jax.Array,
+    words: jax.Array | None,
+    cache: jax.Array,
+    layer: jax.Array,
+    batch: RaggedBatch,
+    knobs: Knobs,
+    *,
+    decode_only: bool,
+    mixed_writes: bool = True,
+    batch_invariant: bool = False,
+    **shared: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Run the decode variant, and the mixed one unless `decode_only`, on rows [T, lane heads, rows, W].
+
+    `mixed_writes`: False if the cache has the words of sequences of several tokens already. `batch_invariant`: the
+    mixed variant alone; there are no decode sequences.
+    Return outputs [T, lane heads, rows, V], zero for padding, and the cache. `shared`: see `variant`.
+    """
+    tokens = rows.shape[0]
+    if batch_invariant:
+        out, cache = variant(
+            rows, words, cache, layer, batch, knobs, decode=False, batch_invariant=batch_invariant, **shared
+        )
+        return jnp.where(jnp.arange(tokens)[:, None, None, None] < batch.query_start[-1], out, 0), cache
+    out, cache = variant(rows[: batch.max_seqs], words, cache, layer, batch, knobs, decode=True, **shared)
+    token = jnp.arange(tokens)[:, None, None, None]
+    out = jnp.pad(out, [(0, tokens - out.shape[0])] + [(0, 0)] * 3)
     out = jnp.where(token < batch.counts[0], out, 0)
     if not decode_only:
-        mixed, cache = variant(rows, words, cache, layer, batch, knobs, decode=False, **shared)
+        mixed_words = words if mixed_writes else None
+        mixed, cache = variant(rows, mixed_words, cache, layer, batch, knobs, decode=False, **shared)
         real = (token >= batch.counts[0]) & (token < batch.query_start[-1])
         out = jnp.where(real, mixed, out)
-    return from_lane_rows(out, q.shape, layout), cache
+    return out, cache
 
 
-def scaled_queries(q: jax.Array, knobs: Knobs, layout: PagedKvLayout) -> jax.Array:
+def scaled_queries(q: jax.Array, knobs: Knobs, layout: PageLayout) -> jax.Array:
     """Multiply q by all factors of the logits, so that the kernel's logits are in base 2 (or the argument of tanh)."""
     factor = knobs.scale if knobs.k_scale is None else knobs.scale * knobs.k_scale
     factor = factor * LOG2E if knobs.softcap is None else factor / knobs.softcap
@@ -88,53 +143,63 @@ def lane_rows(q: jax.Array, layout: PagedKvLayout) -> jax.Array:
 
 
 def from_lane_rows(out: jax.Array, shape: tuple[int, ...], layout: PagedKvLayout) -> jax.Array:
-    """Invert `lane_rows`: take each row's lanes, -> [T, N, H] = shape."""
+    """Invert `lane_rows` for results: take each row's lanes of V, -> [T, N, V] = shape."""
     tokens, heads, width = shape
-    group = heads // layout.kv_heads
-    out = out.reshape(tokens, layout.lane_heads, layout.heads_per_row, group, layout.heads_per_row, layout.slot_width)
+    group, slot_width = heads // layout.kv_heads, layout.value_width // layout.heads_per_row
+    out = out.reshape(tokens, layout.lane_heads, layout.heads_per_row, group, layout.heads_per_row, slot_width)
     own = jnp.arange(layout.heads_per_row)
     out = out[:, :, own, :, own]  # [heads per row, T, lane heads, group, slot]
-    out = out.transpose(1, 2, 0, 3, 4).reshape(tokens, -1, group, layout.slot_width)
+    out = out.transpose(1, 2, 0, 3, 4).reshape(tokens, -1, group, slot_width)
     return out[:, : layout.kv_heads, :, :width].reshape(shape)
 
 
 def variant(
     rows: jax.Array,
-    words: jax.Array,
+    words: jax.Array | None,
     cache: jax.Array,
     layer: jax.Array,
     batch: RaggedBatch,
     knobs: Knobs,
     *,
     decode: bool,
-    layout: PagedKvLayout,
+    batch_invariant: bool = False,
+    layout: PageLayout,
     interpret: Any,
     chip: ChipInfo,
     out_dtype: Any,
+    load: LoadPass = load,
+    rules: StaticRules = NO_RULES,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run one pallas_call over rows [T, lane heads, rows, W] (decode: [S, ...]); return their outputs and the cache."""
-    count, heads, group, width = rows.shape
+    """Run one pallas_call over rows [T, lane heads, rows, W] (decode: [S, ...]); return their outputs and the cache.
+
+    `words` [R, T, 128]: the new K and V, None if none are written.
+    """
+    count, heads, group, _ = rows.shape
     max_pages = batch.page_table.shape[1]
-    blocks = choose_block_sizes(chip, layout, group, max_pages, count, decode=decode)
+    blocks = choose_block_sizes(chip, layout, group, max_pages, count, decode=decode, batch_invariant=batch_invariant)
     tiles = -(-count // blocks.queries)
     rows = jnp.pad(rows, [(0, tiles * blocks.queries - count)] + [(0, 0)] * 3)
     tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
     static = Static(
         decode=decode,
         layout=layout,
+        load=load,
+        writes=words is not None,
         blocks=blocks,
         rows=tiled.shape[3],
         max_pages=max_pages,
         windowed=knobs.window is not None,
         softcapped=knobs.softcap is not None,
         has_sinks=knobs.sinks is not None,
+        has_slopes=knobs.slopes is not None,
         scaled=knobs.v_scale is not None,
+        rules=rules,
     )
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
-    sinks = None if knobs.sinks is None else sink_rows(knobs.sinks, static, group)
-    out, cache = call(static, scalars, num_tiles, tiled, sinks, words, cache, interpret=interpret, out_dtype=out_dtype)
+    terms = [head_rows(x, static, group) for x in (knobs.sinks, knobs.slopes) if x is not None]
+    out, cache = call(static, scalars, num_tiles, tiled, terms, words, cache, interpret=interpret, out_dtype=out_dtype)
     out = out[:, :, :, :group].transpose(0, 2, 1, 3, 4) if decode else _untile(out, blocks.queries)
-    return out.reshape(-1, heads, group, width)[:count], cache
+    return out.reshape(-1, heads, group, layout.value_width)[:count], cache
 
 
 def to_decode_tiles(rows: jax.Array, tiles: int) -> jax.Array:
@@ -156,16 +221,16 @@ def _untile(out: jax.Array, queries: int) -> jax.Array:
     return out.reshape(tiles, heads, width, rows // queries, queries).transpose(0, 4, 1, 3, 2)
 
 
-def sink_rows(sinks: jax.Array, static: Static, group: int) -> jax.Array:
-    """Arrange sinks [N] in base 2 like the running maximum: float32 [lane heads, M, 128] or [lane heads, 8, M]."""
+def head_rows(terms: jax.Array, static: Static, group: int) -> jax.Array:
+    """Arrange a number per head [N], times log2(e), like the running maximum: [lane heads, M, 128 or 8, M]."""
     layout = static.layout
-    sinks = jnp.pad(sinks * LOG2E, (0, layout.lane_heads * group - sinks.shape[0]))
-    sinks = sinks.reshape(layout.lane_heads, group)
+    terms = jnp.pad(terms * LOG2E, (0, layout.lane_heads * group - terms.shape[0]))
+    terms = terms.reshape(layout.lane_heads, group)
     if static.decode:
-        sinks = jnp.pad(sinks, ((0, 0), (0, static.rows - group)))
-        return jnp.broadcast_to(sinks[:, :, None], (*sinks.shape, LANES))
-    sinks = jnp.repeat(sinks, static.blocks.queries, axis=1)
-    return jnp.broadcast_to(sinks[:, None], (sinks.shape[0], SUBLANES, sinks.shape[1]))
+        terms = jnp.pad(terms, ((0, 0), (0, static.rows - group)))
+        return jnp.broadcast_to(terms[:, :, None], (*terms.shape, LANES))
+    terms = jnp.repeat(terms, static.blocks.queries, axis=1)
+    return jnp.broadcast_to(terms[:, None], (terms.shape[0], SUBLANES, terms.shape[1]))
 
 
 def scalar_arguments(
@@ -196,32 +261,36 @@ def call(
     scalars: Scalars,
     num_tiles: jax.Array,
     q: jax.Array,
-    sinks: jax.Array | None,
-    words: jax.Array,
+    terms: list[jax.Array],
+    words: jax.Array | None,
     cache: jax.Array,
     *,
     interpret: Any,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the pallas_call on q [tiles, lane heads, n, M, W]. A mixed call starts at the tile of its first token."""
+    """Run the pallas_call on q [tiles, lane heads, n, M, W]. A mixed call starts at the tile of its first token.
+
+    `terms`: sinks and slopes, as far as there are, from `head_rows`.
+    """
     prefetch = tuple(vars(scalars).values())
-    _, heads, _, _, width = q.shape
+    heads, width = q.shape[1], static.layout.value_width
     shapes = state_shapes(static, heads, width)
-    out_shape = q.shape if static.decode else (*q.shape[:3], *q.shape[:2:-1])
+    out_shape = (*q.shape[:4], width) if static.decode else (*q.shape[:3], width, q.shape[3])
     tile, out_tile = (
         pl.BlockSpec((1, *shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for shape in (q.shape, out_shape)
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    inputs, specs = [q], [tile]
-    if sinks is not None:
-        inputs.append(sinks)
-        specs.append(pl.BlockSpec(sinks.shape, lambda i, *_: (0, 0, 0)))
+    inputs = [q, *terms]
+    specs = [tile, *(pl.BlockSpec(term.shape, lambda i, *_: (0, 0, 0)) for term in terms)]
+    if words is None:  # a ref that no copy reads
+        words = jnp.zeros((static.layout.rows_per_token, SUBLANES, LANES), cache.dtype)
     inputs += [words, cache]
 
     def body(*refs: Any) -> None:
         smem, arrays = Scalars(*refs[: len(prefetch)]), list(refs[len(prefetch) :])
         q_ref = arrays.pop(0)
         sink_ref = arrays.pop(0) if static.has_sinks else None
+        slope_ref = arrays.pop(0) if static.has_slopes else None
         # `pages` is the aliased output: reads and writes go through one ref.
         new, _, out, pages, kv, *scratch = arrays
         *buffers, slot, fetched, written = scratch
@@ -232,7 +301,7 @@ def call(
             state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
         plan = KernelPlan(static, smem)
         transfers = Transfers(plan, new, pages, kv, fetched, written)
-        AttentionKernelBody(plan, q_ref, sink_ref, out, transfers, state, stages, slot).run()
+        AttentionKernelBody(plan, q_ref, sink_ref, slope_ref, out, transfers, state, stages, slot).run()
 
     out, cache = pl.pallas_call(
         body,
@@ -274,12 +343,12 @@ def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     """Return the VMEM limit: all declared buffers, and space for the compiler."""
     heads, sub, rows, width = q.shape[1:]
-    tile = heads * sub * rows * width
+    tile, value_width = heads * sub * rows, static.layout.value_width
     kv = 2 * static.blocks.pages * static.layout.bytes_per_page
-    state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, width))
-    tiles = 2 * tile * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize)
-    sinks = 2 * heads * rows * LANES * 4 if static.has_sinks else 0
-    return kv + state + tiles + sinks + (16 << 20)
+    state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, value_width))
+    tiles = 2 * tile * (width * q.dtype.itemsize + value_width * jnp.dtype(out_dtype).itemsize)
+    terms = 2 * heads * rows * LANES * 4 * (static.has_sinks + static.has_slopes)
+    return kv + state + tiles + terms + (16 << 20)
 
 
 def cost(static: Static, q: jax.Array, cache: jax.Array) -> pl.CostEstimate:
@@ -289,7 +358,7 @@ def cost(static: Static, q: jax.Array, cache: jax.Array) -> pl.CostEstimate:
     page_bytes = static.layout.bytes_per_page
     visits = q.shape[0] * q.shape[2]
     return pl.CostEstimate(
-        flops=4 * rows * context * q.shape[-1],
+        flops=2 * rows * context * (q.shape[-1] + static.layout.value_width),
         bytes_accessed=2 * q.size * q.dtype.itemsize + visits * static.max_pages * page_bytes // 2,
         transcendentals=rows * context,
     )

@@ -31,13 +31,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pagoda.kernels_pallas.ragged_paged_attention.attend import (
+    Alibi,
     Mask,
     Stage,
     State,
     attend_rows,
     column_logits,
     column_softmax,
-    load,
 )
 from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Static, TileSpan, ceil_div, div, rem
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
@@ -54,6 +54,7 @@ class AttentionKernelBody:
     plan: KernelPlan
     q: Any  # [1, heads, sub, M, W] VMEM
     sinks: Any  # as state.top, VMEM, or None
+    slopes: Any  # as state.top, VMEM, or None
     out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
     transfers: Transfers
     state: State
@@ -116,8 +117,8 @@ class AttentionKernelBody:
         def attend_group(group: Any, _: Any) -> None:
             for part in range(unrolled):
                 h = group * unrolled + part
-                k, v = load(kv, static.layout, static.blocks.tokens, pass_index, group * unrolled, part)
-                attend_rows(self.q.at[0, h, index], k, v, self.state, h, self.softcap(), mask)
+                k, v = static.load(kv, static.layout, static.blocks.tokens, pass_index, group * unrolled, part)
+                attend_rows(self.q.at[0, h, index], k, v, self.state, h, self.softcap(), self.alibi(h, mask), mask)
 
         groups = static.layout.lane_heads // unrolled
         if groups == 1:
@@ -136,6 +137,7 @@ class AttentionKernelBody:
             state=self.state,
             stages=self.stages,
             softcap=self.softcap(),
+            alibi=self.alibi,
             mask=partial(self.mask, span),
             first_slot=slot,
             fetch_next=partial(self.transfers.fetch_next, tile, seq, span),
@@ -147,16 +149,26 @@ class AttentionKernelBody:
         """Return the softcap in base 2, or None."""
         return self.plan.scalars.numbers[0] if self.plan.static.softcapped else None
 
+    def alibi(self, h: Any, mask: Mask) -> Alibi | None:
+        """Return what ALiBi does to the logits of lane head `h`, or None."""
+        static = self.plan.static
+        return Alibi(self.slopes.at[h], mask, static.rules.alibi_root) if static.has_slopes else None
+
     def mask(self, span: TileSpan, start: Any) -> Mask:
         """Return the mask of a pass from `start`. The first query of a mixed tile may be of another sequence."""
         window = self.plan.scalars.step[5] if self.plan.static.windowed else None
+        chunk, lookback = self.plan.static.rules.chunk, self.plan.static.rules.lookback
+        low = None if chunk is None else self.plan.chunk_start(span.position)
         if self.plan.static.decode:
-            return Mask(start, span.position, 1, window)
+            return Mask(start, span.position, 1, window, chunk, low, lookback)
         return Mask(
             start,
             span.position + self.plan.first_token(pl.program_id(0)) - span.low,
             self.plan.static.blocks.queries,
             window,
+            chunk,
+            low,
+            lookback,
         )
 
     def store(self, span: TileSpan, index: Any) -> None:
@@ -177,7 +189,7 @@ class AttentionKernelBody:
 
     def store_head(self, h: Any, index: Any, part: TileSpan | None = None) -> None:
         """Store one lane head. `part`: the tile has tokens of other sequences too, whose outputs are preserved."""
-        width, decode = self.plan.static.layout.width, self.plan.static.decode
+        width, decode = self.plan.static.layout.value_width, self.plan.static.decode
         acc = self.state.acc[h]
         if decode:
             total = jnp.sum(self.state.total[h], axis=1, keepdims=True)
@@ -215,6 +227,7 @@ class PassStream:
     state: State
     stages: tuple[Stage, Stage]
     softcap: Any
+    alibi: Callable[[Any, Mask], Alibi | None]
     mask: Callable[[Any], Mask]  # position of a pass's first token -> its mask
     first_slot: Any  # the buffer of its first block
     fetch_next: Callable[[Any, Any], None]  # (block, slot): start the fetch of the block after `block`
@@ -251,8 +264,20 @@ class PassStream:
             # Passes that end before the first query need no mask. A group's last logits belong to the next group.
             before = div(jnp.maximum(self.span.position + 1 - self.origin, 0), self.static.blocks.tokens)
             unmasked = jnp.minimum(div(before * heads, size), groups)
+            if self.static.rules.chunk is not None:
+                unmasked = jnp.where(self.in_one_chunk, unmasked, 0)
             position = jax.lax.fori_loop(0, unmasked, partial(self.group, False), position)
         jax.lax.fori_loop(unmasked, groups, partial(self.group, True), position)
+
+    @property
+    def in_one_chunk(self) -> Any:
+        """Return whether the sequence's tokens of the tile all see the same first key, where the first pass begins."""
+        chunk = self.static.rules.chunk
+        assert chunk is not None, "tokens attend in chunks"
+        if chunk % self.static.layout.page_size:
+            return jnp.bool_(False)
+        begin = div(self.span.position, chunk) * chunk
+        return self.span.position + self.span.high - self.span.low <= begin + chunk
 
     def group(self, masked: bool, _: Any, position: PassPosition) -> PassPosition:
         """Process the group of pairs at `position`; return the position of the next one."""
@@ -269,8 +294,9 @@ class PassStream:
     def logits(self, position: PassPosition, part: int, *, masked: bool) -> None:
         """Run the first half of pair number `part` after `position`."""
         start, h, k, _ = self.load(position, part)
-        mask = self.mask(start) if masked else None
-        column_logits(self.q.at[0, h, 0], k, self.stages[part % 2], self.softcap, mask)
+        mask = self.mask(start)
+        alibi = self.alibi(h, mask)
+        column_logits(self.q.at[0, h, 0], k, self.stages[part % 2], self.softcap, alibi, mask if masked else None)
 
     def softmax(self, position: PassPosition, part: int) -> None:
         """Run the second half of pair number `part` after `position`."""
@@ -289,7 +315,7 @@ class PassStream:
         over = block * self.block_passes + index >= self.passes
         block, index = jnp.where(over, last, block), jnp.where(over, self.passes - 1 - last * self.block_passes, index)
         kv = self.transfers.kv.at[self.slot(block)]
-        k, v = load(kv, self.static.layout, self.static.blocks.tokens, index, h - part % 2, part % 2)
+        k, v = self.static.load(kv, self.static.layout, self.static.blocks.tokens, index, h - part % 2, part % 2)
         return start, h, k, v
 
     def slot(self, block: Any) -> Any:

@@ -16,11 +16,15 @@ side by side, so that a few shifts give both matrices:
 
 Heads narrower than 128 share a row: two heads of width 64 fill its lanes (head widths are padded to the next power of
 two below 128 and to a multiple of 128 above). A *lane head* is one such group of lanes.
+
+Value heads may be narrower or wider than key heads: the wider ones set the lanes of both. Of a head of several rows
+only those with values are read as V; float32, which has rows of V alone, has no others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +32,49 @@ import jax.numpy as jnp
 LANES = 128
 WORD_BYTES = 4
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+class PageLayout(Protocol):
+    """What the kernel reads of a layout; of one KV head whose K and V are the same words, K may be wider than V."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def packing(self) -> int: ...
+    @property
+    def lane_heads(self) -> int: ...
+    @property
+    def width(self) -> int:
+        """Return the width of K in a lane head, a multiple of 128: the kernel's contraction size."""
+        ...
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of V in a lane head, a multiple of 128."""
+        ...
+
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def rows_per_token(self) -> int: ...
+    @property
+    def sections(self) -> int:
+        """Return 1, or 2 where the first and second half of a page's tokens have rows of their own and one shared row.
+
+        A section has `rows_per_token` rows of `page_size // sections` tokens, the second one from the last row of the
+        first.
+        """
+        ...
+
+    @property
+    def bytes_per_page(self) -> int: ...
+    @property
+    def word_dtype(self) -> jnp.dtype: ...
+    @property
+    def compute_dtype(self) -> jnp.dtype: ...
+    def unpack_pages(self, words: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
 
 @dataclass(frozen=True)
@@ -42,13 +89,16 @@ class PagedKvLayout:
     head_dim: int
     dtype: str  # stored dtype, one of CACHE_DTYPES
     page_size: int  # tokens
+    value_dim: int = 0  # channels of a value head; 0: head_dim
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         if self.dtype not in CACHE_DTYPES:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(CACHE_DTYPES)}")
-        if self.kv_heads < 1 or self.page_size < 1 or not 1 <= self.head_dim <= 512:
-            raise ValueError(f"kv_heads and page_size must be >= 1, head_dim in 1..512: {self}")
+        dims = self.head_dim, self.value_dim
+        if self.kv_heads < 1 or self.page_size < 1 or not 1 <= min(dims) <= max(dims) <= 512:
+            raise ValueError(f"kv_heads and page_size must be >= 1, head_dim and value_dim in 1..512: {self}")
         if self.page_size % 8:
             raise ValueError(f"page_size must be a multiple of 8 tokens, not {self.page_size}")
 
@@ -60,19 +110,28 @@ class PagedKvLayout:
     @property
     def heads_per_row(self) -> int:
         """Return the number of KV heads that share the 128 lanes of a row."""
-        return max(1, LANES // next_power_of_two(self.head_dim))
+        return max(1, LANES // next_power_of_two(self._widest))
 
     @property
     def slot_width(self) -> int:
-        """Return the lanes per head: `head_dim` padded."""
-        if self.head_dim >= LANES:
-            return -(-self.head_dim // LANES) * LANES
+        """Return the lanes per head: the wider of key and value head, padded."""
+        if self._widest >= LANES:
+            return -(-self._widest // LANES) * LANES
         return LANES // self.heads_per_row
+
+    @property
+    def _widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
 
     @property
     def width(self) -> int:
         """Return the width of a lane head, a multiple of 128: the kernel's contraction size."""
         return max(LANES, self.slot_width)
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of V in a lane head, a multiple of 128, at most that of K."""
+        return -(-self.value_dim // LANES) * LANES
 
     @property
     def lane_heads(self) -> int:
@@ -83,7 +142,14 @@ class PagedKvLayout:
     @property
     def rows_per_token(self) -> int:
         """Return R, the rows of 128 words per token and layer."""
+        if self.packing == 1:
+            return self.lane_heads * (self.width + self.value_width) // LANES
         return self.lane_heads * (self.width // LANES) * 2 // self.packing
+
+    @property
+    def sections(self) -> int:
+        """Return 1: all tokens of a page are in the same rows."""
+        return 1
 
     @property
     def word_dtype(self) -> jnp.dtype:
@@ -109,14 +175,15 @@ class PagedKvLayout:
         return jnp.zeros(self.shape(layers, pages), self.word_dtype)
 
     def pack(self, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Pack K and V [..., K, H] of any float dtype into words [..., R, 128].
+        """Pack K [..., K, H] and V [..., K, V] of any float dtype into words [..., R, 128].
 
         Values are cast to `dtype` (int8: rounded and clipped); divide by the scales first.
         """
         k, v = (self._to_lanes(self._narrow(x)) for x in (k, v))
         lead = k.shape[:-2]
         if self.packing == 1:
-            return jnp.stack((k, v), axis=-2).reshape(*lead, self.rows_per_token, LANES)
+            both = jnp.concatenate((k, v[..., : self.value_width]), axis=-1)
+            return both.reshape(*lead, self.rows_per_token, LANES)
         bits = jnp.uint16 if self.packing == 2 else jnp.uint8
         k, v = (jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32) for x in (k, v))
         words = k | v << (8 * self._bytes)
@@ -126,11 +193,12 @@ class PagedKvLayout:
         return words.reshape(*lead, self.rows_per_token, LANES)
 
     def unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Unpack words [..., R, 128] into K and V [..., K, H] of dtype `dtype`."""
+        """Unpack words [..., R, 128] into K [..., K, H] and V [..., K, V] of dtype `dtype`."""
         lead = words.shape[:-2]
         if self.packing == 1:
-            both = words.reshape(*lead, self.lane_heads, 2, self.width)
-            return self._from_lanes(both[..., 0, :]), self._from_lanes(both[..., 1, :])
+            both = words.reshape(*lead, self.lane_heads, self.width + self.value_width)
+            k, v = both[..., : self.width], both[..., self.width :]
+            return self._from_lanes(k, self.head_dim), self._from_lanes(v, self.value_dim)
         shifts = 16 * jnp.arange(self.packing // 2, dtype=jnp.uint32)
         words = words.reshape(*lead, -1, 1, self.width) >> shifts[:, None]
         words = words.reshape(*lead, self.lane_heads, self.width)
@@ -139,7 +207,11 @@ class PagedKvLayout:
             jax.lax.bitcast_convert_type((words >> shift).astype(bits), jnp.dtype(self.dtype))
             for shift in (0, 8 * self._bytes)
         )
-        return self._from_lanes(k), self._from_lanes(v)
+        return self._from_lanes(k, self.head_dim), self._from_lanes(v, self.value_dim)
+
+    def unpack_pages(self, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Unpack pages [n, R, B, 128] into K [n * B, K, H] and V [n * B, K, V] of dtype `dtype`."""
+        return self.unpack(words.swapaxes(1, 2).reshape(-1, self.rows_per_token, LANES))
 
     @property
     def _bytes(self) -> int:
@@ -154,15 +226,15 @@ class PagedKvLayout:
         return x.astype(self.dtype)
 
     def _to_lanes(self, x: jax.Array) -> jax.Array:
-        """[..., K, H] -> [..., lane heads, width], zeros in the padding."""
+        """[..., K, n] -> [..., lane heads, width], zeros in the padding."""
         heads = self.lane_heads * self.heads_per_row
-        pad = [(0, 0)] * (x.ndim - 2) + [(0, heads - self.kv_heads), (0, self.slot_width - self.head_dim)]
+        pad = [(0, 0)] * (x.ndim - 2) + [(0, heads - self.kv_heads), (0, self.slot_width - x.shape[-1])]
         return jnp.pad(x, pad).reshape(*x.shape[:-2], self.lane_heads, self.width)
 
-    def _from_lanes(self, x: jax.Array) -> jax.Array:
-        """Invert `_to_lanes`."""
-        x = x.reshape(*x.shape[:-2], self.lane_heads * self.heads_per_row, self.slot_width)
-        return x[..., : self.kv_heads, : self.head_dim]
+    def _from_lanes(self, x: jax.Array, dim: int) -> jax.Array:
+        """Invert `_to_lanes` of heads of `dim` channels, of which the last lanes may be missing."""
+        x = x.reshape(*x.shape[:-2], self.lane_heads * self.heads_per_row, x.shape[-1] // self.heads_per_row)
+        return x[..., : self.kv_heads, :dim]
 
 
 def next_power_of_two(n: int) -> int:

@@ -7,22 +7,28 @@ of the DMA latency, and tokens per pass of the arithmetic, few because of the re
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout, next_power_of_two
+from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout, PageLayout, next_power_of_two
 
 Scalar: TypeAlias = float | int | jax.Array
+
+LoadPass: TypeAlias = Callable[[Any, Any, int, Any, Any, int], tuple[jax.Array, jax.Array]]
+"""See `attend.load`."""
 
 FETCH_BYTES = 4 << 20
 MIXED_ROWS = 1024
 DECODE_ROWS_PER_TILE = 8
+INVARIANT_ROWS = 256
+"""Query rows of a tile with --batch-invariant: few, since in a decode all but one token's are of other sequences."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +45,12 @@ class RaggedBatch:
     def max_seqs(self) -> int:
         """Return S, which is static."""
         return self.kv_len.shape[0]
+
+    def tokens(self, count: int) -> tuple[jax.Array, jax.Array]:
+        """Return the sequence and position of each of `count` tokens, int32; undefined for padding. Of `cleaned`."""
+        token = jnp.arange(count, dtype=jnp.int32)
+        seq = jnp.clip(jnp.searchsorted(self.query_start[1:], token, side="right"), 0, self.max_seqs - 1)
+        return seq, self.kv_len[seq] - self.query_start[seq + 1] + token
 
     def cleaned(self) -> RaggedBatch:
         """Return the batch with empty sequences (no tokens, no cache) beyond `counts`."""
@@ -57,6 +69,7 @@ class Knobs:
     softcap: jax.Array | None  # logits become softcap * tanh(logits / softcap)
     window: jax.Array | None  # sliding window: a token attends to itself and the window - 1 tokens before it
     sinks: jax.Array | None  # float32 [N]: an extra logit per head in the softmax's denominator
+    slopes: jax.Array | None  # float32 [N], ALiBi: logits -= slope * distance of query and key, after the softcap
     k_scale: jax.Array | None  # K = stored value * k_scale
     v_scale: jax.Array | None  # V = stored value * v_scale
 
@@ -66,6 +79,7 @@ def make_knobs(
     softcap: Scalar | None,
     window: Scalar | None,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     k_scale: Scalar | None,
     v_scale: Scalar | None,
 ) -> Knobs:
@@ -79,9 +93,22 @@ def make_knobs(
         softcap=float32(softcap),
         window=None if window is None else jnp.asarray(window, jnp.int32),
         sinks=float32(sinks),
+        slopes=float32(slopes),
         k_scale=float32(k_scale),
         v_scale=float32(v_scale),
     )
+
+
+@dataclass(frozen=True)
+class StaticRules:
+    """Options of attention that are compiled in."""
+
+    chunk: int | None = None  # a token sees those from the last multiple of it on
+    lookback: int = 0  # and as many before, a multiple of `chunk`
+    alibi_root: bool = False  # ALiBi takes the root of the distance
+
+
+NO_RULES: Final = StaticRules()
 
 
 def divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -90,28 +117,38 @@ def divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def check(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layout: PagedKvLayout, batch: RaggedBatch
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: jax.Array,
+    layout: PagedKvLayout,
+    batch: RaggedBatch,
 ) -> None:
     """Raise ValueError naming the argument whose static shape or dtype is invalid."""
     tokens, heads, width = q.shape
-    expected = (tokens, layout.kv_heads, layout.head_dim)
-    _check_shape("k", k.shape, expected)
-    _check_shape("v", v.shape, expected)
-    _check_shape("head dim of q", (width,), (layout.head_dim,))
+    for name, new, dim in (("k", k, layout.head_dim), ("v", v, layout.value_dim)):
+        if new is not None:
+            check_shape(name, new.shape, (tokens, layout.kv_heads, dim))
+    check_shape("head dim of q", (width,), (layout.head_dim,))
     if heads % layout.kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {layout.kv_heads} KV heads")
-    _check_shape("cache", cache.shape, layout.shape(*cache.shape[:2]))
+    check_cache(cache, layout.shape(*cache.shape[:2]), layout, batch)
+
+
+def check_cache(cache: jax.Array, shape: tuple[int, ...], layout: PageLayout, batch: RaggedBatch) -> None:
+    """Raise ValueError naming the argument whose static shape or dtype is invalid."""
+    check_shape("cache", cache.shape, shape)
     if cache.dtype != layout.word_dtype:
         raise ValueError(f"cache is {cache.dtype}, its layout needs {layout.word_dtype}")
-    _check_shape("query_start", batch.query_start.shape, (batch.max_seqs + 1,))
-    _check_shape("page_table", batch.page_table.shape, (batch.max_seqs, batch.page_table.shape[-1]))
-    _check_shape("counts", batch.counts.shape, (2,))
+    check_shape("query_start", batch.query_start.shape, (batch.max_seqs + 1,))
+    check_shape("page_table", batch.page_table.shape, (batch.max_seqs, batch.page_table.shape[-1]))
+    check_shape("counts", batch.counts.shape, (2,))
     for name, x in vars(batch).items():
         if x.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, not {x.dtype}")
 
 
-def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
         raise ValueError(f"{name} has shape {shape}, expected {expected}")
 
@@ -127,17 +164,30 @@ class AttentionBlockSizes:
 
 
 def choose_block_sizes(
-    chip: ChipInfo, layout: PagedKvLayout, group_rows: int, max_pages: int, max_tokens: int, *, decode: bool
+    chip: ChipInfo,
+    layout: PageLayout,
+    group_rows: int,
+    max_pages: int,
+    max_tokens: int,
+    *,
+    decode: bool,
+    batch_invariant: bool = False,
 ) -> AttentionBlockSizes:
-    """Return block sizes for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`."""
+    """Return block sizes for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`.
+
+    `batch_invariant`: passes begin at multiples of their size, also where a window begins at any page.
+    """
     key = f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
     entry = {**_formula(layout, group_rows, decode=decode), **_table().get(key, {})}
+    if batch_invariant:
+        entry["tokens"] = min(entry["tokens"], layout.page_size)
+        entry["queries"] = min(entry["queries"], max(16, INVARIANT_ROWS // next_power_of_two(group_rows)))
     fetch = max(1, min(max_pages, FETCH_BYTES // layout.bytes_per_page, -(-entry["fetch"] // layout.page_size)))
     if not decode and layout.lane_heads == 1:
         fetch = max(2, 32 // layout.page_size, fetch)  # at least two passes per fetch
-        tokens = pass_tokens(min(entry["tokens"], fetch * layout.page_size // 2), fetch, layout.page_size)
+        tokens = pass_tokens(min(entry["tokens"], fetch * layout.page_size // 2), fetch, layout)
     else:
-        tokens = pass_tokens(entry["tokens"], fetch, layout.page_size)
+        tokens = pass_tokens(entry["tokens"], fetch, layout)
     heads = min(entry["heads"], layout.lane_heads)
     if decode:
         while layout.lane_heads % heads or (layout.packing == 4 and heads % 2):
@@ -148,14 +198,16 @@ def choose_block_sizes(
     return AttentionBlockSizes(queries, fetch, tokens, heads)
 
 
-def pass_tokens(wanted: int, pages: int, page_size: int) -> int:
-    """Return the largest pass of at most `wanted` tokens that evenly divides a page or the `pages` of a fetch."""
+def pass_tokens(wanted: int, pages: int, layout: PageLayout) -> int:
+    """Return the largest pass of at most `wanted` tokens that evenly divides a page's section or a fetch's `pages`."""
+    page_size = layout.page_size
     if wanted < page_size:
-        return next(size for size in range(wanted, 0, -1) if page_size % size == 0 and size % 8 == 0)
+        section = page_size // layout.sections
+        return next(size for size in range(wanted, 0, -1) if section % size == 0 and size % 8 == 0)
     return page_size * next(n for n in range(min(wanted // page_size, pages), 0, -1) if pages % n == 0)
 
 
-def _formula(layout: PagedKvLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
+def _formula(layout: PageLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
     if decode:
         return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
     rows = MIXED_ROWS if layout.lane_heads > 3 else 2 * MIXED_ROWS  # few heads: large passes hide the group's end
@@ -193,14 +245,18 @@ class Static:
     """The static configuration of one compiled variant."""
 
     decode: bool
-    layout: PagedKvLayout
+    layout: PageLayout
+    load: LoadPass  # of K and V of one pass
+    writes: bool  # the call has new K and V
     blocks: AttentionBlockSizes
     rows: int  # M: rows of one matmul, queries x heads of a lane head, padded
     max_pages: int
     windowed: bool
     softcapped: bool
     has_sinks: bool
+    has_slopes: bool
     scaled: bool  # has a v_scale
+    rules: StaticRules
 
     @property
     def block_tokens(self) -> int:
@@ -262,9 +318,17 @@ class KernelPlan:
             high = jnp.minimum(end, (s.step[3] + tile + 1) * n)
             position, kv_end = kv_len - end + low, kv_len - end + high
         first = jnp.maximum(position - s.step[5] + 1, 0) if self.static.windowed else jnp.int32(0)
+        if self.static.rules.chunk is not None:
+            first = jnp.maximum(self.chunk_start(position) - self.static.rules.lookback, 0)
         page_low = div(first, layout.page_size)
         pages = ceil_div(kv_end, layout.page_size) - page_low
         return TileSpan(low, high, position, kv_end, page_low, ceil_div(pages, self.static.blocks.pages))
+
+    def chunk_start(self, position: Any) -> Any:
+        """Return the first position of the chunk of the token at `position`."""
+        chunk = self.static.rules.chunk
+        assert chunk is not None, "tokens attend in chunks"
+        return div(position, chunk) * chunk
 
     def page(self, seq: Any, index: Any) -> Any:
         """Return the page id at `index` in the page table of `seq`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES
-from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, TileSpan, ceil_div, div
+from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, TileSpan, ceil_div, div, rem
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class Transfers:
     written: Any  # DMA semaphore
 
     def write(self, tile: Any) -> None:
-        """Start the copies of a tile's new K and V to their pages."""
-        layer, size = self.plan.scalars.step[0], self.plan.static.layout.page_size
+        """Start the copies of a tile's new K and V to their pages, if the call has any."""
+        if not self.plan.static.writes:
+            return
+        size = self.plan.static.layout.page_size
 
         def sequence(seq: Any, _: Any) -> None:
             span = self.plan.span(tile, seq)
@@ -38,7 +41,7 @@ class Transfers:
                 stop = jnp.minimum(span.kv_end, (page + 1) * size)
                 token = span.low + start - span.position
                 count = stop - start
-                target = self.cache.at[layer, self.plan.page(seq, page), :, pl.ds(start - page * size, count)]
+                target = self.target(seq, page, start - page * size, count)
                 pltpu.make_async_copy(self.new.at[:, pl.ds(token, count)], target, self.written).start()
 
             pieces = 1 if self.plan.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
@@ -47,8 +50,20 @@ class Transfers:
         first, end = self.plan.sequences(tile)
         jax.lax.fori_loop(first, end, sequence, None)
 
+    def target(self, seq: Any, page: Any, first: Any, count: Any) -> Any:
+        """Return the words of `count` tokens of a page, from `first`; of a page with two sections for decode only."""
+        layer, layout = self.plan.scalars.step[0], self.plan.static.layout
+        whole = self.cache.at[layer, self.plan.page(seq, page)]
+        if layout.sections == 1:
+            return whole.at[:, pl.ds(first, count)]
+        size = layout.page_size // 2
+        section, rows = div(first, size), layout.rows_per_token
+        return whole.at[pl.ds(section * (rows - 1), rows), pl.ds(first - section * size, count)]
+
     def wait_written(self, tile: Any) -> None:
         """Wait for all copies of `write(tile)` at once: the semaphore counts bytes."""
+        if not self.plan.static.writes:
+            return
         first, end = self.plan.sequences(tile)
         tokens = (
             end - first
@@ -65,9 +80,13 @@ class Transfers:
         tokens = jnp.minimum(span.kv_end - start * size, self.plan.static.block_tokens)
 
         def page(i: Any, _: Any) -> None:
-            real = pl.ds(0, jnp.minimum(tokens - i * size, size))
-            source = self.cache.at[layer, self.plan.page(seq, start + i), :, real]
-            pltpu.make_async_copy(source, self.kv.at[slot, i, :, real], self.fetched.at[slot]).start()
+            real = jnp.minimum(tokens - i * size, size)
+            source, target = self.cache.at[layer, self.plan.page(seq, start + i)], self.kv.at[slot, i]
+
+            def copy(rows: Any) -> None:
+                pltpu.make_async_copy(source.at[*rows], target.at[*rows], self.fetched.at[slot]).start()
+
+            self.for_parts(real, copy)
 
         jax.lax.fori_loop(0, ceil_div(tokens, size), page, None)
 
@@ -99,17 +118,36 @@ class Transfers:
             pltpu.make_async_copy(rows, rows, self.fetched.at[slot]).wait()
 
         pl.when(full_pages > 0)(lambda: wait(self.kv.at[slot, pl.ds(0, full_pages)]))
-        pl.when(remainder > 0)(lambda: wait(self.kv.at[slot, 0, :, pl.ds(0, remainder)]))
+        pl.when(remainder > 0)(lambda: self.for_parts(remainder, lambda rows: wait(self.kv.at[slot, 0, *rows])))
+
+    def for_parts(self, tokens: Any, copy: Callable[[tuple[Any, Any]], None]) -> None:
+        """Call `copy` with the rows and tokens of each part of the first `tokens` tokens of a page, at least one."""
+        layout = self.plan.static.layout
+        if layout.sections == 1:
+            copy((slice(None), pl.ds(0, tokens)))
+            return
+        half, rows = layout.page_size // 2, layout.rows_per_token
+        copy((pl.ds(0, rows), pl.ds(0, jnp.minimum(tokens, half))))
+        if rows > 1:
+            pl.when(tokens > half)(lambda: copy((pl.ds(rows, rows - 1), pl.ds(0, tokens - half))))
 
     def clear_tail(self, tokens: Any, slot: Any) -> None:
-        """Zero the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
-        size, unit = self.plan.static.layout.page_size, self.plan.static.blocks.tokens
+        """Zero V in the buffer from the last real token to the end of its pass: 0 * NaN would be NaN.
+
+        Logits of masked keys may be NaN, so that a row which two sections share, of K alone, is left as it is.
+        """
+        layout, unit = self.plan.static.layout, self.plan.static.blocks.tokens
+        size, own = layout.page_size // layout.sections, layout.rows_per_token - layout.sections + 1
 
         def clear(i: Any, _: Any) -> None:
-            page = div(i * SUBLANES, size)
-            tokens_slice = pl.ds(pl.multiple_of(i * SUBLANES - page * size, SUBLANES), SUBLANES)
-            rows = self.kv[slot, page, :, tokens_slice, :]
+            section = div(i * SUBLANES, size)
+            tokens_slice = pl.ds(pl.multiple_of(i * SUBLANES - section * size, SUBLANES), SUBLANES)
+            page = div(section, layout.sections)
+            first = rem(section, layout.sections) * (own + 1)
+            rows = self.kv[slot, page, pl.ds(first, own), tokens_slice, :]
             token = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) + i * SUBLANES
-            self.kv[slot, page, :, tokens_slice, :] = jnp.where(token < tokens, rows, jnp.zeros_like(rows))
+            self.kv[slot, page, pl.ds(first, own), tokens_slice, :] = jnp.where(
+                token < tokens, rows, jnp.zeros_like(rows)
+            )
 
         jax.lax.fori_loop(div(tokens, SUBLANES), ceil_div(tokens, unit) * (unit // SUBLANES), clear, None)

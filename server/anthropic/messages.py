@@ -17,7 +17,7 @@ from pagoda.server.anthropic.request import AnthropicCountTokensRequest, Anthrop
 from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.errors import REQUEST_ID_HEADER, UnavailableError, http_error, messages_error, new_request_id
-from pagoda.server.http.generation import Generation
+from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.response import EventStyle, json_response, named_event, respond
 from pagoda.server.http.state import model_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
@@ -61,7 +61,7 @@ class MessagesBuilder:
         if self._usage is None:
             cached = output.num_cached_tokens or 0
             self._usage = {
-                "input_tokens": len(output.prompt_token_ids or ()) - cached,
+                "input_tokens": num_prompt_tokens(output) - cached,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached,
                 "output_tokens": 0,

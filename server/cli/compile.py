@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         parallel=ParallelSizes(tensor, data),
         quantization=resolved.runtime_quantization,
         schemes=resolved.schemes,
+        batch_invariant=resolved.config.model.batch_invariant,
     )
     stated = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
     report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=stated)

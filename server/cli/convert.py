@@ -1,6 +1,7 @@
 """`pagoda convert`: write any readable model as a model folder whose weights are the TPU backend's own arrays.
 
-The folder is served like any other; --load-format sharded_state is detected.
+The folder is served like any other; --load-format sharded_state is detected. With --quantization: a folder in the
+compressed-tensors format, for every backend.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from typing import Any, Final
 
 from pagoda.backends.registry import load_converter
 from pagoda.common.config.commands import COMMAND_SETTINGS, ConvertConfig
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.models.transformers_spec import own_spec
+from pagoda.common.weights.quantization.export import copy_other_files, write_quantized
+from pagoda.common.weights.rules import tensor_uses
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
-from pagoda.server.settings.resolve import Resolved, resolve
-from pagoda.server.startup.parameters import read_weights
+from pagoda.server.settings.resolve import Resolved, model_config, open_model, resolve
+from pagoda.server.settings.tokenizer import open_tokenizer
+from pagoda.server.startup.parameters import read_weights, with_progress
 
 SETTINGS: Final = COMMAND_SETTINGS["convert"]
 _BACKEND: Final = "jax_tpu"
@@ -42,11 +49,14 @@ def run(args: argparse.Namespace) -> int:
     )
     config: ConvertConfig = build(ConvertConfig, settings.values, SETTINGS.values())
     with _output_folder(Path(args.out)) as folder:
+        if config.quantization is not None:
+            print(f"{args.out}: {_quantise(_engine_config(args.model_tag, settings), config.quantization, folder)}")
+            return 0
         resolved = _resolved(args.model_tag, settings)
         architectures = tuple(resolved.hf_config["architectures"])
         tokenizer = open_tokenizer(resolved.config)
         manifest = load_converter().convert(
-            resolved.spec,
+            own_spec(resolved.spec, "pagoda convert"),
             read_weights(resolved.config, resolved.checkpoint, resolved),
             dtype=resolved.dtype,
             tensor=config.tensor_parallel_size,
@@ -63,16 +73,51 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
+    """Write a quantised model into `folder`. Returns a summary. Raises ConfigError, ModelError or WeightError."""
+    model, load_format = engine.model, engine.load.load_format
+    if load_format in ("dummy", "sharded_state"):
+        raise ConfigError("--load-format", f"{load_format} has no weights to quantise; use auto")
+    checkpoint = open_model(engine, weights=True)
+    if isinstance(checkpoint, ShardedCheckpoint):
+        raise ConfigError("MODEL", f"{model.model} is already converted; use the model that it was made from")
+    hf_config, quantization = model_config(engine, checkpoint)
+    if quantization is not None:
+        raise ConfigError("MODEL", f"{model.model} is quantised by {quantization.method}; use its unquantised weights")
+    spec, family = spec_from_config(hf_config)
+    parameters, is_gguf = params(spec), checkpoint.gguf_metadata is not None
+    dtype = {"auto": "bfloat16" if is_gguf else None, "half": "float16", "float": "float32"}.get(
+        model.dtype, model.dtype
+    )
+    progress = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not engine.load.use_tqdm_on_load)
+    if not is_gguf:
+        copy_other_files(checkpoint.folder, folder)
+    elif generation := checkpoint.generation_config():
+        _write_json(folder / "generation_config.json", generation)
+    if (tokenizer := open_tokenizer(engine)) is not None and (is_gguf or model.tokenizer is not None):
+        tokenizer.save(folder)
+    uses = tensor_uses(family.rules, parameters)
+    exported = write_quantized(progress, uses, parameters, method, dtype, folder)
+    named = {} if dtype is None else {"dtype": dtype}
+    whole = {key: value for key, value in hf_config.items() if not named or key != "torch_dtype"}
+    _write_json(folder / "config.json", {**whole, **named, "quantization_config": exported.config})
+    return exported.summary
+
+
 def _resolved(model: str, settings: ResolvedSettings) -> Resolved:
     """Resolve the model to convert. Raises ConfigError or ModelError."""
-    defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
-    given = {name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
-    values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
-    engine = EngineArgs.from_resolved(replace(settings, values=values)).create_engine_config()
-    resolved = resolve(engine, "llm", settings.sources, weights=True)
+    resolved = resolve(_engine_config(model, settings), "llm", settings.sources, weights=True)
     if isinstance(resolved.checkpoint, ShardedCheckpoint):
         raise ConfigError("MODEL", f"{model} is already converted and loads on any number of devices; serve it")
     return resolved
+
+
+def _engine_config(model: str, settings: ResolvedSettings) -> EngineConfig:
+    """Return the configuration of an engine for the source model. Raises ConfigError."""
+    defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
+    given = {name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
+    values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
+    return EngineArgs.from_resolved(replace(settings, values=values)).create_engine_config()
 
 
 def _config(resolved: Resolved) -> dict[str, Any]:

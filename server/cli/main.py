@@ -83,7 +83,8 @@ COMMANDS: Final = {
         usage="server",
     ),
     "convert": Command(
-        "Convert a model's weights to the TPU backend's sharded format, for --load-format sharded_state.",
+        "Convert a model's weights: to the TPU backend's sharded format, for --load-format sharded_state, or with "
+        "--quantization to int4, int8 or fp8 in the compressed-tensors format.",
         "pagoda.server.cli.convert",
     ),
     "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.doctor"),

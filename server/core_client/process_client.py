@@ -73,6 +73,10 @@ class ProcessClient:
             env=child_env(),
         )
         self._send_config(config)
+        # Not __del__: a collected cycle may finalize the context before its sockets, and that blocks for ever.
+        self._release = weakref.finalize(
+            self, _end, self._process, self._supervisor, self._in, self._out, self._context, self._folder
+        )
         watched = (self._process, weakref.ref(self))  # weak: the client may be deleted before the engine ends
         threading.Thread(target=_watch, args=watched, name="pagoda-watch", daemon=True).start()
 
@@ -136,22 +140,8 @@ class ProcessClient:
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._out.FD)
-        if self._process.poll() is None:
-            self._in.send(encode(Shutdown()))
-            if not self._supervisor.ready or not self._ends_within(timeout):
-                self._process.kill()  # it ignores other signals
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        # Explicitly: garbage collection of a context with open sockets would block for ever.
-        for socket in (self._in, self._out):
-            socket.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_process"):
-            self.close()
+        if self._release.detach():
+            _end(self._process, self._supervisor, self._in, self._out, self._context, self._folder, timeout)
 
     def _send_config(self, config: EngineConfig) -> None:
         """Write the configuration to the engine's stdin and keep it open: EOF tells the engine that we ended."""
@@ -207,17 +197,41 @@ class ProcessClient:
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._deliver_end)
 
-    def _ends_within(self, timeout: float) -> bool:
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def _exit_failure(self) -> Failed:
         status = self._process.poll()
         why = "the engine was shut down" if status is None else f"the engine process {describe_exit(status)}"
         return Failed("EngineDeadError", why)
+
+
+def _end(
+    process: subprocess.Popen[bytes],
+    supervisor: Supervisor,
+    commands: zmq.Socket[bytes],
+    replies: zmq.Socket[bytes],
+    context: zmq.Context[zmq.Socket[bytes]],
+    folder: Path,
+    timeout: float = 2.0,
+) -> None:
+    """End the engine, by a signal where it is not ready or takes over `timeout` seconds; free sockets and folder."""
+    if process.poll() is None:
+        commands.send(encode(Shutdown()))
+        if not supervisor.ready or not _ends_within(process, timeout):
+            process.kill()  # it ignores other signals
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    for socket in (commands, replies):  # a context with open sockets would block
+        socket.close(linger=0)
+    context.term()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ends_within(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _watch(process: subprocess.Popen[bytes], watcher: weakref.ref[ProcessClient]) -> None:

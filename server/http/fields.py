@@ -19,7 +19,7 @@ from pagoda.common.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagoda.common.text.chat_template import template_kwargs_error
+from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, StringOrList, hint, unsupported
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
@@ -575,8 +575,10 @@ class Unsupported(RequestBody):
             raise PydanticCustomError("not_an_object", "must be an object with a type")
         kind = value.get("type")
         name = repr(kind[:60]) if isinstance(kind, str) else "(missing)"
+        is_media = isinstance(kind, str) and kind in MEDIA_PARTS
+        reason = f": {TEXT_ONLY}" if is_media else " by this version of pagoda"
         raise PydanticCustomError(
-            "unsupported", "type {kind} is not supported by this version of pagoda", {"kind": name}
+            "unsupported", "type {kind} is not supported{reason}", {"kind": name, "reason": reason}
         )
 
 

@@ -38,6 +38,11 @@ MAX_NUMBERS: Final = 1 << 26
 """Maximum numbers in the token embeddings of one pooling request."""
 
 
+def num_prompt_tokens(output: RequestOutput) -> int:
+    """Return the tokens of the prompt, the encoder's included."""
+    return len(output.prompt_token_ids or ()) + len(output.encoder_prompt_token_ids or ())
+
+
 class RequestLog:
     """Logs prompts and, with --enable-log-outputs, outputs of one HTTP request. Texts are cut to --max-log-len."""
 
@@ -294,7 +299,7 @@ class _GenerationMeter(_Meter):
             self._metrics.on_first_token(
                 arrival=self._arrival,
                 first_token=output.metrics.first_token_ts,
-                prompt_tokens=len(output.prompt_token_ids or ()),
+                prompt_tokens=num_prompt_tokens(output),
                 cached_tokens=output.num_cached_tokens or 0,
             )
         self._latest = output
@@ -309,7 +314,7 @@ class _GenerationMeter(_Meter):
                 finish_reason=reason if reason in FINISH_REASONS else "error",
                 arrival=self._arrival,
                 queued=times.queued_ts if times is not None else 0.0,
-                prompt_tokens=len(latest.prompt_token_ids or ()) if latest is not None else 0,
+                prompt_tokens=num_prompt_tokens(latest) if latest is not None else 0,
                 n=self._params.n,
                 max_tokens=self._params.max_tokens,
                 sequences=tuple(map(_finished, times.answers)) if times is not None else (),

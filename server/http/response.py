@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import PagodaError
 from pagoda.server.http.errors import ClientDisconnectedError, UnavailableError, http_error
+from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.http.state import ServerState, StopSignal
 from pagoda.server.outputs import RequestOutput
 
@@ -82,7 +83,7 @@ class Usage:
 
     def count(self, prompt_index: int, output: RequestOutput) -> None:
         """Add the tokens of a delta output."""
-        self._prompt[prompt_index] = len(output.prompt_token_ids or ())
+        self._prompt[prompt_index] = num_prompt_tokens(output)
         self._cached[prompt_index] = output.num_cached_tokens or 0
         for completion in output.outputs:
             self._completion += len(completion.token_ids)

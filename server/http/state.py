@@ -99,15 +99,21 @@ class ServerState:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """The format of --tool-call-parser."""
-        name = self.config.tool_call_parser
+        """The format of --tool-call-parser, by default the model's."""
+        name = self.config.tool_call_parser or self._llm.info.answers.tools
         return tool_format(name, self.config.tool_parser_plugin) if name else None
+
+    @property
+    def auto_tool_choice(self) -> bool:
+        """Whether the model may choose to call tools: by --enable-auto-tool-choice, or in its own format."""
+        own = not self.config.tool_call_parser and bool(self._llm.info.answers.tools)
+        return self.config.enable_auto_tool_choice or own
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """The format of --reasoning-parser."""
+        """The format of --reasoning-parser, by default the model's."""
         config = self._llm.config.structured_outputs
-        name = config.reasoning_parser
+        name = config.reasoning_parser or self._llm.info.answers.reasoning
         return reasoning_format(name, config.reasoning_parser_plugin) if name else None
 
     @cached_property

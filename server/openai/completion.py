@@ -30,7 +30,7 @@ from pagoda.server.http.response import respond
 from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
-from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept
+from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept, max_prompt_tokens
 from pagoda.server.processing.prompt_embeds import from_base64
 
 MAX_PROMPTS: Final = 4096
@@ -296,5 +296,5 @@ async def prompt_of(
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError("prompt", "the tokenizer is disabled (--skip-tokenizer-init); give token ids")
-    ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, state.llm().max_model_len, False)
+    ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, max_prompt_tokens(state.llm().info), False)
     return Prompt(prompt, ids, body.cache_salt)

@@ -136,7 +136,7 @@ class BeamGeneration:
         priority: int = 0,
         user: str | None = None,
     ) -> None:
-        check_engine(state.llm().config.model, params, state.llm().info.vocab_size)
+        check_engine(state.llm().config.model, params, state.llm().info)
         check_prompts(prompts)
         self._state = state
         self._prompts = prompts

@@ -113,6 +113,17 @@ class ReasoningFormat(Protocol):
 
 
 @runtime_checkable
+class AdaptsConversation(Protocol):
+    """A reasoning format whose chat template takes less than the API does."""
+
+    def adapted(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> tuple[list[Mapping[str, Any]], list[Any]]:
+        """Return messages and tools as the template takes them. Either may be malformed: then it stays as it is."""
+        ...
+
+
+@runtime_checkable
 class LeavesMarkup(Protocol):
     """A reasoning format whose content keeps markup for the tool format of the same family."""
 

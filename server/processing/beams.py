@@ -14,6 +14,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.processing.inputs import PromptType
 
@@ -35,13 +36,15 @@ def candidates_of(output: RequestOutput) -> dict[int, float]:
     return {token: each.logprob for token, each in position.items()}
 
 
-def check_engine(config: ModelConfig, params: BeamSearchParams, vocab_size: int) -> None:
-    """Raise RequestError if the engine does not report the logprobs that a search needs."""
+def check_engine(config: ModelConfig, params: BeamSearchParams, info: EngineInfo) -> None:
+    """Raise RequestError for an encoder-decoder model, and if the engine does not report the logprobs it needs."""
+    if info.encoder is not None:
+        raise RequestError("use_beam_search", "beam search does not support encoder-decoder models; leave it out")
     if config.logprobs_mode != "raw_logprobs":
         raise RequestError(
             "use_beam_search", f"beam search needs --logprobs-mode raw_logprobs; it is {config.logprobs_mode}"
         )
-    limit = vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, vocab_size)
+    limit = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
     if params.candidates > limit:
         raise RequestError(
             "beam_width",

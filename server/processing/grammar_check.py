@@ -26,7 +26,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.child import child_env
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.grammar_worker import READY, Words
-from pagoda.server.processing.inputs import open_tokenizer
+from pagoda.server.settings.tokenizer import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
 SECONDS: Final = 5.0

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Literal, TypeGuard, get_args
 
-from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.messages import EngineRequest, pooling_request
@@ -25,9 +24,8 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
-from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
-from pagoda.common.weights.hub import gguf_in, resolve_model
-from pagoda.server.ipc_messages import EngineInfo, PoolingInfo
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing.pooling_rules import pooling_rules
@@ -48,8 +46,9 @@ _DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
 _REFUSED_KEYS = {
     **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "this version serves text only"),
-    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not in this version"),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "the model is not an encoder-decoder model"),
 }
+_ENCODER, _DECODER = "encoder_prompt", "decoder_prompt"
 
 # Prompts and options.
 
@@ -109,14 +108,23 @@ PLAIN: Final = TextOptions()
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderPrompt:
+    """What the encoder of an encoder-decoder model reads."""
+
+    text: str | None  # None if the caller gave token ids only
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt."""
+    """A tokenised prompt; with `encoder`, what the decoder starts from."""
 
     text: str | None  # None if the caller gave token ids only, and for pooling
     token_ids: list[int]  # zeros if `embeds` stand in place of tokens
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
     second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
+    encoder: EncoderPrompt | None = None  # of an encoder-decoder model
 
     @property
     def known_ids(self) -> list[int]:
@@ -126,7 +134,8 @@ class Prompt:
 
 PromptType = str | Sequence[int] | Mapping[str, Any] | Prompt
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
-"cache_salt". A Prompt is tokenised and truncated already."""
+"cache_salt". A Prompt is tokenised and truncated already. Of an encoder-decoder model it is the encoder's prompt, which
+{"encoder_prompt": ..., "decoder_prompt": ...} gives together with the decoder's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +172,7 @@ class InputProcessor:
         structured: StructuredOutputsConfig = _DEFAULT_STRUCTURED_OUTPUTS,
     ) -> None:
         self._info = info
-        self._constraints = OutputConstraints(structured, tokenizer)
+        self._constraints = OutputConstraints(structured, tokenizer, info.answers.reasoning)
         self._tokenizer = tokenizer
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
@@ -174,7 +183,8 @@ class InputProcessor:
         if main is None and info.eos_token_ids:
             main = info.eos_token_ids[0]
         self._main_eos = frozenset() if main is None else frozenset({main})
-        self._all_eos = self._main_eos | frozenset(info.eos_token_ids)
+        ends = () if tokenizer is None else map(tokenizer.backend.token_to_id, info.answers.ends)
+        self._all_eos = self._main_eos | {*info.eos_token_ids, *(token for token in ends if token is not None)}
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -230,13 +240,45 @@ class InputProcessor:
 
     def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
         """Tokenise and truncate a prompt of any accepted form. Raises RequestError."""
+        if (encoder := self._info.encoder) is not None:
+            return self._for_both(encoder, prompt, options)
+        keep = options.keep(self._info.limits.max_model_len, self._reserved)
+        return self._parse(prompt, options, keep, self._check_count)
+
+    def _for_both(self, encoder: EncoderInfo, prompt: PromptType, options: TextOptions) -> Prompt:
+        """Return the prompt of an encoder-decoder model; `options` are for the encoder's part."""
+        if isinstance(prompt, Prompt) and prompt.encoder is not None:
+            return prompt
+        read_prompt: PromptType = prompt
+        decoder: PromptType | None = None
+        if isinstance(prompt, Mapping) and _ENCODER in prompt:
+            if others := [str(key) for key in prompt if key not in (_ENCODER, _DECODER)]:
+                raise RequestError(others[0], f"unknown prompt key {others[0]!r} beside '{_ENCODER}' and '{_DECODER}'")
+            read_prompt, decoder = prompt[_ENCODER], prompt.get(_DECODER)
+        check = partial(_check_encoder_count, encoder.max_tokens)
+        read = self._parse(read_prompt, options, options.keep(encoder.max_tokens), check)
+        if not read.token_ids:
+            raise RequestError("prompt", "the encoder's prompt is empty: it has no tokens")
+        check(len(read.token_ids))
+        check_token_ids("prompt", read.token_ids, self._info.vocab_size)
+        both = EncoderPrompt(read.text, read.token_ids)
+        if decoder is None:
+            return replace(read, text=None, token_ids=list(encoder.decoder_start), encoder=both)
+        stated = self._parse(decoder, TextOptions(add_special_tokens=False), None, self._check_count)
+        start = list(encoder.decoder_start[:1])
+        ids = stated.token_ids if stated.token_ids[:1] == start else start + stated.token_ids
+        return replace(read, text=stated.text, token_ids=ids, encoder=both)
+
+    def _parse(
+        self, prompt: PromptType, options: TextOptions, keep: int | None, check: Callable[[int], None]
+    ) -> Prompt:
+        """Tokenise one part of a prompt. `check`: raises RequestError for so many tokens."""
         if isinstance(prompt, Prompt):
             return prompt
-        keep = options.keep(self._info.limits.max_model_len, self._reserved)
         if isinstance(prompt, str):
             return self._encoded(prompt, options, keep)
         if not isinstance(prompt, Mapping):
-            return self._token_prompt("prompt", prompt, options, keep)
+            return _token_prompt("prompt", prompt, options, keep, check)
         check_keys(prompt)
         salt, text = prompt.get("cache_salt"), prompt.get("prompt")
         if salt is not None and not (isinstance(salt, str) and salt):
@@ -246,7 +288,7 @@ class InputProcessor:
         if prompt.get("prompt_embeds") is not None:
             return self._embedded(prompt, options, keep)
         if (ids := prompt.get("prompt_token_ids")) is not None:
-            ready = self._token_prompt("prompt_token_ids", ids, options, keep)
+            ready = _token_prompt("prompt_token_ids", ids, options, keep, check)
             return replace(ready, text=text, cache_salt=salt)
         if text is None:
             raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
@@ -273,12 +315,6 @@ class InputProcessor:
         if self._info.pooling is not None:  # special tokens survive truncation
             return Prompt(None, encode(self.tokenizer, text, special=special, keep=keep, side=side))
         return Prompt(text, _encode_cut(self.tokenizer, text, special, keep, side))
-
-    def _token_prompt(self, field: str, ids: object, options: TextOptions, keep: int | None) -> Prompt:
-        if keep is None and isinstance(ids, list):
-            self._check_count(len(ids))  # before millions of them are checked
-        token_ids = checked_token_ids(field, ids)
-        return Prompt(None, token_ids if keep is None else cut(token_ids, keep, options.truncation_side))
 
     def _embedded(self, prompt: Mapping[str, Any], options: TextOptions, keep: int | None) -> Prompt:
         if self._info.pooling is not None:
@@ -365,9 +401,24 @@ class InputProcessor:
                 grammar=grammar,
                 thinking=thinking,
                 prompt_embeds=None if embeds is None else embeds.rows,
+                encoder_token_ids=None if prompt.encoder is None else prompt.encoder.token_ids,
             )
             for index, child_id in enumerate(ids)
         ]
+
+
+def _token_prompt(
+    field: str, ids: object, options: TextOptions, keep: int | None, check: Callable[[int], None]
+) -> Prompt:
+    if keep is None and isinstance(ids, list):
+        check(len(ids))  # before millions of them are checked
+    token_ids = checked_token_ids(field, ids)
+    return Prompt(None, token_ids if keep is None else cut(token_ids, keep, options.truncation_side))
+
+
+def max_prompt_tokens(info: EngineInfo) -> int:
+    """Return the context that prompts are read in: the encoder's, or else the one that the output shares."""
+    return info.limits.max_model_len if info.encoder is None else info.encoder.max_tokens
 
 
 # Checks of prompts and params.
@@ -408,8 +459,18 @@ def checked_token_ids(field: str, value: object) -> list[int]:
     return ids
 
 
+def _check_encoder_count(limit: int, count: int) -> None:
+    if count > limit:
+        raise RequestError(
+            "prompt",
+            f"This model's maximum context length is {limit} tokens for the encoder, but the prompt is too long: "
+            f"{count} tokens; shorten it to {limit} or set truncate_prompt_tokens",
+        )
+
+
 def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> None:
-    tokens, size = len(prompt.token_ids) + ends, 0 if prompt.embeds is None else len(prompt.embeds.rows)
+    tokens = len(prompt.token_ids) + ends + (0 if prompt.encoder is None else len(prompt.encoder.token_ids))
+    size = 0 if prompt.embeds is None else len(prompt.embeds.rows)
     if (n - 1) * size > MAX_COPIED_BYTES:
         raise RequestError(
             "n", f"n {n} answers with {size} bytes of prompt_embeds each are above {MAX_COPIED_BYTES}; lower n"
@@ -524,39 +585,18 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list
     return [list(ids) for ids in sequences if ids]
 
 
-def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """Open the tokenizer of --tokenizer or of the model; None with skip_tokenizer_init. Raises ModelError."""
-    model, load = config.model, config.load
-    if model.skip_tokenizer_init:
-        return None
-    own = model.tokenizer is None or model.tokenizer == model.model
-    path = resolve_model(
-        model.model if model.tokenizer is None else model.tokenizer,
-        load.load_format if own else "dummy",
-        weights=False,
-        revision=model.tokenizer_revision or (model.revision if own else None),
-        token=model.hf_token,
-        download_dir=load.download_dir,
-        ignore_patterns=load.ignore_patterns,
-    )
-    has_own = (path / "tokenizer.json").exists()
-    return load_tokenizer(path if has_own else gguf_in(path) or path)
-
-
 # The grammar that constrains the output, and the reasoning that may precede it.
 
 
 class OutputConstraints:
     """Builds grammars and reasoning constraints for one model. Raises ConfigError for an unknown reasoning parser."""
 
-    def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None, reasoning: str = "") -> None:
+        """`reasoning`: the parser of the model's format, without --reasoning-parser."""
         self._config = config
         self._tokenizer = tokenizer
-        self._format: ReasoningFormat | None = (
-            reasoning_format(config.reasoning_parser, config.reasoning_parser_plugin)
-            if config.reasoning_parser
-            else None
-        )
+        name = config.reasoning_parser or reasoning
+        self._format: ReasoningFormat | None = reasoning_format(name, config.reasoning_parser_plugin) if name else None
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of the output; None: unconstrained. Raises RequestError."""

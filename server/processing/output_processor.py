@@ -217,6 +217,7 @@ class RunningRequest:
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """Return the output that the caller reads now, with these completions."""
         prompt, prompt_logprobs = self.prepared.prompt, self.prompt_logprobs
+        encoder = prompt.encoder
         if self.kind is _DELTA:
             self.prompt_logprobs = None
         return RequestOutput(
@@ -227,6 +228,8 @@ class RunningRequest:
             outputs=outputs,
             finished=not self.running,
             metrics=self.metrics,
+            encoder_prompt=None if encoder is None else encoder.text,
+            encoder_prompt_token_ids=None if encoder is None else encoder.token_ids,
             num_cached_tokens=self.num_cached_tokens,
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pagoda.common.engine.pooling import EMBEDS, PoolingRules, PoolingTask
+from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PARTS, PoolingRules, PoolingTask
 from pagoda.common.errors import RequestError
+from pagoda.common.models.spec import TokenSelection
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.ipc_messages import PoolingInfo
 
@@ -17,6 +18,7 @@ def pooling_rules(info: PoolingInfo, params: PoolingParams, second_text: int | N
         use_activation=info.use_activation if params.use_activation is None else params.use_activation,
         dimensions=_dimensions(info, params.dimensions, task),
         second_text=second_text,
+        selection=_selection(info, params.step_tag_id, task),
     )
 
 
@@ -31,11 +33,21 @@ def resolve_task(info: PoolingInfo, name: str | None) -> PoolingTask:
     raise RequestError("task", f"this model does not offer {name!r}{hint}; it offers {', '.join(info.tasks)}")
 
 
+def _selection(info: PoolingInfo, tag: int | None, task: PoolingTask) -> TokenSelection:
+    """Return which tokens have an output. Raises RequestError for a tag in a task with one output."""
+    if tag is None:
+        return info.selections.get(task, TokenSelection())
+    if task not in OF_TOKENS:
+        raise RequestError("step_tag_id", f"step_tag_id selects outputs of tokens; task {task!r} has one output")
+    return TokenSelection(tag=tag)
+
+
 def _dimensions(info: PoolingInfo, dimensions: int | None, task: PoolingTask) -> int | None:
     """Return how many dimensions of an embedding are kept, None for all. Raises RequestError."""
+    embeds = not EMBEDS.isdisjoint(PARTS.get(task, (task,)))
     if dimensions is None:
-        return info.default_dimensions if task in EMBEDS else None
-    if task not in EMBEDS:
+        return info.default_dimensions if embeds else None
+    if not embeds:
         raise RequestError("dimensions", f"dimensions applies to embeddings; task {task!r} has none")
     if not info.is_matryoshka:
         raise RequestError(

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.backends.registry import (
+    check_batch_invariant,
     check_checkpoints,
     check_moves,
     choose_backend,
     load_rank_runtime,
+    load_scheme_support,
     parallel_sizes,
     pooling_parallel_sizes,
+    quantizes,
     runs_ranks,
 )
 from pagoda.common.backend import ParallelSizes
@@ -35,24 +38,27 @@ from pagoda.common.config.groups.model import PRE_QUANTIZED
 from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.family import Family
-from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config, without_windows
+from pagoda.common.models import token_classifier
+from pagoda.common.models.family import AnswerFormat, Family
+from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config, within_context, without_windows
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.towers import text_model, with_text_keys
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec, own_spec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.hub import is_local
-from pagoda.common.weights.quantization import (
-    QuantizationConfig,
-    Scheme,
-    parameter_schemes,
-    read_quantization,
-    without_quantization,
-)
+from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
+from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly
+from pagoda.common.weights.quantization.read import read_quantization, without_quantization
+from pagoda.common.weights.quantization.tensors import Scheme
 from pagoda.common.weights.rules import sources as tensor_sources
+from pagoda.common.weights.rules import stored_schemes
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import PoolingInfo
 from pagoda.server.settings.generation_config import GenerationDefaults, read_generation
+from pagoda.server.settings.implementation import implementation_row, transformers_spec, uses_transformers
 from pagoda.server.settings.runner import PoolingRunner, check_pooling, pooling_info, resolve_runner
+from pagoda.server.settings.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from pagoda.common.config.settings import Setting
@@ -60,13 +66,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
-_SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
 _RESOLVED_LATER: Final = {
     "num_gpu_blocks_override": "computed after the weights are loaded",
     "kv_cache_memory_bytes": "computed from the memory left by the weights",
     "download_dir": "the Hub client's cache",
 }
 """Settings that are resolved after this stage if unset -> how."""
+
+_ENCODER_DECODER_SEQS: Final = 32
+"""Default --max-num-seqs of encoder-decoder models: each row has memory for the longest encoder prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +86,8 @@ class Resolved:
     checkpoint: Checkpoint
     hf_config: Mapping[str, Any]  # with overrides, without the quantisation
     quantization: QuantizationConfig | None  # of the checkpoint; None: its weights are dense
-    spec: ModelSpec
-    family: Family
+    spec: AnySpec
+    family: Family | None  # None: transformers computes the model
     backend: str
     dtype: str
     limits: Limits
@@ -92,16 +100,38 @@ class Resolved:
 
     @property
     def runtime_quantization(self) -> str | None:
+        """The method by which the backend quantises dense weights on its devices; None: it gets them as they are."""
+        method = self._dense_quantization
+        return method if method is not None and quantizes(self.backend, method) else None
+
+    @property
+    def _dense_quantization(self) -> str | None:
         """The method that quantises dense weights while loading."""
         return self.config.model.runtime_quantization if self.quantization is None else None
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
-        """The scheme of each parameter that the checkpoint holds quantised."""
-        if self.quantization is None:
+        """The scheme of each parameter that the backend gets quantised: by the checkpoint, or while it is read."""
+        if self.family is None:
             return {}
-        parameters = params(self.spec)
-        return parameter_schemes(self.quantization, parameters, tensor_sources(self.family.rules, parameters))
+        parameters = params(own_spec(self.spec, self.backend))
+        if self.quantization is not None:
+            sources = tensor_sources(self.family.rules, parameters)
+            return parameter_schemes(self.quantization, parameters, sources, self.checkpoint.names)
+        if (method := self._dense_quantization) is not None:
+            return schemes_on_the_fly(method, parameters) if self.quantizes_on_host else {}
+        stored = self.checkpoint.schemes
+        return stored_schemes(self.family.rules, parameters, stored) if stored else {}
+
+    @property
+    def quantizes_on_host(self) -> bool:
+        """Whether dense weights are quantised while they are read, before the backend gets them."""
+        return self._dense_quantization is not None and self.runtime_quantization is None
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """How the model marks up its answers."""
+        return AnswerFormat() if self.family is None else self.family.answers
 
     @property
     def rows(self) -> tuple[ResolvedRow, ...]:
@@ -128,14 +158,17 @@ def resolve(
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
-    hf_config, quantization = _hf_config(config, checkpoint)
-    _check_quantization(config, checkpoint, backend, quantization)
-    runner, spec, family = _architecture(config, checkpoint, hf_config)
+    hf_config, quantization = model_config(config, checkpoint)
+    _check_quantization(config, checkpoint, quantization)
+    _log_text_only(config, hf_config)
+    runner, spec, family = _architecture(config, checkpoint, hf_config, backend, quantization)
+    if config.model.enable_prompt_embeds and isinstance(spec, ModelSpec) and spec.per_layer is not None:
+        raise ConfigError("--enable-prompt-embeds", "each layer of the model embeds the token ids, too; drop it")
     if runner is not None:
         parallel_sizes = pooling_parallel_sizes(backend, config.parallel)
         check_pooling(config, checkpoint, backend)
     if runs_ranks(backend, config.parallel):
-        load_rank_runtime(backend).check(spec, config.parallel.tensor_parallel_size)
+        load_rank_runtime(backend).check(own_spec(spec, "several ranks"), config.parallel.tensor_parallel_size)
     model = _model_limits(spec)
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
@@ -143,9 +176,11 @@ def resolve(
     platform = platform or detect(KINDS[backend], world_size)
     resolved = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
     limits = resolved.limits
-    dtype, dtype_reason = _dtype(config.model.dtype, hf_config, "bfloat16" if runner is None else "float32")
+    if isinstance(spec, ModelSpec):
+        spec = within_context(spec, limits.max_model_len)
+    dtype, dtype_reason = _dtype(config.model.dtype, hf_config, backend, pooling=runner is not None)
     generation = read_generation(config.model, checkpoint, hf_config)
-    return Resolved(
+    result = Resolved(
         config=config,
         sources=sources or {},
         checkpoint=checkpoint,
@@ -165,11 +200,32 @@ def resolve(
             *resolved.rows,
             ResolvedRow("dtype", dtype, "model", dtype_reason),
             ResolvedRow("backend", backend, "platform default", "the first that can run on this machine"),
+            implementation_row(config, spec),
             executor_row(config, backend),
             *runner_rows(runner),
+            *answer_rows(config, family),
             *model_rows(config, checkpoint, generation, quantization),
         ),
     )
+    if quantization is None:
+        _check_schemes(backend, config.model.runtime_quantization, result.schemes)
+    return result
+
+
+def _check_schemes(backend: str, method: str | None, schemes: Mapping[str, Scheme]) -> None:
+    """Raise ConfigError for a scheme that the backend refuses, warn if it computes with none of those of `method`."""
+    declared = load_scheme_support(backend)
+    supports = {declared(scheme, ".experts." in name) for name, scheme in schemes.items()}
+    for support in supports:
+        if support.kind == "refused":
+            raise ConfigError("--quantization", f"{method}: {support.how}")
+    if supports and all(support.kind == "dequantises" for support in supports):
+        logger.warning(
+            "--quantization %s: %s has no product for it: the weights are rounded, but take as much memory as without "
+            "the flag",
+            method,
+            backend,
+        )
 
 
 def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
@@ -180,6 +236,8 @@ def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
     backend = choose_backend(config.model.backend)
     sizes = parallel_sizes(backend, config.parallel)
     check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
+    if config.model.batch_invariant:
+        check_batch_invariant(backend)
     structured = config.structured_outputs
     if structured.is_engine_explicit and not is_installed(structured.engine):
         raise ConfigError(
@@ -200,23 +258,47 @@ def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
         download_dir=load.download_dir,
         ignore_patterns=load.ignore_patterns,
         eager=load.safetensors_load_strategy == "eager",
+        code=model.trust_remote_code,
     )
 
 
 def _architecture(
-    config: EngineConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]
-) -> tuple[PoolingRunner | None, ModelSpec, Family]:
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    hf_config: Mapping[str, Any],
+    backend: str,
+    quantization: QuantizationConfig | None,
+) -> tuple[PoolingRunner | None, AnySpec, Family | None]:
     """Return the pooling runner (None: the model generates), the spec and the family. Raise ModelError."""
     try:
+        if uses_transformers(config, hf_config):
+            runner = resolve_runner(config.model, checkpoint, hf_config, by_name=True)
+            return runner, transformers_spec(config, checkpoint, hf_config, backend, quantization, runner), None
         runner = resolve_runner(config.model, checkpoint, hf_config)
         if runner is None:
             return None, *spec_from_config(hf_config)
+        hf_config = _with_token_ids(config, hf_config)
         return runner, *pooling_spec(hf_config, runner.use, runner.modules, runner.overrides)
     except ModelError as error:
         raise ModelError(f"{config.model.model}: {error}") from None
 
 
-def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], QuantizationConfig | None]:
+def _with_token_ids(config: EngineConfig, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config with the ids of the tokens that a classifier is made of. Raise ModelError for unknown ones."""
+    tokens = hf_config.get(token_classifier.KEY)
+    if not isinstance(tokens, list) or not any(isinstance(token, str) for token in tokens):
+        return hf_config
+    tokenizer = open_tokenizer(config)
+    if tokenizer is None:
+        raise ConfigError("--skip-tokenizer-init", f"{token_classifier.KEY} names tokens; drop it, or give their ids")
+    ids = [tokenizer.backend.token_to_id(token) if isinstance(token, str) else token for token in tokens]
+    if None in ids:
+        unknown = tokens[ids.index(None)]
+        raise ModelError(f"{token_classifier.KEY} names {unknown!r}, which is not a token of the tokenizer")
+    return {**hf_config, token_classifier.KEY: ids}
+
+
+def model_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], QuantizationConfig | None]:
     """Return config.json (the model's or that of --hf-config-path) with --hf-overrides applied, and its quantisation.
 
     Raise ModelError for a quantisation that is not supported.
@@ -231,13 +313,27 @@ def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, 
             raise ConfigError("--hf-config-path", str(error)) from None
     hf_config = overridden(hf_config, model.hf_overrides)
     try:
+        hf_config = with_text_keys(hf_config)
         quantization = read_quantization(hf_config)
     except ModelError as error:
         raise ModelError(f"{model.model}: {error}") from None
     return without_quantization(hf_config), quantization
 
 
-def _model_limits(spec: ModelSpec) -> ModelLimits:
+def _log_text_only(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
+    """Log that a multimodal model is served without media, as a warning unless --language-model-only asks for it."""
+    if text_model(hf_config).tower is None:
+        return
+    level = logging.INFO if config.multimodal.language_model_only else logging.WARNING
+    logger.log(level, "%s is served text-only: requests with images, audio or video are refused", config.model.model)
+
+
+def _model_limits(spec: AnySpec) -> ModelLimits:
+    if isinstance(spec, TransformersSpec):
+        limits = ModelLimits(spec.max_positions, extensible=False, pools=spec.pooler is not None)
+        if spec.encoder is None:
+            return limits
+        return replace(limits, prefix_caching=False, default_seqs=_ENCODER_DECODER_SEQS)
     return ModelLimits(
         spec.max_positions,
         extensible=spec.embedding.positions is None,
@@ -245,8 +341,8 @@ def _model_limits(spec: ModelSpec) -> ModelLimits:
     )
 
 
-def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, ModelLimits]:
-    full = without_windows(spec)
+def _without_windows(spec: AnySpec, model: ModelLimits) -> tuple[AnySpec, ModelLimits]:
+    full = spec.without_windows() if isinstance(spec, TransformersSpec) else without_windows(spec)
     if full == spec:
         logger.info("--disable-sliding-window: the model has no sliding windows")
         return spec, model
@@ -254,10 +350,8 @@ def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, Mo
     return full, replace(model, max_len=full.max_positions, max_len_source="the size of the disabled sliding window")
 
 
-def _check_quantization(
-    config: EngineConfig, checkpoint: Checkpoint, backend: str, quantization: QuantizationConfig | None
-) -> None:
-    """Raise ConfigError if --quantization does not fit the checkpoint or the backend."""
+def _check_quantization(config: EngineConfig, checkpoint: Checkpoint, quantization: QuantizationConfig | None) -> None:
+    """Raise ConfigError if --quantization does not fit the checkpoint."""
     method = config.model.quantization
     if method == "gguf" and checkpoint.gguf_metadata is None:
         raise ConfigError(
@@ -273,25 +367,29 @@ def _check_quantization(
     if method in PRE_QUANTIZED:
         raise ConfigError("--quantization", f"{method}: the checkpoint is not quantised by it; drop it, or use fp8")
     method = config.model.runtime_quantization
-    if method is not None and backend not in ("jax_tpu", "torch_cuda"):
-        raise ConfigError(
-            "--quantization", f"{method} is not supported by {backend}; drop it, or use --backend torch_cuda or jax_tpu"
-        )
     if method is not None and isinstance(checkpoint, ShardedCheckpoint):
         raise ConfigError("--quantization", f"{method} cannot be applied to a checkpoint of `pagoda convert`; drop it")
 
 
-def _dtype(configured: str, hf_config: Mapping[str, Any], default: str) -> tuple[str, str]:
-    """Return the data type and the reason; `auto` is the checkpoint's, or `default` if it names none or another."""
+def _dtype(configured: str, hf_config: Mapping[str, Any], backend: str, *, pooling: bool) -> tuple[str, str]:
+    """Return the data type and the reason.
+
+    `auto` is the checkpoint's if it has 16 bits and the backend computes in it. Else it is bfloat16; for pooling models
+    float16, which keeps three more bits of an embedding, or float32 on CPUs, most of which emulate float16 by it.
+    """
     if configured != "auto":
         dtype = _DTYPE_ALIASES.get(configured, configured)
         return dtype, f"{configured} is {dtype}" if dtype != configured else ""
+    sixteen_bits = ("bfloat16",) if backend == "jax_tpu" else ("bfloat16", "float16")
+    instead = {"torch_cuda": "float16", "reference": "float32"}.get(backend, "bfloat16") if pooling else "bfloat16"
     checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    if checkpoint_dtype in _SERVED_DTYPES:
+    if checkpoint_dtype in (*sixteen_bits, instead):
         return str(checkpoint_dtype), f"the checkpoint's dtype is {checkpoint_dtype}"
+    if checkpoint_dtype == "float32":
+        return instead, "the checkpoint's dtype is float32, which auto serves in 16 bits"
     if checkpoint_dtype:
-        return default, f"the checkpoint's dtype is {checkpoint_dtype}, which is not supported"
-    return default, "the checkpoint names no dtype"
+        return instead, f"the checkpoint's dtype is {checkpoint_dtype}, which {backend} does not support"
+    return instead, "the checkpoint names no dtype"
 
 
 # Rows of `--explain-config` for engine settings: resolved value, source and reason.
@@ -331,6 +429,12 @@ def runner_rows(runner: PoolingRunner | None) -> Iterator[ResolvedRow]:
     else:
         yield ResolvedRow("runner", "pooling", "model", runner.reason)
         yield ResolvedRow("convert", runner.use.removeprefix("token_"), "model", runner.reason)
+
+
+def answer_rows(config: EngineConfig, family: Family | None) -> Iterator[ResolvedRow]:
+    """Yield the row of --reasoning-parser if it is that of the family."""
+    if family is not None and family.answers.reasoning and not config.structured_outputs.reasoning_parser:
+        yield ResolvedRow("reasoning_parser", family.answers.reasoning, "model", "the format of the model's answers")
 
 
 def executor_row(config: EngineConfig, backend: str) -> ResolvedRow:

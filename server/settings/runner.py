@@ -13,13 +13,16 @@ from typing import Any
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.pooler import PoolerConfig
-from pagoda.common.engine.pooling import PoolingTask
+from pagoda.common.engine.pooling import OF_TOKENS, PARTS, PoolingTask
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import PoolUse
-from pagoda.common.models.registry import SentenceModules, architecture_of, find
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.registry import SentenceModules, abilities, architecture_of
+from pagoda.common.models.spec import Pooler, TokenSelection
+from pagoda.common.models.token_classifier import KEY
+from pagoda.common.models.towers import text_model
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
-from pagoda.common.weights.sentence_modules import read_sentence_modules
+from pagoda.common.weights.sentence_modules import gguf_sentence_modules, read_sentence_modules
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import PoolingInfo
 
@@ -36,15 +39,20 @@ class PoolingRunner:
     overrides: PoolerConfig  # --pooler-config
 
 
-def resolve_runner(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> PoolingRunner | None:
-    """Return how the model pools; None: it generates. Raise ConfigError for settings that do not suit the model."""
-    architecture = architecture_of(hf_config)
-    family, native = find(architecture)
-    modules = read_sentence_modules(checkpoint.folder)
+def resolve_runner(
+    model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any], *, by_name: bool = False
+) -> PoolingRunner | None:
+    """Return how the model pools; None: it generates. Raise ConfigError for settings that do not suit the model.
+
+    `by_name`: the architecture need not be supported, its name tells whether it pools.
+    """
+    architecture = architecture_of(text_model(hf_config).config)
+    native, generates = abilities(architecture, by_name=by_name)
+    modules = _sentence_modules(checkpoint, hf_config)
     overrides = PoolerConfig.of(model.pooler_config)
     if model.runner == "generate" and model.convert not in ("auto", "none"):
         raise ConfigError("--convert", f"{model.convert} needs --runner pooling; use that, or drop one of them")
-    if model.runner == "generate" and not family.generates:
+    if model.runner == "generate" and not generates:
         raise ConfigError("--runner", f"{architecture} is a pooling model and cannot generate; use pooling, or drop it")
     pools = model.runner == "pooling" or model.convert not in ("auto", "none")
     if model.runner == "auto" and not pools:
@@ -65,7 +73,14 @@ def resolve_runner(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mappin
     return PoolingRunner("embed", reason, modules, overrides)
 
 
-def pooling_info(runner: PoolingRunner, spec: ModelSpec, hf_config: Mapping[str, Any]) -> PoolingInfo:
+def _sentence_modules(checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> SentenceModules | None:
+    """Return the modules of the model's folder or GGUF file, if it has any."""
+    if checkpoint.gguf_metadata is None:
+        return read_sentence_modules(checkpoint.folder)
+    return gguf_sentence_modules(checkpoint.gguf_metadata, hf_config.get("hidden_size", 0))
+
+
+def pooling_info(runner: PoolingRunner, spec: AnySpec, hf_config: Mapping[str, Any]) -> PoolingInfo:
     """Return the tasks and properties of a pooling model. Raise ConfigError for unsupported embedding dimensions."""
     assert spec.pooler is not None, "the model pools"
     pooler = spec.pooler
@@ -79,27 +94,44 @@ def pooling_info(runner: PoolingRunner, spec: ModelSpec, hf_config: Mapping[str,
         embedding_size=size if embeds else 0,
         labels=() if classifier is None else _labels(hf_config, classifier.labels),
         is_cross_encoder=classifier is not None and classifier.labels == 1 and pooler.kind != "all",
-        pairs="tokenizer" if hf_config.get("use_sep_token", True) else "concatenated",
+        pairs="tokenizer" if hf_config.get("use_sep_token", KEY not in hf_config) else "concatenated",
         use_activation=activates if runner.overrides.use_activation is None else runner.overrides.use_activation,
         is_matryoshka=embeds and bool(hf_config.get("is_matryoshka") or matryoshka),
         dimensions=tuple(matryoshka) if embeds else (),
         default_dimensions=runner.overrides.dimensions,
+        selections=_selections(pooler),
         prompts=dict(runner.modules.prompts or {}) if runner.modules is not None else {},
     )
     _check_dimensions(info)
     return info
 
 
-def _tasks(use: PoolUse, spec: ModelSpec) -> tuple[PoolingTask, ...]:
-    """Return the tasks, the default one first; a pooler of kind "all" has per-token tasks only."""
+def _tasks(use: PoolUse, spec: AnySpec) -> tuple[PoolingTask, ...]:
+    """Return the tasks, the default one first; a pooler of kind "all" has per-token tasks only.
+
+    A classifier whose own code pools has none.
+    """
     assert spec.pooler is not None, "the model pools"
     pools_sequence = spec.pooler.kind != "all"
     if use == "embed":
-        return ("embed", "token_embed") if pools_sequence else ("token_embed",)
+        heads = tuple(head.task for head in spec.pooler.token_heads) or ("token_embed",)
+        if not pools_sequence:
+            return heads
+        joined = (task for task, parts in PARTS.items() if set(parts) <= {"embed", *heads})
+        return ("embed", *heads, *joined)
     if not pools_sequence:
         return ("token_classify",)
     scores = spec.pooler.classifier is not None and spec.pooler.classifier.labels == 1
-    return ("classify", "score", "token_classify") if scores else ("classify", "token_classify")
+    by_prompt: tuple[PoolingTask, ...] = ("classify", "score") if scores else ("classify",)
+    return by_prompt if isinstance(spec, TransformersSpec) else (*by_prompt, "token_classify")
+
+
+def _selections(pooler: Pooler) -> dict[str, TokenSelection]:
+    """Return which tokens have an output, by task; no entry: all."""
+    chosen: dict[str, TokenSelection] = dict.fromkeys(OF_TOKENS, pooler.selection)
+    chosen |= {head.task: head.selection for head in pooler.token_heads}
+    chosen |= {task: chosen[part] for task, parts in PARTS.items() for part in parts if part in chosen}
+    return {task: selection for task, selection in chosen.items() if selection != TokenSelection()}
 
 
 def _labels(hf_config: Mapping[str, Any], count: int) -> tuple[str, ...]:
@@ -128,6 +160,7 @@ def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) ->
     model = config.model
     refused = {
         "--enable-sleep-mode": model.enable_sleep_mode,
+        "--batch-invariant": model.batch_invariant,
         "--cpu-offload-gb": config.cache.cpu_offload_gb > 0,
         "--quantization": model.runtime_quantization is not None,
         "--enable-prompt-embeds": model.enable_prompt_embeds,

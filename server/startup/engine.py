@@ -48,14 +48,15 @@ from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.processing.grammar_check import structured_of
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
+from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.parameters import Prefetch, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
@@ -303,6 +304,7 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         attention=config.attention.kernel(backend),
         sleep_mode=config.model.enable_sleep_mode,
         prompt_embeds=config.model.enable_prompt_embeds,
+        batch_invariant=config.model.batch_invariant,
     )
 
 
@@ -366,12 +368,19 @@ def _info(
         limits=limits,
         vocab_size=resolved.spec.vocab,
         eos_token_ids=resolved.generation.eos_token_ids,
+        answers=resolved.answers,
         backend=backend.capabilities.name,
         device=backend.capabilities.device,
         dtype=resolved.dtype,
+        encoder=_encoder_info(resolved.spec),
         phases=tuple(phases.seconds),
         **more,
     )
+
+
+def _encoder_info(spec: AnySpec) -> EncoderInfo | None:
+    encoder = spec.encoder if isinstance(spec, TransformersSpec) else None
+    return None if encoder is None else EncoderInfo(encoder.max_positions, encoder.decoder_start)
 
 
 def _generation_core(

@@ -6,8 +6,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import numpy as np
@@ -17,12 +18,16 @@ from pagoda.common.backend import Weight
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
+from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dtypes import to_bfloat16
 from pagoda.common.weights.files import NamedTensor
-from pagoda.common.weights.quantization import Scheme, Value, join_scales, random_quantized
-from pagoda.common.weights.rules import apply_rules
-from pagoda.common.weights.sentence_modules import module_tensors
+from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weights, without_kv_scales
+from pagoda.common.weights.quantization.on_the_fly import quantized
+from pagoda.common.weights.quantization.read import join_scales
+from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
+from pagoda.common.weights.rules import apply_rules, merge_adapter, quantised_pieces, sources
+from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.resolve import Resolved
 
@@ -64,8 +69,8 @@ def _is_norm(name: str) -> bool:
 
 
 def with_progress(
-    tensors: Iterable[NamedTensor], total: int, *, description: str = "Loading weights", disable: bool = False
-) -> Iterator[NamedTensor]:
+    tensors: Iterable[Weight], total: int, *, description: str = "Loading weights", disable: bool = False
+) -> Iterator[Weight]:
     """Yield the tensors, with a progress bar on stderr of their bytes; no bar if `disable` or without a terminal."""
     if disable or not sys.stderr.isatty():
         yield from tensors
@@ -79,19 +84,41 @@ def with_progress(
 
 
 def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:
-    """Return every parameter of the model, from its checkpoint or random; none for a sharded checkpoint."""
-    shapes = params(resolved.spec)
+    """Return every parameter of the model, from its checkpoint or random; none for a sharded checkpoint.
+
+    Of a model that transformers computes: every tensor of the checkpoint, under its own name.
+    """
     if isinstance(checkpoint, ShardedCheckpoint):
         return iter(())  # the backend reads its arrays itself
+    modules = resolved.runner.modules if resolved.runner is not None else None
+    if isinstance(resolved.spec, TransformersSpec) or resolved.family is None:
+        whole = _stored(config, checkpoint)  # transformers renames them
+        return whole if modules is None else chain(whole, module_tensors(modules))
+    shapes = params(resolved.spec)
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
-    stored = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
     quantization = resolved.quantization
-    tensors: Iterator[tuple[str, Value]] = stored if quantization is None else join_scales(stored, quantization)
-    modules = resolved.runner.modules if resolved.runner is not None else None
-    family = resolved.family
+    stored, family = _stored(config, checkpoint), resolved.family
+    tensors = stored
+    kv_scales: Scales = {}
+    if quantization is not None:
+        # As a folder's are, before they are joined.
+        dense = cast(Iterator[NamedTensor], without_kv_scales(stored, kv_scales))
+        pieces = partial(quantised_pieces, family.rules)
+        tensors = join_scales(dense, quantization, pieces, checkpoint.names)
     tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
-    return apply_rules(family.rules, shapes, tensors, family.ignored)
+    tensors = chain(tensors, side_tensors(checkpoint.folder, family.side_files))
+    if family.adapter is not None:
+        tensors = merge_adapter(tensors, family.adapter)
+    weights = apply_rules(family.rules, shapes, tensors, family.ignored)
+    if resolved.quantizes_on_host:
+        return quantized(weights, resolved.schemes)
+    used = config.cache.cache_dtype in ("fp8", "fp8_e4m3") and not config.cache.calculate_kv_scales
+    return chain(weights, kv_scale_weights(kv_scales, sources(family.rules, shapes), used=used))
+
+
+def _stored(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Weight]:
+    return with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
 
 
 class Prefetch:

@@ -11,6 +11,7 @@ import pytest
 import support.jax_devices
 from fakes import state_layout
 from support.backend_options import make_options
+from support.engine_runs import drained_tokens
 from support.reference_driver import random_weights, tiny_spec
 from support.replaying import Replaying, Wrong, drafting
 from support.scripted_masks import add_masked, allowed
@@ -166,11 +167,7 @@ def run_sharded(proposer: Replaying) -> dict[str, list[int]]:
             add_masked(core, request, SPEC.vocab)
         else:
             core.add_request(request)
-    tokens: dict[str, list[int]] = {}
-    while core.has_work:
-        for output in core.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-    core.check_integrity()
+    tokens = drained_tokens(core)
     backend.close()
     return tokens
 

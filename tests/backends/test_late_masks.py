@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import support.jax_devices
 from support.backend_options import make_options
+from support.engine_runs import drained_tokens
 from support.reference_driver import Driver, random_weights, tiny_spec
 from support.scripted_masks import add_masked, allowed
 
@@ -53,10 +54,7 @@ def answers(backend_name: str, masked: bool, **settings) -> dict[str, list[int]]
             add_masked(core, request, SPEC.vocab)
         else:
             core.add_request(request)
-    tokens: dict[str, list[int]] = {}
-    while core.has_work:
-        for output in core.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    tokens = drained_tokens(core)
     backend.close()
     ahead = [plan.masked is not None and (plan.token_ids == -1).any() for plan in plans]
     assert any(ahead) == (masked and limits.async_scheduling)
@@ -114,10 +112,7 @@ def test_masks_of_several_shards_in_one_program() -> None:
             core.add_request(request)
         else:
             add_masked(core, request, SPEC.vocab)
-    tokens: dict[str, list[int]] = {}
-    while core.has_work:
-        for output in core.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    tokens = drained_tokens(core)
     backend.close()
     for name, answer in tokens.items():
         fits = [token in allowed(answer[:place], SPEC.vocab) for place, token in enumerate(answer)]

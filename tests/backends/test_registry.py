@@ -4,15 +4,11 @@ import sys
 from typing import Any
 
 import pytest
-from fakes import state_layout, tiny_spec
-from support.backend_options import make_options
 
 from pagoda.backends import registry
-from pagoda.backends.torch_cuda.device import CPU
 from pagoda.common.backend import ParallelSizes
-from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.parallel import ParallelConfig
-from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.errors import ConfigError
 
 
 def entry(name: str, *, module: str | None = "m", needs: tuple[str, ...] = (), device: bool = True) -> registry.Entry:
@@ -105,12 +101,3 @@ def test_unsupported_parallel_sizes_are_refused(name: str, settings: dict[str, A
 def test_an_external_launcher_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^--distributed-executor-backend: external_launcher is not supported: t"):
         parallel(distributed_executor_backend="external_launcher")
-
-
-@pytest.mark.parametrize("name", ["torch_cuda", "jax_tpu"])
-def test_a_cache_without_a_mixer_is_refused_at_creation(name: str) -> None:
-    limits = Limits(max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2, block_size=16)
-    options = make_options(tiny_spec(), limits=limits, layout=state_layout(16))
-    device = {"device": CPU} if name == "torch_cuda" else {}
-    with pytest.raises(ModelError, match=f"{name} backend .*StateCache"):
-        registry.load_backend(name).create(options, **device)

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from support.ragged_batch import STRICT, races_found
 from support.small_kernels import compile_for_tpu
 
+from pagoda.common.weights.quantization.tensors import E2M1
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.grouped_matmul import SPECS, grouped_matmul, kernel
-from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose_block_sizes, visits
+from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose_block_sizes, for_quantized, visits
+from pagoda.kernels_pallas.grouped_matmul.quantized import CODES, QuantizedWeights, packed
 
 ROWS, GROUPS, PARTS, INNER, OUTER = 70, 6, 2, 64, 256
 LAYER = 1
@@ -91,6 +93,95 @@ def test_the_reference_is_the_definition(transposed: bool) -> None:
     np.testing.assert_allclose(np.asarray(actual)[:, : sum(sizes)], expected, atol=1e-4)
 
 
+QUANTISED = {
+    "int8": ("int8", None, None),
+    "int8-shifted": ("int8", 128, None),
+    "float8": ("float8_e4m3b11fnuz", 128, None),
+    "int4": ("int4", 128, None),
+    "int4-shifted": ("int4", 128, None),
+    "int4-whole": ("int4", None, None),
+    "int4-scaled": ("int4", 32, 256),
+    "int4-scaled-shifted": ("int4", 32, 256),
+    "e2m1": ("e2m1", 32, 256),
+    "e2m1-small": ("e2m1", 16, 128),
+}
+"""Numbers, inputs per scale, and inputs of a chunk of weights that are scaled before the product."""
+
+
+def quantised(name: str, inner: int) -> QuantizedWeights:
+    """Weights [2, GROUPS, PARTS, inner, OUTER] of random numbers."""
+    kind, group, _ = QUANTISED[name]
+    rng, stack = np.random.default_rng(5), (2, GROUPS, PARTS)
+    scales = jnp.asarray(rng.uniform(0.5, 1.5, (*stack, inner // (group or inner), OUTER)), jnp.float32)
+    shifts = jnp.asarray(rng.integers(-8, 8, scales.shape), jnp.float32) if "shifted" in name else None
+    if kind in CODES:
+        numbers = packed(jnp.asarray(rng.integers(16, size=(*stack, inner, OUTER))))
+    elif kind == "int8":
+        numbers = jnp.asarray(rng.integers(-127, 128, (*stack, inner, OUTER)), jnp.int8)
+    else:
+        numbers = jnp.asarray(rng.standard_normal((*stack, inner, OUTER)), kind)
+    return QuantizedWeights(numbers, scales, shifts, kind, group or inner)
+
+
+def dequantised(weights: QuantizedWeights) -> np.ndarray:
+    """The values of layer LAYER in float64, from the definition of the numbers."""
+    numbers = np.asarray(weights.numbers[LAYER])
+    if weights.kind in CODES:
+        nibbles = (numbers[:, :, :, None] >> (4 * np.arange(8, dtype=np.uint32))[:, None]) & 15
+        codes = nibbles.reshape(*numbers.shape[:2], -1, OUTER)
+        numbers = codes.astype(np.int64) - 8 if weights.kind == "int4" else E2M1[codes]
+    groups = weights.scales.shape[3]
+    wide = numbers.astype(np.float64).reshape(GROUPS, PARTS, groups, -1, OUTER)
+    wide = wide if weights.shifts is None else wide + np.asarray(weights.shifts[LAYER])[:, :, :, None]
+    return (wide * np.asarray(weights.scales[LAYER], np.float64)[:, :, :, None]).reshape(GROUPS, PARTS, -1, OUTER)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bfloat16") for name in QUANTISED), ("int4", "float32"), ("e2m1", "float32")]
+)
+def test_quantised_weights(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel and its reference against float64. Scaling weights rounds them to the dtype of the rows."""
+    kind, _, scaled = QUANTISED[name]
+    inner, sizes = 512, [10, 0, 30, 5, 0, 20]
+    blocks = MatmulBlockSizes(16, 128, 128, scaled or 256, scales_weights=scaled is not None)
+    monkeypatch.setattr(kernel, "for_quantized", lambda *_: blocks)
+    weights = quantised(name, inner)
+    rows = jnp.asarray(np.random.default_rng(6).standard_normal((ROWS, inner)), dtype)
+    values, owner = dequantised(weights), np.repeat(np.arange(GROUPS), sizes)
+    expected = np.einsum("mi,mpio->pmo", np.asarray(rows, np.float64)[: len(owner)], values[owner])
+    size = np.einsum("mi,mpio->pmo", np.abs(np.asarray(rows, np.float64))[: len(owner)], np.abs(values[owner]))
+    ours = grouped_matmul(rows, weights, LAYER, jnp.asarray(sizes), out_dtype=jnp.float32, interpret=True)
+    rounded = dtype == "bfloat16" and scaled is not None
+    close = 2**-7 if rounded else 2**-16 if kind == "int4" else 2**-20  # int4: 136 is subtracted from the sums
+    assert (np.abs(ours[:, : len(owner)] - expected) <= size * close).all()
+    theirs = grouped_matmul(rows, weights, LAYER, jnp.asarray(sizes), out_dtype=jnp.float32, use_kernel=False)
+    assert (np.abs(theirs[:, : len(owner)] - expected) <= size * 2**-20).all()
+
+
+def test_products_of_whole_numbers_are_exact() -> None:
+    weights = quantised("int8", 256)
+    rows = jnp.asarray(np.random.default_rng(7).integers(-127, 128, (ROWS, 256)), jnp.int8)
+    sizes = [10, 0, 30, 5, 0, 25]
+    owner = np.repeat(np.arange(GROUPS), sizes)
+    sums = np.einsum("mi,mpio->pmo", np.asarray(rows, np.int64), np.asarray(weights.numbers[LAYER], np.int64)[owner])
+    expected = sums * np.asarray(weights.scales[LAYER])[owner, :, 0].swapaxes(0, 1)
+    ours = grouped_matmul(rows, weights, LAYER, jnp.asarray(sizes), out_dtype=jnp.float32, interpret=True)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+def test_block_sizes_of_quantised_weights() -> None:
+    """A chunk has whole groups, and divides the inputs; scales of scaled weights begin at a multiple of 8 rows."""
+    blocks = choose_block_sizes(CHIPS["v6e"], 64, 1, 4096, 14336, 1)
+    for name in QUANTISED:
+        for chip in ("v5e", "v6e"):
+            weights = quantised(name, 4096)
+            chosen = for_quantized(blocks, weights, jnp.bfloat16, CHIPS[chip])
+            assert chosen.depth % min(weights.group, chosen.depth) == 0
+            assert 4096 % chosen.depth == 0
+            if chosen.scales_weights:
+                assert chosen.depth // weights.group % 8 == 0
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=GROUPS, max_size=GROUPS))
 def test_every_row_is_visited_once_by_its_own_group(sizes: list[int]) -> None:
@@ -147,8 +238,22 @@ def test_a_matrix_too_large_for_vmem_is_refused() -> None:
     )
 
 
-DEFAULT = ["v6e/grouped_matmul/8x7b-in-t64", "v5e/grouped_matmul/128x0.2b-out-t8", "v5p/grouped_matmul/fp32"]
-MATRIX = [f"{chip}/grouped_matmul/{name}" for chip in ("v5e", "v5p", "v6e") for name in SPECS]
+DEFAULT = [
+    *("v6e/grouped_matmul/8x7b-in-t64", "v5e/grouped_matmul/128x0.2b-out-t8", "v5p/grouped_matmul/fp32"),
+    *(
+        "v6e/grouped_matmul/int4-g128-shifted-t64",
+        "v7x/grouped_matmul/e2m1-g32-t16",
+        "v5e/grouped_matmul/int4-g128-t64",
+    ),
+    "v5p/grouped_matmul/int8-t64",
+]
+MATRIX = [
+    f"{chip}/grouped_matmul/{name}"
+    for chip in ("v5e", "v5p", "v6e", "v7x")
+    for name, case in SPECS.items()
+    if case.kind is not None or chip != "v7x"
+    if case.kind is None or not case.kind.startswith("float8") or case.kind == CHIPS[chip].float8
+]
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is missing")
 
 
@@ -156,10 +261,8 @@ def compiles(triples: list[str]) -> None:
     """Each shape, within the chip and without a copy of the weights."""
     for facts in compile_for_tpu(triples):
         chip, _, name = facts["pair"].split("/")
-        shape = SPECS[name]
         assert 0 < facts["vmem"] <= CHIPS[chip].vmem_bytes, facts
-        weights = 2 * shape.groups * shape.parts * shape.inner * shape.outer
-        assert facts["temp"] < max(1 << 20, weights / 16), facts
+        assert facts["temp"] < max(1 << 21, SPECS[name].weight_bytes / 16), facts
 
 
 @needs_compiler

@@ -20,11 +20,26 @@ SHAPES = {
     "fp32-hd64": ("float32", 3, 3, 64, 16, (), 3e-5),
     "window-softcap": ("bfloat16", 1, 2, 256, 8, ("window", "softcap"), 2e-2),
     "sinks-hd80": ("float32", 1, 4, 80, 8, ("sinks",), 3e-5),
+    "slopes": ("bfloat16", 3, 2, 64, 8, ("slopes",), 2e-2),
+    "chunks": ("float32", 1, 2, 64, 8, (), 3e-5),
+    "chunks of pages": ("bfloat16", 2, 2, 128, 8, (), 2e-2),
+    "narrow values, chunks and those before": ("bfloat16", 2, 2, 192, 8, (), 2e-2),
+    "narrow values in fp32": ("float32", 2, 2, 192, 8, (), 3e-5),
+    "narrow values in 8 bits": ("float8_e4m3fn", 2, 2, 192, 8, ("sinks", "window"), 3e-2),
+    "narrow values side by side": ("bfloat16", 3, 2, 64, 8, (), 2e-2),
+    "slopes of roots": ("bfloat16", 1, 4, 64, 8, ("slopes",), 2e-2),
     "int8-scales": ("int8", 2, 1, 128, 8, ("k_scale", "v_scale"), 1e-1),
     "e4m3": ("float8_e4m3fn", 1, 2, 64, 8, ("window",), 3e-2),
     "e5m2": ("float8_e5m2", 3, 1, 128, 16, (), 3e-2),
 }
-FEW = ["bf16", "fp32-hd64", "window-softcap"]
+FEW = ["bf16", "fp32-hd64", "window-softcap", "slopes of roots", "narrow values, chunks and those before"]
+RULES = {
+    "chunks": plan.StaticRules(11, lookback=11),
+    "chunks of pages": plan.StaticRules(24),
+    "narrow values, chunks and those before": plan.StaticRules(16, lookback=16),
+    "slopes of roots": plan.StaticRules(alibi_root=True),
+}
+VALUES = {name: 128 for name in SHAPES if name.startswith("narrow")} | {"narrow values side by side": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +54,19 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(name: str, seqs: list[tuple[int, int]], seed: int) -> None:
     """Kernel and reference agree with each other and with the definition over one batch."""
     dtype, heads, group, width, page, wanted, tolerance = SHAPES[name]
-    layout = PagedKvLayout(heads, width, dtype, page)
+    layout = PagedKvLayout(heads, width, dtype, page, VALUES.get(name, 0))
     sinks = np.linspace(-1, 2, heads * group).astype(np.float32)
-    knobs = {"window": 7, "softcap": 2.0, "sinks": sinks, "k_scale": 1.0, "v_scale": 1.0}
+    slopes = np.linspace(0.05, 1, heads * group).astype(np.float32)
+    knobs = {"window": 7, "softcap": 2.0, "sinks": sinks, "slopes": slopes, "k_scale": 1.0, "v_scale": 1.0}
     knobs = {key: knobs[key] for key in wanted}
     bent = {key: x for key, x in knobs.items() if "scale" not in key}
-    case = make_case(layout, group, seqs, limits=LIMITS, seed=seed, **bent)
+    static = {"rules": RULES.get(name, plan.NO_RULES)}
+    case = make_case(layout, group, seqs, limits=LIMITS, seed=seed, **bent, **static)
     out, cache = compiled(name, layout)(case.arrays, knobs)
     assert not races_found()
     np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=tolerance)
-    _, written = attention(layout, use_kernel=False)(case.arrays, knobs)
+    defined, written = attention(layout, use_kernel=False, **static)(case.arrays, knobs)
+    np.testing.assert_allclose(np.asarray(defined, np.float32), case.expected, atol=tolerance)
     np.testing.assert_array_equal(np.asarray(cache).view(np.uint32), np.asarray(written).view(np.uint32))
 
 
@@ -57,7 +75,7 @@ CALLS: dict = {}
 
 def compiled(name: str, layout: PagedKvLayout):
     """One traced call per shape: examples differ in values only."""
-    return CALLS.setdefault(name, attention(layout, interpret=STRICT))
+    return CALLS.setdefault(name, attention(layout, interpret=STRICT, rules=RULES.get(name, plan.NO_RULES)))
 
 
 MIXED = [(1, 0), (1, 15), (1, 40), (5, 0), (9, 23), (1, 30), (21, 3)]
@@ -114,3 +132,27 @@ def test_an_injected_race_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     except Exception as error:
         caught = "race" in str(error).lower()
     assert caught
+
+
+@pytest.mark.parametrize("knobs", [{}, {"window": 14, "softcap": 2.0}], ids=["plain", "window-softcap"])
+def test_a_batch_invariant_token_is_the_same_bits_alone(knobs: dict[str, float]) -> None:
+    """The last tokens of each sequence of a mixed batch, without the others and with the rest of it in the cache."""
+    heads, group, tolerance = 1, 3, 3e-5
+    layout = PagedKvLayout(heads, 64, "float32", 8)  # two pages per pass, if passes were as large as usual
+    case = make_case(layout, group, MIXED, limits=LIMITS, seed=1, **knobs)
+    call = attention(layout, interpret=STRICT, batch_invariant=True)
+    out, cache = (np.array(array) for array in call(case.arrays, knobs))
+    np.testing.assert_allclose(out.astype(np.float32), case.expected, atol=tolerance)
+    arrays = {key: np.array(value) for key, value in case.arrays.items()}
+    for s, last in ((2, 1), (4, 1), (6, 3)):
+        end = arrays["query_start"][s + 1]
+        tokens = slice(end - last, end)
+        alone = {**arrays, "cache": cache, "counts": np.array([int(last == 1), 1], np.int32)}
+        for key in "qkv":
+            alone[key] = np.full_like(arrays[key], np.nan)
+            alone[key][:last] = arrays[key][tokens]
+        alone["query_start"] = np.where(np.arange(LIMITS.seqs + 1) > 0, last, 0).astype(np.int32)
+        alone["kv_len"] = np.full_like(arrays["kv_len"], arrays["kv_len"][s])
+        alone["page_table"] = np.tile(arrays["page_table"][s], (LIMITS.seqs, 1))
+        single, _ = call({key: jax.numpy.asarray(value) for key, value in alone.items()}, knobs)
+        np.testing.assert_array_equal(np.asarray(single)[:last], out[tokens])

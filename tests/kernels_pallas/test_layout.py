@@ -23,6 +23,12 @@ def test_unpack_inverts_pack(dtype: str, heads: int, width: int) -> None:
     words = layout.pack(k, v)
     assert words.shape == (7, layout.rows_per_token, 128)
     assert words.dtype == layout.word_dtype
+    narrow = PagedKvLayout(heads, width, dtype, 16, width * 2 // 3)
+    first, second = narrow.unpack(narrow.pack(k, v[..., : narrow.value_dim]))
+    assert (narrow.rows_per_token < layout.rows_per_token) == (width == 192 and dtype == "float32")
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (first, layout.unpack(words)[0])))
+    unpacked = layout.unpack(words)[1][..., : narrow.value_dim]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (second, unpacked)))
     for stored, x in zip(layout.unpack(words), (k, v)):
         kept = jnp.round(x) if dtype == "int8" else x
         np.testing.assert_array_equal(np.asarray(stored, np.float32), np.asarray(kept.astype(dtype), np.float32))
@@ -46,7 +52,13 @@ def test_invalid_layouts(fields: tuple, message: str) -> None:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"window": 5}, {"softcap": 3.0}, {"sinks": np.linspace(-2, 2, 6).astype(np.float32)}],
+    [
+        {},
+        {"window": 5},
+        {"softcap": 3.0},
+        {"sinks": np.linspace(-2, 2, 6).astype(np.float32)},
+        {"slopes": np.linspace(0.1, 1, 6).astype(np.float32)},
+    ],
     ids=lambda knobs: next(iter(knobs), "plain"),
 )
 def test_the_reference_is_the_definition(knobs: dict) -> None:

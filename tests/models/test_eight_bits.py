@@ -11,11 +11,13 @@ pytest.importorskip("flax")
 import numpy as np
 from support.jax_model import JaxModel
 
+from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.text.tokenizer import load_tokenizer
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.rules import apply_rules
+from pagoda.kernels_pallas.chips import CHIPS
 
 pytestmark = pytest.mark.model
 
@@ -23,10 +25,11 @@ TEXT = (
     "Photosynthesis is the process by which green plants turn sunlight, water and carbon dioxide into sugar and "
     "oxygen. It takes place in the leaves, where a green pigment absorbs the light."
 )
-# how: (matrices, KV cache), most by which a token's logprob moves on average, least share of equal greedy tokens
+# how: (--quantization, KV cache), most by which a token's logprob moves on average, least share of equal greedy tokens
 BOUNDS = {
-    "fp8 matrices": (("float8_e4m3b11fnuz", "float32"), 0.25, 0.85),
-    "int8 matrices": (("int8", "float32"), 0.1, 0.9),
+    "fp8 matrices": (("fp8", "float32"), 0.25, 0.85),
+    "int8 matrices": (("tpu_int8", "float32"), 0.1, 0.9),
+    "int8 matrices and inputs": (("int8", "float32"), 0.2, 0.85),
     "fp8 cache": ((None, "float8_e4m3fn"), 0.15, 0.8),
     "int8 cache": ((None, "int8"), 0.15, 0.9),
 }
@@ -38,9 +41,10 @@ def test_eight_bit_weights_are_close(model_file: Path) -> None:
     weights = list(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     ids = load_tokenizer(str(model_file)).encode(TEXT)
 
-    def answers(quantized: str | None, cache: str) -> tuple[np.ndarray, np.ndarray]:
+    def answers(method: str | None, cache: str) -> tuple[np.ndarray, np.ndarray]:
         """Logprobs of the tokens that follow, and the greedy tokens."""
-        logits = JaxModel(spec, weights, 64, cache_dtype=cache, quantized=quantized).logits(ids)
+        formats = matrix_formats(method, spec, CHIPS["v6e"])
+        logits = JaxModel(spec, weights, 64, cache_dtype=cache, formats=formats).logits(ids)
         logprobs = logits.log_softmax(-1).numpy()
         return logprobs[np.arange(len(ids) - 1), ids[1:]], logprobs.argmax(-1)
 

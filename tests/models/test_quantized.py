@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +14,32 @@ import torch
 import transformers
 from models import tiny
 from models.test_parity import IMPLEMENTATIONS, Implementation
-from support.quantized_folder import compressed_tensors, fp8, write_quantized
+from safetensors.torch import load_file, save_file
+from support import quantized_fixtures
+from support.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
 from support.reference_driver import random_weights, tiny_spec
 from support.tiny_folder import write_model
 
+from pagoda.backends.registry import load_scheme_support, quantizes
 from pagoda.common.backend import Weight
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
+from pagoda.common.config.groups.model import RUNTIME_QUANTIZATIONS
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.weights.checkpoint import open_checkpoint
-from pagoda.common.weights.quantization import (
-    Float8,
-    QuantizedTensor,
-    Scheme,
-    join_scales,
-    parameter_schemes,
-    read_quantization,
-    without_quantization,
-)
+from pagoda.common.weights.quantization.config import parameter_schemes
+from pagoda.common.weights.quantization.on_the_fly import METHODS, quantize_on_the_fly, scheme_of
+from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
+from pagoda.common.weights.quantization.tensors import Float8, Int4, QuantizedTensor, Scheme
 from pagoda.common.weights.rules import apply_rules, sources
 from pagoda.common.weights.sharded import read_manifest
 from pagoda.server.cli import main
 from pagoda.server.llm import LLM
+from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.resolve import resolve
 
 TOLERANCE = 1e-5
 
@@ -52,6 +55,7 @@ class Case:
 
 
 MIXTRAL = tiny.Tiny("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2})
+GPT_OSS = replace(tiny.GPT_OSS, extra={**tiny.GPT_OSS.extra, "intermediate_size": 64})
 PHI3 = tiny.Tiny("phi3", "Phi3ForCausalLM", {"pad_token_id": 0})
 IGNORED = ["lm_head", r"re:.*layers\.0\.self_attn\.[qo]_proj", "model.layers.1.mlp.down_proj"]
 CASES = {
@@ -68,6 +72,7 @@ CASES = {
     "fp8-block": Case(fp8(True), "block"),
     "experts": Case(compressed_tensors(ignore=["lm_head", "re:.*gate$"]), "channel", MIXTRAL),
     "experts-block": Case(fp8(True), "block", MIXTRAL),
+    "experts-mxfp4": Case(MXFP4, "block", GPT_OSS),
 }
 
 
@@ -86,14 +91,16 @@ class Saved:
         config = read_quantization(checkpoint.config())
         assert config is not None
         spec, family = spec_from_config(without_quantization(checkpoint.config()))
-        return apply_rules(family.rules, params(spec), join_scales(checkpoint.tensors(), config), family.ignored)
+        tensors = join_scales(checkpoint.tensors(), config, stored=checkpoint.names)
+        return apply_rules(family.rules, params(spec), tensors, family.ignored)
 
     def schemes(self) -> dict[str, Scheme]:
-        config = open_checkpoint(self.folder).config()
+        checkpoint = open_checkpoint(self.folder)
+        config = checkpoint.config()
         read = read_quantization(config)
         assert read is not None
         spec, family = spec_from_config(without_quantization(config))
-        return parameter_schemes(read, params(spec), sources(family.rules, params(spec)))
+        return parameter_schemes(read, params(spec), sources(family.rules, params(spec)), checkpoint.names)
 
     def expected(self, ids: list[int]) -> torch.Tensor:
         """The logits of transformers with the twin's weights."""
@@ -107,6 +114,8 @@ class Saved:
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     case, folder = CASES[request.param], tmp_path_factory.mktemp("quantised")
     case.model.save(folder / "dense")
+    if case.config is MXFP4:
+        return Saved(*write_mxfp4(folder / "dense", folder / "quantised"))
     return Saved(*write_quantized(folder / "dense", folder / "quantised", case.config, case.group, case.kept))
 
 
@@ -119,7 +128,11 @@ def test_reference_gives_the_logits_of_the_dequantised_model(saved: Saved, imple
 
 
 QKV_OUT_INNER_DOWN = 2 * 4  # matrices of two layers
-KEPT = {"ignored": QKV_OUT_INNER_DOWN - 3, "fp8-block": 0, "fused-block": 0, "experts-block": 0}
+KEPT = {
+    **dict.fromkeys(("fp8-block", "fused-block", "experts-block"), 0),
+    "ignored": QKV_OUT_INNER_DOWN - 3,
+    "experts-mxfp4": 2 * 3,  # the experts of three layers
+}
 """Matrices that torch_cuda keeps packed, if not all."""
 
 
@@ -146,11 +159,62 @@ def test_torch_cuda_keeps_what_its_kernels_multiply(
             torch.testing.assert_close(actual, saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
     assert kept == [KEPT.get(case, QKV_OUT_INNER_DOWN)] * ranks
     dequantised = any("torch_cuda: dequantised " in message for message in caplog.messages)
-    assert dequantised == (case in KEPT or case == "head")
+    assert dequantised == (case in KEPT.keys() - {"experts-mxfp4"} or case == "head")
 
 
-DEQUANTISED = ("ignored", "fp8-block", "fused-block", "experts", "experts-block")
-"""Cases that jax_tpu computes with dense matrices: not all of the layers' have scales per channel, or experts have."""
+LATENT_SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32},
+    **{"qk_nope_head_dim": 24, "v_head_dim": 16},
+}
+LATENT_KEPT = {"latents", "q_b", "out", "inner", "down"}
+LATENT = {
+    "latent": tiny.Tiny("deepseek3", "DeepseekV3ForCausalLM", {**tiny.ROUTED, **LATENT_SIZES}, tiny.LATENT),
+    "indexed": tiny.Tiny(
+        "deepseek32",
+        "DeepseekV32ForCausalLM",
+        {**tiny.ROUTED, **LATENT_SIZES, "index_head_dim": 16},
+        tiny.SPARSE_LATENT,
+    ),
+}
+
+
+@pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
+@pytest.mark.parametrize(("kind", "ranks"), [("latent", 1), ("latent", 2), ("indexed", 1)])
+def test_torch_cuda_keeps_blocks_of_latent_attention_and_its_experts(
+    kind: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not the projection from latents, which decodes multiply by heads; interleaved heads change their order."""
+    from support import quantized_folder
+    from support.thread_ranks import on_ranks
+    from support.torch_cuda_model import Comm, TorchCudaModel
+
+    from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+
+    monkeypatch.setattr(quantized_folder, "BLOCK", (32, 16))
+    LATENT[kind].save(tmp_path / "dense")
+    saved = Saved(
+        *write_quantized(tmp_path / "dense", tmp_path / "quantised", fp8(True), "block", "lm_head|weights_proj")
+    )
+    ids, weights = tiny.tokens(), list(saved.weights())
+    dense: list[set[str]] = []
+
+    def logits(comm: Comm) -> torch.Tensor:
+        built = TorchCudaModel(saved.spec(), weights, 64, comm, schemes=saved.schemes())
+        matrices = built.loader.params.by_name.items()
+        kept = {name.rpartition(".")[2] for name, matrix in matrices if isinstance(matrix, PackedMatrix)}
+        assert kept == LATENT_KEPT | ({"q", "k"} if kind == "indexed" else set())
+        dense.append({name.rpartition(".")[2] for name, matrix in matrices if not isinstance(matrix, PackedMatrix)})
+        return built.logits(ids)
+
+    with caplog.at_level("INFO"):
+        for actual in on_ranks(ranks, logits):
+            torch.testing.assert_close(actual, saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
+    assert all("kv_b" in names and not names & LATENT_KEPT for names in dense)
+    assert any("torch_cuda: dequantised layers.0.mixers.0.kv_b and 2 more" in each for each in caplog.messages)
+
+
+PARTLY = ("ignored", "head")
+"""Cases some of whose parameters jax_tpu dequantises: the output head, matrices that are dense in part."""
 
 
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
@@ -160,20 +224,82 @@ def test_jax_tpu_keeps_what_xla_multiplies(
 ) -> None:
     from support.jax_model import JaxModel
 
-    from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
+    from pagoda.backends.jax_tpu.weights.formats import matrix_formats
     from pagoda.kernels_pallas.chips import CHIPS
 
     ids, case = tiny.tokens(), request.node.callspec.params["saved"]
-    quantized = matrix_dtype(None, saved.spec(), CHIPS[chip], saved.schemes())
-    if case in DEQUANTISED or (case, chip) == ("int8", "v7x"):
-        assert quantized is None
-    else:
-        assert quantized == ("int8" if case == "int8" else CHIPS[chip].float8)
     with caplog.at_level("INFO"):
-        model = JaxModel(saved.spec(), saved.weights(), 64, tensor, quantized=quantized)
-    torch.testing.assert_close(model.logits(ids), saved.expected(ids), atol=TOLERANCE, rtol=TOLERANCE)
+        formats = matrix_formats(None, saved.spec(), CHIPS[chip], saved.schemes())
+        kept = {"int8": "int8", "experts-mxfp4": "e2m1"}.get(case, CHIPS[chip].float8)
+        assert {form.numbers for form in formats.values()} == {kept}
+        exact = {path: replace(form, rounds_inputs=False) for path, form in formats.items()}
+        model = JaxModel(saved.spec(), saved.weights(), 64, tensor, formats=exact)
+    expected = saved.expected(ids)
+    torch.testing.assert_close(model.logits(ids), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    if exact != formats:  # tokens' inputs are rounded as well, as the checkpoint's authors did
+        rounded = JaxModel(saved.spec(), saved.weights(), 64, tensor, formats=formats).logits(ids)
+        allowed = 0.2 if case == "experts" else 0.1  # a token may be routed elsewhere
+        assert TOLERANCE < (rounded - expected).norm() / expected.norm() < allowed
     dequantised = any("jax_tpu: dequantised " in message for message in caplog.messages)
-    assert dequantised == (quantized is None or case == "head")
+    assert dequantised == (case in PARTLY)
+
+
+BITS = {
+    **{"ct-int8-token": 8.5, "ct-int8-asymmetric": 9, "ct-fp8-token": 8.5, "ct-fp8-static": 8.02},
+    **{"ct-fp8-block": 8.06, "ct-fp8-group": 9, "ct-mxfp8": 9, "ct-nvfp4": 6.51, "ct-mxfp4": 5},
+    **{"ct-w3a16": 5, "ct-w4a16": 5, "ct-w4a16-actorder": 5.58, "ct-w4a16-asymmetric": 6, "ct-w4a16-channel": 4.5},
+    **{"ct-w8a16": 10, "gptq-2": 5, "gptq-3": 6, "gptq-4": 5, "gptq-4-ordered": 6.58, "gptq-4-v2": 6},
+    **{"gptq-8-ordered": 9.58, "awq-gemm": 6, "awq-gemv": 6, "auto-round-gptq": 5, "auto-round-plain": 5},
+    **{"bnb-nf4": 4.5, "bnb-fp4-nested": 4.5, "bnb-int8": 8.5, "fbgemm-fp8": 8.5, "modelopt-fp8": 8.02},
+    **{"modelopt-fp8-channel": 8.5, "modelopt-nvfp4": 6.51, "modelopt-mixed": 7.26, "quark-fp8": 8.02},
+    **{"quark-int8": 8.5, "quark-int4": 5, "quark-uint4": 6, "quark-mxfp4": 5, "torchao-int8": 8.5},
+    **{"torchao-int8-dynamic": 8.5, "torchao-fp8": 8.5, "torchao-intx4": 5, "torchao-int4": 6},
+}
+"""Fixture -> bits per weight of the quantised layers in memory: numbers, and scales and zero points in float32."""
+
+
+@pytest.fixture(scope="module", params=quantized_fixtures.NAMES)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = quantized_fixtures.write_folder(request.param, tmp_path_factory.mktemp("fixture") / request.param)
+    return Saved(folder, folder)
+
+
+def test_layers_as_libraries_write_them(stored: Saved) -> None:
+    """Stored values, and the scheme that a backend allocates memory for, with their bytes."""
+    name, weights = stored.folder.name, dict(stored.weights())
+    ids, expected = quantized_fixtures.expected(name)
+    quantised = {each: value for each, value in weights.items() if isinstance(value, QuantizedTensor)}
+    assert {each: value.scheme for each, value in quantised.items()} == stored.schemes()
+    assert len(quantised) == 7
+    bits = 8 * sum(value.nbytes for value in quantised.values()) / sum(prod(v.shape) for v in quantised.values())
+    assert bits == pytest.approx(BITS[name], abs=0.01)
+    logits = IMPLEMENTATIONS["paged"](stored.spec(), iter(weights.items()), 64)(ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
+def test_torch_cuda_gives_the_logits_of_fixtures(stored: Saved) -> None:
+    from support.torch_cuda_model import TorchCudaModel
+
+    ids, expected = quantized_fixtures.expected(stored.folder.name)
+    model = TorchCudaModel(stored.spec(), list(stored.weights()), 64, schemes=stored.schemes())
+    torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
+@pytest.mark.parametrize("name", ["ct-int8-asymmetric", "gptq-4-ordered", "awq-gemm", "bnb-nf4"])
+def test_jax_tpu_gives_the_logits_of_fixtures(name: str, tmp_path: Path) -> None:
+    from support.jax_model import JaxModel
+
+    from pagoda.backends.jax_tpu.weights.formats import matrix_formats
+    from pagoda.kernels_pallas.chips import CHIPS
+
+    folder = quantized_fixtures.write_folder(name, tmp_path / name)
+    saved, (ids, expected) = Saved(folder, folder), quantized_fixtures.expected(name)
+    formats = matrix_formats(None, saved.spec(), CHIPS["v6e"], saved.schemes())
+    exact = {path: replace(form, rounds_inputs=False) for path, form in formats.items()}
+    model = JaxModel(saved.spec(), saved.weights(), 64, 1, formats=exact)
+    torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=1e-4)
 
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "disable_log_stats": True}
@@ -252,6 +378,55 @@ def test_a_dense_matrix_that_the_config_calls_quantised() -> None:
     spec = tiny_spec()
     with pytest.raises(WeightError, match=r"layers.0.mixers.0.o is not fp8, as its config.json states; download"):
         TorchCudaModel(spec, random_weights(spec), 16, schemes={"layers.0.mixers.0.o": Float8("channel")})
+
+
+def rounded_twin(dense: Path, folder: Path, method: str) -> Path:
+    """Write the model with the values that `method` leaves of its layers' matrices."""
+    shutil.copytree(dense, folder)
+    tensors = load_file(dense / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight"):
+            value = quantize_on_the_fly("layers.0.ffn.up", weight.numpy(), method)
+            assert isinstance(value, QuantizedTensor)
+            tensors[name] = torch.from_numpy(value.dequantize())
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+ON_THE_FLY = [
+    *(("reference", method) for method in ("int4", "tpu_int8", "bitsandbytes")),
+    *(("torch_cuda", method) for method in ("int4", "bitsandbytes")),
+]
+
+
+@pytest.mark.setting("--quantization")
+@pytest.mark.parametrize(("backend", "method"), ON_THE_FLY)
+def test_a_dense_model_is_quantised_while_it_is_loaded(
+    backend: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if backend not in (*IMPLEMENTATIONS, "reference"):
+        pytest.skip("not installed")
+    monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
+    dense = write_model(tmp_path / "dense", hidden_size=64, intermediate_size=128)
+    eager = {"enforce_eager": True} if backend == "torch_cuda" else {}
+    with caplog.at_level("INFO"):
+        served = answer(dense, backend=backend, quantization=method, **eager)
+    assert same(served, answer(rounded_twin(dense, tmp_path / "twin", method)), 1e-4)
+    assert not same(served, answer(dense), 1e-3)
+    support = load_scheme_support(backend)(scheme_of(method, 128) or Int4((1, 128)), False)
+    warned = any(f"--quantization {method}: {backend} has no product" in message for message in caplog.messages)
+    assert warned == (support.kind == "dequantises" and not quantizes(backend, method))
+
+
+@pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
+def test_a_backend_that_rounds_on_its_devices_gets_dense_weights(tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path / "dense"))
+    for method, on_device in (("fp8", True), ("int4", True), ("fp8_per_block", False), ("experts_int8", False)):
+        args = EngineArgs(folder, backend="jax_tpu", quantization=method, max_model_len=64)
+        resolved = resolve(args.create_engine_config(), "llm")
+        assert resolved.runtime_quantization == (method if on_device else None)
+        assert len(resolved.schemes) == (2 * 7 if method == "fp8_per_block" else 0)
+    assert set(RUNTIME_QUANTIZATIONS) == set(METHODS)
 
 
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")

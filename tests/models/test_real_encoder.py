@@ -17,8 +17,8 @@ from models.minilm_vectors import FILE, TEXTS
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 pytestmark = pytest.mark.model

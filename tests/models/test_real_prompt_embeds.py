@@ -11,6 +11,7 @@ from pagoda import LLM, SamplingParams
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import apply_rules
 
 pytestmark = pytest.mark.model
@@ -27,7 +28,8 @@ def embedding_table(file: Path) -> np.ndarray:
     checkpoint = open_checkpoint(str(file), "auto", weights=True)
     spec, family = spec_from_config(checkpoint.config())
     weights = dict(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
-    return np.asarray(weights["embed"], np.float32)
+    embed = weights["embed"]
+    return embed.dequantize() if isinstance(embed, QuantizedTensor) else np.asarray(embed, np.float32)
 
 
 def test_embeddings_of_tokens_give_the_answer_of_the_text(model_file: Path) -> None:

@@ -77,7 +77,7 @@ def test_encode_and_its_params() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("step_tag_id", 1),
+        ("step_tag_id", -1),
         ("returned_token_ids", [1]),
         ("requires_token_ids", True),
         ("late_interaction_params", object()),

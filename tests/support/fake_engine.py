@@ -2,7 +2,8 @@
 
 The model's name says how it behaves: "fake" spells the alphabet (after z it ends), "fake:slow" takes its time,
 "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang" never comes back from it,
-"fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has between [[ and ]].
+"fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has between [[ and ]],
+"fake:harmony" too, as a model of the family with that format.
 "fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
 """
 
@@ -26,6 +27,7 @@ from pagoda.common.engine.core import Sleeper, generation_core
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.registry import family
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.startup.engine import BuiltEngine
 
@@ -47,7 +49,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     if kind == "bug":
         raise KeyError("a bug")
     layout = full_layout(4)
-    max_len = MAX_LEN_SAY if kind == "say" else MAX_LEN
+    max_len = MAX_LEN_SAY if kind in ("say", "harmony") else MAX_LEN
     num_blocks = config.cache.num_gpu_blocks_override or max_len
     backend = FakeBackend(layout, num_blocks=num_blocks, next_token=NEXT.get(kind, alphabet))
     if kind == "crash":
@@ -69,6 +71,8 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         phases=(("pretend", 0.0),),
         embeds_width=WIDTH if config.model.enable_prompt_embeds else 0,
     )
+    if kind == "harmony":
+        info = msgspec.structs.replace(info, answers=family("GptOssForCausalLM").answers)
     if kind.startswith("pool-"):
         kind = kind.removeprefix("pool-")
         info = msgspec.structs.replace(info, pooling=INFOS[kind], eos_token_ids=())
@@ -114,7 +118,7 @@ def say(history: list[int]) -> int:
 
 _SCRIPT = re.compile(rb"\[\[(.*?)\]\].*?assistant:(?! )(?:</?think>\x1f)?", re.DOTALL)
 
-NEXT: dict[str, Callable[[list[int]], int]] = {"slow": slow, "exit": leave, "hang": hang, "say": say}
+NEXT: dict[str, Callable[[list[int]], int]] = {"slow": slow, "exit": leave, "hang": hang, "say": say, "harmony": say}
 
 PROGRAM = (sys.executable, "-P", __file__)
 

@@ -1,4 +1,4 @@
-"""Import this before any array is made: XLA's CPU client then has eight devices, so that meshes can be tested.
+"""Import this before any array is made: on the CPU, of whose devices `conftest.py` has XLA make eight.
 
 Compiled programs are kept in the temporary folder, not in the user's: many tests run the same tiny models.
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import jax
 
-DEVICES = 8
-jax.config.update("jax_num_cpu_devices", DEVICES)
+DEVICES = int(os.environ["JAX_NUM_CPU_DEVICES"])
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 TEMPORARY = Path(tempfile.gettempdir())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import jax
@@ -15,7 +15,9 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack_step
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel import make_mesh
+from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
 from pagoda.backends.jax_tpu.weights.loading import load
+from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.shapes import StepShape
@@ -27,7 +29,7 @@ BLOCK = 8
 class JaxModel:
     """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks.
 
-    `cache_dtype` and `quantized`: numbers of the KV cache, with scales where it has 8 bits, and of the matrices.
+    `cache_dtype`: numbers of the KV cache, with scales where it has 8 bits. `formats`: of quantised matrices.
     """
 
     def __init__(
@@ -37,11 +39,11 @@ class JaxModel:
         max_len: int,
         tensor: int = 1,
         cache_dtype: str = "float32",
-        quantized: str | None = None,
+        formats: Mapping[Path, MatrixFormat] = NO_FORMATS,
     ) -> None:
         mesh, number = make_mesh(tensor), jnp.dtype("float32")
         kernel = KernelChoice(page_size=BLOCK, cache_dtype=cache_dtype)
-        self.model: Model = build_model(spec, kv_layout(spec, BLOCK), mesh, number, max_len, kernel, quantized)
+        self.model: Model = build_model(spec, kv_layout(spec, BLOCK), mesh, number, max_len, kernel, formats)
         self.leaves = load(self.model, weights)
         if kernel.scaled:
             self.leaves = with_kv_scales(self.model, self.leaves)

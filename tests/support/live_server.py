@@ -1,4 +1,4 @@
-"""The real HTTP server over a fake engine, in a thread, on a real port."""
+"""The real HTTP server over a fake engine, or that of a folder, in a thread, on a real port."""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ class LiveServer:
         engine_config = AsyncEngineArgs(model, **engine).create_engine_config()
         metrics = Metrics("fake")
         text = FRAMED if ":pool-" in model else TEXT
-        self.llm = AsyncLLM(
-            engine_config,
-            client=ThreadClient(engine_config, build),
-            open_text=lambda config: None if config.model.skip_tokenizer_init else text,
-            wait=False,
-            on_step=metrics.on_step,
-        )
+        if model.startswith("fake"):
+            self.llm = AsyncLLM(
+                engine_config,
+                client=ThreadClient(engine_config, build),
+                open_text=lambda config: None if config.model.skip_tokenizer_init else text,
+                wait=False,
+                on_step=metrics.on_step,
+            )
+        else:
+            self.llm = AsyncLLM(engine_config, in_process=True, wait=False, on_step=metrics.on_step)
         self._config, self._metrics, self._ready = config, metrics, ready
         self._listener = bind(config)
         self.port = 0 if config.uds else self._listener.getsockname()[1]

@@ -11,4 +11,5 @@ from pagoda.common.engine.request import Request
 
 
 def plan_of(requests: Iterable[EngineRequest]) -> PoolPlan:
-    return make_plan([Request.of(each, limit=0, rank=()) for each in requests])
+    batch = [Request.of(each, limit=0, rank=()) for each in requests]
+    return make_plan(batch, [each.pooling for each in batch])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LINEAR = re.compile(r".*(_proj|\.w[123]|lm_head)\.weight")
+LINEAR = re.compile(r".*(_proj|_proj_with_mqa|\.w[123]|\.wk|\.wq_b|lm_head)\.weight")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 BLOCK = (16, 8)
 
@@ -47,6 +47,14 @@ def fp8(block: bool = False, **more: Any) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": "dynamic", **more}
 
 
+def gptq(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True, **more}
+
+
+def awq(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm", **more}
+
+
 def write_quantized(
     dense: Path, folder: Path, config: dict[str, Any], group: str = "channel", kept: str = "lm_head", seed: int = 0
 ) -> tuple[Path, Path]:
@@ -68,6 +76,39 @@ def write_quantized(
         save_file({names[at]: tensors[names[at]].contiguous() for at in order}, path / "model.safetensors")
     whole = json.loads((dense / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+    return folder, twin
+
+
+MXFP4 = {
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    "quant_method": "mxfp4",
+}
+EXPERTS = re.compile(r".*\.experts\.(gate_up|down)_proj")
+
+
+def write_mxfp4(dense: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Write the model of `dense` with random experts in MXFP4, and its twin with transformers' values. Both folders."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, weight in load_file(dense / "model.safetensors").items():
+        if not EXPERTS.fullmatch(name):
+            stored[name] = values[name] = weight
+            continue
+        experts, inputs, outputs = weight.shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    twin = folder.with_name(f"{folder.name}-twin")
+    for path, tensors in ((folder, stored), (twin, values)):
+        shutil.copytree(dense, path)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    whole = json.loads((dense / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": MXFP4}))
     return folder, twin
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
+from pagoda.kernels_pallas.ragged_paged_attention.plan import NO_RULES, StaticRules
 
 STRICT = pltpu.InterpretParams(
     detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -47,33 +48,35 @@ def make_case(
     softcap: float | None = None,
     window: int | None = None,
     sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
+    rules: StaticRules = NO_RULES,
 ) -> Case:
     """A batch of (new tokens, tokens before) per sequence, those with one new token that lead it being decode rows."""
     rng = np.random.default_rng(seed)
     decodes = next((i for i, (new, _) in enumerate(seqs) if new != 1), len(seqs))
-    shape = (limits.tokens, layout.kv_heads, layout.head_dim)
+    shapes = [(limits.tokens, layout.kv_heads, dim) for dim in (layout.head_dim, layout.value_dim)]
     dtype = layout.compute_dtype
     q = np.full((limits.tokens, layout.kv_heads * group, layout.head_dim), np.nan, np.float32)
-    k, v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    k, v = (np.full(shape, np.nan, np.float32) for shape in shapes)
     starts = np.full(limits.seqs + 1, 10**6, np.int32)
     starts[: len(seqs) + 1] = np.cumsum([0] + [new for new, _ in seqs])
     kv_len = np.full(limits.seqs, 10**6, np.int32)
     table = np.full((limits.seqs, limits.max_pages), 10**6, np.int32)
     free = list(rng.permutation(limits.pages))
     cache = np.array(poisoned(layout, limits.pages))
-    expected = np.zeros(q.shape)
+    expected = np.zeros((*q.shape[:2], layout.value_dim))
     for s, (new, before) in enumerate(seqs):
         kv_len[s] = new + before
         rows = slice(starts[s], starts[s + 1])
         q[rows] = rounded(rng.normal(size=(new, *q.shape[1:])), dtype)
-        full = [rounded(rng.normal(size=(new + before, *shape[1:])), layout.dtype) for _ in "kv"]
+        full = [rounded(rng.normal(size=(new + before, *shape[1:])), layout.dtype) for shape in shapes]
         k[rows], v[rows] = full[0][before:], full[1][before:]
         for page in range(-(-kv_len[s] // layout.page_size)):
             table[s, page] = free.pop()
         words = np.asarray(layout.pack(*map(jnp.asarray, full)))
         for t in range(before):
             cache[LAYER, table[s, t // layout.page_size], :, t % layout.page_size] = words[t]
-        expected[rows] = dense(q[rows], *full, before, layout.head_dim**-0.5, softcap, window, sinks)
+        expected[rows] = dense(q[rows], *full, before, layout.head_dim**-0.5, softcap, window, sinks, slopes, rules)
     arrays = {
         "q": jnp.asarray(q, dtype),
         "k": jnp.asarray(k, dtype),
@@ -100,8 +103,8 @@ def attention(layout: PagedKvLayout, **static: Any) -> Any:
 
 def poisoned(layout: PagedKvLayout, pages: int) -> jax.Array:
     """A cache in which every element is NaN (int8 has none: its extreme value)."""
-    shape = (LAYERS, pages, layout.page_size, layout.kv_heads, layout.head_dim)
-    words = layout.pack(*[jnp.full(shape, np.nan if layout.dtype != "int8" else 127.0)] * 2)
+    shape, poison = (LAYERS, pages, layout.page_size, layout.kv_heads), np.nan if layout.dtype != "int8" else 127.0
+    words = layout.pack(*(jnp.full((*shape, dim), poison) for dim in (layout.head_dim, layout.value_dim)))
     return jnp.moveaxis(words, 2, 3)
 
 
@@ -121,15 +124,21 @@ def dense(
     softcap: float | None,
     window: int | None,
     sinks: np.ndarray | None,
+    slopes: np.ndarray | None,
+    rules: StaticRules,
 ) -> np.ndarray:
     """Attention as the textbook has it, float64, one token and head at a time."""
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:2], v.shape[2]))
     group = q.shape[1] // k.shape[1]
     for i, h in np.ndindex(q.shape[:2]):
         end = position + i + 1
         keys = slice(0 if window is None else max(0, end - window), end)
+        if rules.chunk is not None:
+            keys = slice(max(0, (end - 1) // rules.chunk * rules.chunk - rules.lookback), end)
         x = k[keys, h // group].astype(np.float64) @ q[i, h] * scale
         x = x if softcap is None else softcap * np.tanh(x / softcap)
+        distance = np.arange(len(x) - 1, -1, -1)
+        x = x if slopes is None else x - slopes[h] * (np.sqrt(distance) if rules.alibi_root else distance)
         weights = np.exp(x - x.max())
         total = weights.sum() + (0 if sinks is None else np.exp(sinks[h] - x.max()))
         out[i, h] = weights @ v[keys, h // group] / total

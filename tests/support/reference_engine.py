@@ -1,4 +1,4 @@
-"""An engine core over the reference backend with random weights."""
+"""An engine core over the reference backend, or another one, with random weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from support.backend_options import make_options
 from support.reference_driver import random_weights
 
+from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -25,10 +26,11 @@ def engine(
     *,
     limits: Limits = LIMITS,
     snapshot_tokens: int = SNAPSHOT_TOKENS,
+    name: str = "reference",
 ) -> EngineCore:
-    """`blocks`: of each pool."""
+    """`blocks`: of each pool; `name`: of the backend."""
     layout = replace(kv_layout(spec, limits.block_size), snapshot_tokens=snapshot_tokens)
-    backend = load_backend("reference").create(make_options(spec, limits=limits, layout=layout))
+    backend = load_backend(name).create(make_options(spec, limits=limits, layout=layout))
     backend.load(random_weights(spec))
     num_blocks = blocks if isinstance(blocks, tuple) else (blocks,) * len(layout.pools)
     backend.init_cache(num_blocks)
@@ -53,3 +55,13 @@ def generate(core: EngineCore, prompts: list[list[int]], count: int) -> list[lis
             finished += output.finish_reason is not None
     core.check_integrity()
     return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def assert_naive_tokens(spec: ModelSpec, prompt: list[int], blocks: int, *, preempts: bool) -> None:
+    """Check that prompts with a common beginning, prefilled in chunks, get the naive model's tokens."""
+    prompts = [prompt + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
+    core = engine(spec, blocks)
+    naive = NaiveModel(spec, random_weights(spec), max_len=LIMITS.max_model_len)
+    assert generate(core, prompts, 9) == [naive.greedy(each, 9) for each in prompts]
+    assert (core.stats.preemptions > 0) == preempts
+    assert core.stats.prefix_hits > 0

@@ -1,20 +1,27 @@
-"""Models that only the reference backend runs."""
+"""Models that a backend does not run yet."""
 
 from __future__ import annotations
 
 import pytest
 
+from pagoda.backends.jax_tpu.supported import SUPPORTED as JAX_TPU
+from pagoda.backends.torch_cuda.supported import SUPPORTED as TORCH_CUDA
 from pagoda.common.errors import ModelError
-from pagoda.common.models.spec import ModelSpec, check_attention_only
+from pagoda.common.models.spec import ModelSpec
 
-REFERENCE_ONLY = ("Deepseek", "Qwen3Next")
-"""First parts of the names of architectures whose mixers only the reference backend has."""
+SUPPORTED = {"jax_tpu": JAX_TPU, "torch_cuda": TORCH_CUDA}
+LATENT = ("AXK1", "DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "MiniCPM3", "PanguUltra", "Sarvam")
+REFUSED = {
+    "jax_tpu": (),
+    "torch_cuda": (),
+}
+"""Backend -> first parts of the names of architectures with mixers that it does not have."""
 
 
-def is_refused(architecture: str, spec: ModelSpec, implementation: str) -> bool:
+def is_refused(architecture: str, spec: ModelSpec, backend: str) -> bool:
     """Return whether a model is refused; check that the refusal names the layer. Others must run."""
-    if implementation not in ("torch_cuda", "jax_tpu") or not architecture.startswith(REFERENCE_ONLY):
+    if backend not in SUPPORTED or not architecture.startswith(REFUSED[backend]):
         return False
-    with pytest.raises(ModelError, match=rf"^layer \d+ has .*, which {implementation} does not support"):
-        check_attention_only(spec, implementation)
+    with pytest.raises(ModelError, match=rf"^(layer \d+|the model) has .*, which {backend} does not support"):
+        SUPPORTED[backend].check(spec)
     return True

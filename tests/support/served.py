@@ -16,8 +16,9 @@ REAL = ("-m", "pagoda.server.cli.main", "serve")
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which a child finds what this process finds."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
+    """This process's, in which a child finds what this process finds, but one XLA device."""
+    own = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    return own | {"PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
 
 
 @contextmanager

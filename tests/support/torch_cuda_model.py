@@ -12,7 +12,10 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
+from pagoda.backends.torch_cuda.kernels.latent_prefill import BLOCK as BLOCK_OF_ROUND
+from pagoda.backends.torch_cuda.kernels.latent_prefill import ExpansionRound, plan_rounds
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK as CHUNK_OF_STATE
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
@@ -21,8 +24,9 @@ from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm, RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
+from pagoda.common.models.caches import LatentCache
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization import Scheme
+from pagoda.common.weights.quantization.tensors import Scheme
 
 BLOCK = 4
 TILE = 3
@@ -70,7 +74,7 @@ class TorchCudaModel:
     ) -> None:
         self.shard, self.dtype = RankShard(comm.rank, comm.size), cache_dtype or dtype
         shapes = Loader(spec, self.shard, dtype, _nowhere, pack, schemes=schemes).params
-        self.on_host = choose_layers(shapes, offload)
+        self.on_host = choose_layers(shapes, offload, spec.shared_blocks.values())
         self.offload = Offload(self.on_host, device, poisoned) if offload else None
         allocators = self.offload.allocators() if self.offload else {}
         self.loader = Loader(spec, self.shard, dtype, poisoned, pack, allocators, schemes)
@@ -131,7 +135,18 @@ class TorchCudaModel:
             tiles=torch.from_numpy(tiles) if len(tiles) else None,
             splits=2,
             tile=TILE,
+            chunks=torch.from_numpy(make_tiles(lengths.astype(np.int32), decodes, CHUNK_OF_STATE))
+            if len(tiles)
+            else None,
+            rounds=self._rounds(np.array(kv_lens, np.int32), decodes + more_seqs),
         )
+
+    def _rounds(self, kv_lens: np.ndarray, first: int) -> tuple[ExpansionRound, ...]:
+        """Of a block of tokens each, so that long sequences need several."""
+        if not any(isinstance(group.spec, LatentCache) for group in self.layout.groups):
+            return ()
+        rounds = plan_rounds(kv_lens, first, BLOCK_OF_ROUND)
+        return tuple(ExpansionRound(*map(torch.from_numpy, each)) for each in rounds)
 
     def _group(self, number: int, chunks: list[Chunk], more_tokens: int, more_seqs: int) -> GroupBatch:
         slots: list[int] = []

@@ -24,7 +24,8 @@ LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 400, "max_num_seqs": 7
 def compiled(name: str, quantization: str | None = None, **limits: int) -> tuple[list[str], list[str]]:
     """(kernels compiled until the engine is warm, those compiled while it serves) for a model of `models`.
 
-    `limits`: fields of Limits other than those of LIMITS.
+    `quantization`: a value of --quantization, or of matrices as checkpoints hold them a name of `STORED`. `limits`:
+    fields of Limits other than those of LIMITS.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -65,7 +66,17 @@ def watch_launches() -> list[str]:
 
 def models() -> dict[str, Any]:
     """Name -> spec."""
-    from pagoda.common.models.mixers import Attention
+    from pagoda.common.models.mixers import (
+        Attention,
+        BlockIndexer,
+        GatedDelta,
+        KimiDelta,
+        LatentAttention,
+        LightningAttention,
+        Mamba,
+        Mamba2,
+        ShortConvolution,
+    )
     from pagoda.common.models.primitives import Norm
     from pagoda.common.models.rope import Rope
     from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Norms, Router
@@ -81,8 +92,23 @@ def models() -> dict[str, Any]:
     usual, mlp = Attention(8, 2, 32, 0.2, Rope(1e4, 32)), Mlp(96, "silu", True)
     full = Attention(8, 2, 32, 0.2, Rope(1e4, 32), qk_norm=norm, qk_norm_over="full")
     mixture = Moe(4, Mlp(96, "silu", True), Router(2, True))
+    latent = LatentAttention(8, None, 64, 32, 32, 0.2, Rope(1e4, 16), norm)
+    recurrent = (
+        GatedDelta(2, 4, 32, 32, 4, norm),
+        KimiDelta(4, 32, 16, 4, norm),
+        LightningAttention(32, (0.5, 0.1), norm),
+        Mamba(192, 16, 8, 4, norm),
+        Mamba2(6, 32, 2, 16, 4, norm),
+        ShortConvolution(128, 3),
+    )
     return {
+        "states": replace(
+            model(usual, mlp),
+            layers=tuple(Layer((mixer,), mlp, Norms(norm, None, norm, None)) for mixer in (usual, *recurrent)),
+        ),
+        "latents": replace(model(usual, mlp), layers=(Layer((latent,), mlp, Norms(norm, None, norm, None)),)),
         "windows": model(usual, mlp, window=40),
+        "blocks": model(replace(usual, blocks=BlockIndexer(32, 64, 4, 1, Rope(1e4, 32), norm)), mlp),
         "experts": model(usual, mixture),
         "full norms": model(full, mlp),
     }
@@ -153,12 +179,16 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     """In a process of its own."""
     import torch
     from support.backend_options import make_options
+    from support.random_stored import STORED
     from support.reference_driver import random_weights
 
     from pagoda.backends.torch_cuda.backend import create
     from pagoda.backends.torch_cuda.device import CPU, Device
+    from pagoda.backends.torch_cuda.weights import METHODS
     from pagoda.common.config.engine import Limits
     from pagoda.common.engine.kv_cache.spec import kv_layout
+    from pagoda.common.models.shapes import params
+    from pagoda.common.weights.quantization.on_the_fly import is_matrix
 
     class Absent(Device):
         use_kernels = True
@@ -170,9 +200,15 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     new = watch_launches()
     spec, limits = models()[name], Limits(**stated)
     layout = kv_layout(spec, limits.block_size)
-    options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", quantization=quantization)
+    stored = None if quantization is None or quantization in METHODS else STORED[quantization]
+    schemes = {} if stored is None else {each.name: stored.scheme for each in params(spec).values() if is_matrix(each)}
+    quantised = {"schemes": schemes} if schemes else {"quantization": quantization}
+    options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", **quantised)
     backend = create(options, Absent(CPU.torch, CPU.chip, "H100"))
-    backend.load(random_weights(spec))
+    backend.load(
+        (key, stored.tensor(*array.shape) if stored is not None and key in schemes else array)
+        for key, array in random_weights(spec)
+    )
     backend.init_cache((2,) * len(layout.pools))
     backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU
     backend.warmup()

@@ -14,6 +14,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
 from pagoda.backends.jax_tpu.execution.program_keys import (
+    CopyStates,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
@@ -25,20 +26,20 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     StepProgramSet,
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
-from pagoda.backends.jax_tpu.execution.shapes import check_tables
+from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tables, step_shapes
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh
-from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
+from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization import Scheme
+from pagoda.common.models.transformers_spec import own_spec
+from pagoda.common.weights.quantization.tensors import Scheme
 from pagoda.kernels_pallas.chips import CHIPS
 
 __all__ = ["compile_ahead", "find_target"]
@@ -59,14 +60,29 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     limits, layout, cache, parallel = options.limits, options.layout, options.cache, options.parallel
     tensor, data = parallel.tensor, parallel.data
     quantization, schemes = options.quantization, options.schemes
-    model = model_for(target, options.spec, limits, layout, options.dtype, tensor, data, cache, quantization, schemes)
+    spec = own_spec(options.spec, "pagoda compile")
+    if options.batch_invariant:
+        check_invariant(options)
+    model = model_for(
+        target,
+        spec,
+        limits,
+        layout,
+        options.dtype,
+        tensor,
+        data,
+        cache,
+        quantization,
+        schemes,
+        batch_invariant=options.batch_invariant,
+    )
     program_set: ProgramSet[Any]
-    if options.spec.pooler is not None:
+    if spec.pooler is not None:
         limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
         program_set, num_blocks, history = PoolProgramSet(model, limits), (0,) * len(layout.pools), 0
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
-        shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
+        shapes = step_shapes(model, limits, factor=4 if target.chip is None else 2)
         program_set = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, options.sampling.logprobs_mode)
         history = program_set.history.size * program_set.history.dtype.itemsize
     keys = _largest(program_set) if largest else list(program_set)
@@ -86,6 +102,8 @@ def model_for(
     cache: CacheConfig = _DEFAULT_CACHE,
     quantization: str | None = None,
     schemes: Mapping[str, Scheme] | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Model:
     """Return the model on the first `tensor` x `data` devices of the target, using Pallas kernels on TPUs.
 
@@ -95,9 +113,15 @@ def model_for(
     kv_dtype, on_tpu = cache_dtype(cache, model_dtype, target.chip), target.chip is not None
     if on_tpu:
         check_tables(limits)
-    kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
-    quantized = matrix_dtype(quantization, spec, kernel.chip, schemes)
-    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
+    kernel = KernelChoice(
+        limits.block_size,
+        kv_dtype,
+        use_kernel=on_tpu,
+        chip=target.chip or CHIPS["v6e"],
+        batch_invariant=batch_invariant,
+    )
+    formats = matrix_formats(quantization, spec, kernel.chip, schemes, tensor)
+    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats)
 
 
 def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple[CompiledProgram, ...]:
@@ -122,8 +146,9 @@ def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple
 def _compiled(
     program_set: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
 ) -> CompiledProgram:
-    batch = full_batch(program_set.model, key, max(blocks_of(program_set.facts)))
-    cost = roofline_cost(program_set.model, key, batch)
+    model = program_set.model
+    assert isinstance(model, Model), "it was built from a spec"
+    cost = roofline_cost(model, key, full_batch(model, key, max(blocks_of(program_set.facts))))
     return CompiledProgram(key, seconds, ProgramMemory.of(executable), cost, schedule, executable)
 
 
@@ -160,5 +185,7 @@ def _size(key: Key) -> tuple[int, ...]:
             return (tokens,)
         case Sample(seqs, _) | LogitsProgram(_, seqs) | RecordDrafts(seqs):
             return (seqs,)
+        case CopyStates(_, count):
+            return (count,)
         case SetHistoryRow():
             return (0,)

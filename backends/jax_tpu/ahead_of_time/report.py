@@ -15,9 +15,11 @@ from pagoda.backends.jax_tpu.ahead_of_time.bundle import save_bundle
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import PROMPT, Key, RooflineCost
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import (
+    CopyStates,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
+    PoolProgramSet,
     RecordDrafts,
     Sample,
     ScorePrompt,
@@ -200,7 +202,7 @@ def legend(report: Report) -> Iterator[str]:
     yield f"compiled in {report.seconds:.1f} s"
     if report.target.chip is not None:
         yield "cycles: the compiler's estimate for all operations except the attention kernel, loops counted in full"
-        if report.program_set.model.spec.pooler is not None:
+        if isinstance(report.program_set, PoolProgramSet):
             yield f"roofline: the minimum time for prompts of {PROMPT} tokens, as a share of cycles"
             return
         yield "kernel: a lower bound on the attention kernel's cycles, with contexts that fill the cache"
@@ -256,6 +258,8 @@ def key_name(key: Key) -> str:
             return f"sample {kind} {seqs} rows"
         case LogitsProgram(name, seqs):
             return f"{name} {seqs} rows"
+        case CopyStates(pool, count):
+            return f"copy {count} states of pool {pool}"
         case SetHistoryRow():
             return "set history row"
         case RecordDrafts(seqs):
@@ -271,7 +275,7 @@ def budget_lines(report: Report) -> Iterator[str]:
     for name, size in _parts(report):
         yield f"  {name:<44}{_size(size):>12}"
     yield f"  {'free' if budget.spare >= 0 else 'missing':<44}{_size(abs(budget.spare)):>12}"
-    if report.program_set.model.spec.pooler is not None:
+    if isinstance(report.program_set, PoolProgramSet):
         if budget.spare < 0:
             yield f"does not fit by {_size(-budget.spare)}: lower --max-num-batched-tokens or --max-model-len"
         return

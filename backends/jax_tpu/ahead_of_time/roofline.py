@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
 
+import jax
+import jax.numpy as jnp
+
 from pagoda.backends.jax_tpu.execution import program_keys
 from pagoda.backends.jax_tpu.execution.program_keys import (
+    CopyStates,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
@@ -21,12 +25,25 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     SetHistoryRow,
 )
 from pagoda.backends.jax_tpu.execution.step_input import POOL_TILE, PoolShape
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments
+from pagoda.backends.jax_tpu.model.layout import HeadLayout, StateStack, padded, segments, stacks_of
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.shapes import StepShape
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    ShortConvolution,
+)
 from pagoda.common.models.spec import Moe
+from pagoda.common.models.supported import unsupported_mixer
 from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.grouped_matmul.quantized import PER_WORD
 
 Key: TypeAlias = program_keys.Key | PoolShape
 
@@ -113,6 +130,8 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
             return _pool(model, key, load)
         case RecordDrafts(seqs):
             return RooflineCost(2 * seqs * 4, 0)
+        case CopyStates(pool, count):
+            return RooflineCost(2 * count * model.block_bytes[pool], 0)
         case SetHistoryRow():
             return RooflineCost(2 * (model.max_len + 1) * 4, 0)
 
@@ -123,7 +142,7 @@ def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
     rows = shape.seqs * shape.width
     moved += head * model.dtype.itemsize + rows * padded(model.spec.vocab, model.tensor) * 4
     flops += 2 * rows * head
-    kernel_bytes, kernel_flops = _attention(model, shape, load)
+    kernel_bytes, kernel_flops = _mixers(model, shape, load)
     return RooflineCost(moved, flops, kernel_bytes, kernel_flops)
 
 
@@ -131,11 +150,16 @@ def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
     """Return the cost of a pooling program. Bidirectional attention is plain XLA, whose operands may stay on chip."""
     moved, flops = _layers(model, shape.tokens)
     if all(mixer.causal for mixer in model.spec.mixers):
-        return RooflineCost(moved, flops, *_attention(model, shape, load))
-    for layer in model.spec.layers:
-        pairs = load.pairs if layer.attention.causal else 2 * load.pairs
-        heads = HeadLayout.of(layer.attention, model.tensor)
-        flops += 4 * pairs * heads.slots * heads.group * layer.attention.head_dim // model.tensor
+        return RooflineCost(moved, flops, *_mixers(model, shape, load))
+    for mixer in model.spec.mixers:
+        if not isinstance(mixer, Attention):  # causal: the others are kernels
+            cost = _mixer(model, mixer, shape, load)
+            moved, flops = moved + cost[0], flops + cost[1]
+            continue
+        pairs = load.pairs if mixer.causal else 2 * load.pairs
+        heads = HeadLayout.of(mixer, model.tensor)
+        channels = mixer.head_dim + mixer.value_width
+        flops += 2 * pairs * heads.slots * heads.group * channels // model.tensor
     return RooflineCost(moved, flops)
 
 
@@ -143,37 +167,118 @@ def _layers(model: Model, tokens: int) -> tuple[int, int]:
     """Return bytes and FLOP of the embedding of `tokens` tokens and of all layers without attention."""
     moved, flops = tokens * model.spec.width * model.dtype.itemsize, 0
     for leaf, path in zip(model.leaves, model.paths):
+        size = _local_size(leaf)
+        if path[0] == "blocks":
+            uses = _uses(model, int(path[1]))
+            moved, flops = moved + uses * size * leaf.dtype.itemsize, flops + uses * 2 * tokens * size
         if path[0] != "segments":
             continue
-        size = _local_size(leaf)
         read, computed = _fractions(model, path, tokens)
         moved += int(size * leaf.dtype.itemsize * read)
-        flops += int(2 * tokens * size * computed)
+        flops += int(2 * tokens * size * computed * _numbers(leaf, path))
     return moved, flops
 
 
-def _attention(model: Model, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
-    """Return bytes and FLOP of all layers' attention, sliding windows considered."""
+def _numbers(leaf: jax.ShapeDtypeStruct, path: Path) -> int:
+    """Return the weights that an element of a parameter holds: several of 4 bits, none in a scale."""
+    if path[-1] in ("scales", "shifts"):
+        return 0
+    return PER_WORD if path[-1] == "numbers" and leaf.dtype == jnp.uint32 else 1
+
+
+def _mixers(model: Model, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
+    """Return bytes and FLOP of the kernels of all mixers."""
+    costs = [_mixer(model, mixer, shape, load) for mixer in model.spec.mixers]
+    return sum(moved for moved, _ in costs), sum(flops for _, flops in costs)
+
+
+def _mixer(model: Model, mixer: Mixer, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
+    """Return bytes and FLOP of a mixer's kernel."""
+    match mixer:
+        case Attention():
+            return _attention(model, mixer, shape, load)
+        case LatentAttention():
+            return _latent_attention(model, mixer, shape, load)
+        case GatedDelta():
+            return _gated_delta(model, mixer, shape)
+        case KimiDelta() | LightningAttention() | Mamba() | Mamba2() | ShortConvolution():
+            return _linear_recurrence(model, mixer, shape)
+        case _:
+            raise unsupported_mixer(mixer)
+
+
+def _attention(model: Model, mixer: Attention, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
+    """Return bytes and FLOP of softmax attention, sliding windows and chunks considered."""
+    heads = HeadLayout.of(mixer, model.tensor)
+    kv = model.kernel.kv_layout(heads.slots // model.tensor, mixer.head_dim, mixer.value_width)
+    token_bytes = kv.bytes_per_page // kv.page_size
+    channels = heads.slots * heads.group * (mixer.head_dim + mixer.value_width) // model.tensor
+    window = mixer.window or mixer.seen_chunks
+    read = load.kv_tokens if window is None else min(load.kv_tokens, shape.seqs * window + shape.tokens)
+    pairs = load.pairs if window is None else min(load.pairs, shape.tokens * window)
+    written = shape.tokens if mixer.shares_cache_of is None else 0
+    moved = (read + written) * token_bytes + shape.tokens * channels * model.dtype.itemsize
+    return moved, 2 * pairs * channels
+
+
+def _latent_attention(
+    model: Model, mixer: LatentAttention, shape: StepShape | PoolShape, load: BatchLoad
+) -> tuple[int, int]:
+    """Return bytes and FLOP of absorbed latent attention: a latent is read once for all heads, padding included."""
+    heads = HeadLayout.of(mixer, model.tensor).slots // model.tensor
+    latents = model.kernel.latent_layout(mixer.latent_dim, mixer.rope.dim)
+    token_bytes = latents.bytes_per_page // latents.page_size
+    per_pair = heads * (latents.channels + latents.rank)
+    moved = (load.kv_tokens + shape.tokens) * token_bytes + shape.tokens * per_pair * model.dtype.itemsize
+    return moved, 2 * load.pairs * per_pair
+
+
+def _gated_delta(model: Model, mixer: GatedDelta, shape: StepShape | PoolShape) -> tuple[int, int]:
+    """Return bytes and FLOP of the rule in float32: states read and written once; per token and head k S, k u and q S.
+
+    Chunks compute more; their FLOP beyond the rule's own are overhead.
+    """
+    layout = HeadLayout.of(mixer, model.tensor)
+    slots, heads = layout.slots // model.tensor, layout.slots * layout.group // model.tensor
+    state, token = heads * mixer.key_dim * mixer.value_dim, 2 * slots * mixer.key_dim + 2 * heads * mixer.value_dim
+    return 4 * (2 * shape.seqs * state + shape.tokens * token), 6 * shape.tokens * state
+
+
+def _linear_recurrence(model: Model, mixer: Mixer, shape: StepShape | PoolShape) -> tuple[int, int]:
+    """Return bytes and FLOP of a recurrence in float32: states read and written once; per token k v and q S, and k S.
+
+    The convolution's tails and products are not counted.
+    """
     moved = flops = 0
-    for layer in model.spec.layers:
-        mixer = layer.attention
-        heads = HeadLayout.of(mixer, model.tensor)
-        kv = model.kernel.kv_layout(heads.slots // model.tensor, mixer.head_dim)
-        token_bytes = kv.bytes_per_page // kv.page_size
-        queries = heads.slots * heads.group * mixer.head_dim // model.tensor
-        window = mixer.window
-        read = load.kv_tokens if window is None else min(load.kv_tokens, shape.seqs * window + shape.tokens)
-        pairs = load.pairs if window is None else min(load.pairs, shape.tokens * window)
-        moved += (read + shape.tokens) * token_bytes + 2 * shape.tokens * queries * model.dtype.itemsize
-        flops += 4 * pairs * queries
+    for stack in stacks_of(mixer, model.tensor):
+        if isinstance(stack, StateStack):
+            slots = stack.heads // model.tensor
+            state, token = slots * stack.key_dim * stack.value_dim, 2 * slots * (stack.key_dim + stack.value_dim)
+            moved += 4 * (2 * shape.seqs * state + shape.tokens * token)
+            flops += (6 if isinstance(mixer, KimiDelta) else 4) * shape.tokens * state
     return moved, flops
+
+
+_OF_EXPERTS: Final = ("inner", "inner_bias", "down", "down_bias")
+"""Parameters of a mixture that each expert has."""
+
+
+def _uses(model: Model, number: int) -> int:
+    """Return how many layers have the weights of an input block."""
+    owner = model.spec.block_owners[number]
+    return sum(layer.block is not None and layer.block.weights_of == owner for layer in model.spec.layers)
 
 
 def _fractions(model: Model, path: Path, tokens: int) -> tuple[float, float]:
     """Return the fractions of a parameter that a step reads and that one token computes with: below 1 for experts."""
     segment = segments(model.spec.layers)[int(path[1])]
-    ffn = segment.block[int(path[3])].ffn
-    if not isinstance(ffn, Moe) or path[4] != "ffn" or path[5] == "router":
+    layer = segment.block[int(path[3])]
+    ffn, inner = layer.ffn, path[4:]
+    if layer.side_moe is not None and inner[:2] == ("side", "moe"):
+        ffn, inner = layer.side_moe.moe, inner[1:]
+    elif inner[0] != "ffn":
+        return 1.0, 1.0
+    if not isinstance(ffn, Moe) or inner[1] not in _OF_EXPERTS:
         return 1.0, 1.0
     chosen = ffn.router.top_k / ffn.experts
     return min(1.0, tokens * chosen), chosen

@@ -25,7 +25,7 @@ from pagoda.backends.jax_tpu.execution.step_input import (
     packed_size,
 )
 from pagoda.backends.jax_tpu.model.layout import padded
-from pagoda.backends.jax_tpu.model.model import Leaves, Model
+from pagoda.backends.jax_tpu.model.model import Leaves, Model, StepModel
 from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
 from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
 from pagoda.common.config.engine import Limits
@@ -103,7 +103,21 @@ class RecordDrafts:
     seqs: int
 
 
-Key = Forward | ForwardEmbeds | Sample | LogitsProgram | ScorePrompt | SetHistoryRow | RecordDrafts
+@dataclass(frozen=True, slots=True)
+class CopyStates:
+    """(caches, pairs [shards, 2, count]) -> caches with blocks of recurrent state copied; the caches are donated.
+
+    Pairs are sources and destinations; all sources are read before a destination is written. Compiled for each pool of
+    recurrent state, for `FEW_COPIES` and for as many as a step may need.
+    """
+
+    pool: int
+    count: int
+
+
+FEW_COPIES: Final = 8
+
+Key = Forward | ForwardEmbeds | Sample | LogitsProgram | ScorePrompt | SetHistoryRow | RecordDrafts | CopyStates
 
 
 def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
@@ -122,7 +136,7 @@ def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
 class StepProgramSet:
     """The programs of one generating model with these shapes."""
 
-    model: Model
+    model: StepModel
     shapes: StepShapes
     num_blocks: tuple[int, ...]  # KV cache blocks of each pool, per shard
     rows: int  # request rows per shard
@@ -136,6 +150,7 @@ class StepProgramSet:
             "logprobs_mode": self.mode,
             "num_blocks": self.num_blocks[0] if len(self.num_blocks) == 1 else list(self.num_blocks),
             "max_drafts": self.shapes.width - 1,
+            **({"batch_invariant": True} if self.model.kernel.batch_invariant else {}),
         }
 
     @property
@@ -147,6 +162,11 @@ class StepProgramSet:
         columns = self.model.max_len + len(self.shapes.widths)
         return self._array((self.model.shards * self.rows + 1, columns), jnp.int32)
 
+    @property
+    def copy_counts(self) -> tuple[int, int]:
+        """Return the sizes of `CopyStates`: a row takes one snapshot in a step, and starts from one, at most."""
+        return FEW_COPIES, FEW_COPIES + 2 * self.rows
+
     def __iter__(self) -> Iterator[Key]:
         """Yield the key of every program, the largest first."""
         shapes = sorted(self.shapes, reverse=True)
@@ -154,6 +174,8 @@ class StepProgramSet:
         yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
         yield from map(ScorePrompt, sorted({shape.tokens for shape in shapes}))
         yield SetHistoryRow()
+        for pool in self.model.state_pools:
+            yield from (CopyStates(pool, count) for count in self.copy_counts)
         rows = {width: [seqs * width for seqs in self.shapes.seqs] for width in self.shapes.widths}
         for width, sizes in rows.items():
             yield from (Sample(size, kind, width) for size in sizes for kind in KINDS)
@@ -170,9 +192,12 @@ class StepProgramSet:
     def _out_shardings(self, key: Key) -> Any:
         """Logits and hidden states stay with their shard; what the host reads is replicated."""
         logits, everywhere = named_sharding(self.model.mesh, "R."), replicated(self.model.mesh)
+        caches = tuple(cache.sharding for cache in self.model.caches(self.num_blocks))
         match key:
             case Forward() | ForwardEmbeds():
-                return tuple(cache.sharding for cache in self.model.caches(self.num_blocks)), logits, logits
+                return caches, logits, logits
+            case CopyStates():
+                return caches
             case Sample():
                 return everywhere, everywhere, logits
             case SetHistoryRow() | RecordDrafts() | LogitsProgram("logprobs", _):
@@ -203,6 +228,9 @@ class StepProgramSet:
             case SetHistoryRow():
                 row = array(history.shape[1:], jnp.int32)
                 return _set_history_row, (0,), (history, array((), jnp.int32), row)
+            case CopyStates(pool, count):
+                pairs = array((shards, 2, count), jnp.int32, "R..")
+                return partial(model.copy_states, pool), (0,), (model.caches(self.num_blocks), pairs)
             case RecordDrafts(seqs):
                 return sampling.record_drafts, (0,), (history, self._rules(seqs))
             case Sample(seqs, kind, width):
@@ -318,7 +346,11 @@ class PoolProgramSet:
 
 
 def _lower(
-    model: Model, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: Any, donated: tuple[int, ...] = ()
+    model: StepModel,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    outputs: Any,
+    donated: tuple[int, ...] = (),
 ) -> jax.stages.Lowered:
     with model.matmul_precision:
         options = compiler_options(model.kernel)
@@ -331,7 +363,7 @@ def _shapes(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [(each.shape, each.dtype.name, each.sharding.spec) for each in jax.tree.leaves(arguments)]
 
 
-def _per_shard(model: Model, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def _per_shard(model: StepModel, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """Map the function over the shards' rows; the compiler alone would gather all logits."""
     specs = jax.tree.map(partition, (in_axes, out_axes))
     # check_vma=False: devices that hold the same rows compute the same values

@@ -30,8 +30,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from pagoda import __version__
-from pagoda.backends.jax_tpu.model.model import Model
-from pagoda.common.models.spec import ModelSpec
+from pagoda.backends.jax_tpu.model.model import StepModel
+from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def blocks_of(facts: Mapping[str, Any]) -> tuple[int, ...]:
     return (number,) if isinstance(number, int) else tuple(map(int, number))
 
 
-def model_facts(model: Model) -> dict[str, Any]:
+def model_facts(model: StepModel) -> dict[str, Any]:
     """Return what every program of a model depends on, JSON-serialisable: versions, sources, flags, devices, model."""
     device = model.mesh.devices.flat[0]
     return {
@@ -99,13 +99,25 @@ def model_facts(model: Model) -> dict[str, Any]:
         "data_parallel_size": model.shards,
         "devices": [each.id for each in model.mesh.devices.flat],
         "model": fingerprint(model.spec),
+        **_library_facts(model.spec),
         "dtype": model.dtype.name,
-        "quantization": model.quantized,
+        "quantization": {".".join(map(str, path)): repr(form) for path, form in model.formats.items()},
         "kv_cache_dtype": model.kernel.cache_dtype,
     }
 
 
-def fingerprint(spec: ModelSpec) -> str:
+def _library_facts(spec: AnySpec) -> dict[str, Any]:
+    """Return what programs depend on if their layers are transformers' code."""
+    if not isinstance(spec, TransformersSpec):
+        return {}
+    code = sorted(spec.source.folder.rglob("*.py")) if spec.source.custom_code else []
+    return {
+        **{package: _version(package) for package in ("torch", "torchax", "transformers")},
+        "code": hashlib.sha256(b"\0".join(file.read_bytes() for file in code)).hexdigest(),
+    }
+
+
+def fingerprint(spec: AnySpec) -> str:
     """Return a 16-digit SHA-256 prefix of the model spec. Weights are not included."""
     return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
 
@@ -148,7 +160,7 @@ class ProgramSet(Protocol[KeyT]):
     """All programs of one engine by key. Keys are frozen dataclasses; a key's repr names its program."""
 
     @property
-    def model(self) -> Model:
+    def model(self) -> StepModel:
         """Return the model that the programs compute."""
         ...
 

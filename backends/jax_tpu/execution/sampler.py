@@ -93,6 +93,8 @@ class JaxSampler:
         self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
         self.width, self._shards = programs.program_set.shapes.width, programs.program_set.model.shards
         self._programs = programs
+        # So that a row is not sampled by another program because another row has filters.
+        self._one_kind = programs.program_set.model.kernel.batch_invariant
 
     def start(self, start: RowStart) -> None:
         """Initialise a row. Its tokens are copied to the device only if its rules read them there."""
@@ -115,7 +117,8 @@ class JaxSampler:
             sampled.pack_with_drafts(plans, rows, len(self.rows)) if with_drafts else sampled.pack(rows, len(self.rows))
         )
         edited = self._edit(logits, sampled, masks or {}, width, rules)
-        program = self._programs[Sample(seqs, sampled.kind, width)]
+        kind = "filtered" if self._one_kind and sampled.kind == "random" else sampled.kind
+        program = self._programs[Sample(seqs, kind, width)]
         tokens, self.history, processed = program(edited, self.history, rules)
         tokens.copy_to_host_async()
         num_logprobs = {

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.execution.step_input import pack_step
+from pagoda.backends.jax_tpu.model.model import StepModel
+from pagoda.common.backend import BackendOptions
 from pagoda.common.config.defaults import TPU_TABLE_ENTRIES
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.shapes import StepShape, StepShapes
@@ -31,6 +33,30 @@ def check_tables(limits: Limits) -> None:
             f"with {limits.block_size} tokens per block, the block tables of {seqs} sequences of {longest} tokens "
             f"exceed the {TPU_TABLE_ENTRIES} entries of a TPU's scalar memory; use --block-size {size}{fewer}",
         )
+
+
+def check_invariant(options: BackendOptions) -> None:
+    """Raise ConfigError for settings with which there is more than one program, or sums have more than one order."""
+    if options.parallel.tensor > 1:
+        raise ConfigError(
+            "--batch-invariant",
+            "the order in which TPUs sum over devices depends on a token's place in the batch; use "
+            "--tensor-parallel-size 1, or drop it",
+        )
+    if options.limits.max_drafts:
+        raise ConfigError("--batch-invariant", "jax_tpu has other programs for drafts; drop it or --speculative-config")
+    if options.prompt_embeds:
+        raise ConfigError(
+            "--batch-invariant", "jax_tpu has other programs for embeddings; drop it or --enable-prompt-embeds"
+        )
+
+
+def step_shapes(model: StepModel, limits: Limits, *, factor: int) -> StepShapes:
+    """Return the shapes of a model's steps; `factor` (a power of two) from one size to the next."""
+    groups = len(model.layout.groups)
+    if model.kernel.batch_invariant:
+        return StepShapes.single(limits, groups)
+    return StepShapes.of(limits, groups, factor=factor)
 
 
 Plans = Mapping[int, StepPlan]

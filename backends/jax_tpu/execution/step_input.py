@@ -6,19 +6,30 @@ A pooling program gets whole prompts, concatenated. Both kinds of input attend t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.backends.jax_tpu.model.layout import KvStack, LatentStack, Stack, StateStack, TailStack
 from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import PREVIOUS, Int32
-from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
+from pagoda.kernels_pallas.latent_attention import LatentLayout, latent_attention
+from pagoda.kernels_pallas.latent_attention.expanded import (
+    ExpandedHeads,
+    Expansion,
+    expanded_attention,
+    plan_expansion,
+    scratch_pages,
+)
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
+from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch, StaticRules, make_knobs
+from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +41,32 @@ class KernelChoice:
     use_kernel: bool = False  # False: the jnp references
     chip: ChipInfo = CHIPS["v6e"]
     interpret: bool = False
+    batch_invariant: bool = False  # attention computes a token in the same way alone and as a part of a prompt
 
-    def kv_layout(self, kv_heads: int, head_dim: int) -> PagedKvLayout:
+    def kv_layout(self, kv_heads: int, head_dim: int, value_dim: int) -> PagedKvLayout:
         """Return the cache layout for `kv_heads` heads on one device."""
-        return PagedKvLayout(kv_heads, head_dim, self.cache_dtype, self.page_size)
+        return PagedKvLayout(kv_heads, head_dim, self.cache_dtype, self.page_size, value_dim)
+
+    def latent_layout(self, rank: int, rope_dim: int) -> LatentLayout:
+        """Return the cache layout of latents."""
+        return LatentLayout(rank, rope_dim, self.cache_dtype, self.page_size)
+
+    def block(self, stack: Stack, tensor: int) -> jax.ShapeDtypeStruct:
+        """Return the shape and dtype of one layer's block of a cache array, on one of `tensor` devices."""
+        match stack:
+            case KvStack():
+                kv = self.kv_layout(stack.slots // tensor, stack.head_dim, stack.value_dim)
+                return jax.ShapeDtypeStruct(kv.shape(1, 1)[2:], kv.word_dtype)
+            case LatentStack():
+                latents = self.latent_layout(stack.rank, stack.rope_dim)
+                return jax.ShapeDtypeStruct(latents.shape(1, 1)[2:], latents.word_dtype)
+            case TailStack():
+                shape: tuple[int, ...] = (stack.slots // tensor * stack.rows, stack.width)
+            case StateStack():
+                shape = (stack.heads // tensor, stack.key_dim, stack.value_dim)
+            case _:
+                assert_never(stack)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32))
 
     @property
     def scaled(self) -> bool:
@@ -46,9 +79,16 @@ class KernelChoice:
         return {"use_kernel": self.use_kernel, "interpret": self.interpret, "chip": self.chip}
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, spec: Attention, **batch: Any
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        cache: jax.Array,
+        spec: Attention,
+        terms: JaxHeadTerms,
+        **batch: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Write K and V [T, K, H] into the cache, then attend: q [T, N, H] -> [T, N, H], and the cache.
+        """Write K [T, K, H] and V [T, K, V], if any, into the cache, then attend: q [T, N, H] -> [T, N, V], the cache.
 
         `batch`: the arguments of `ragged_paged_attention` that describe the sequences.
         """
@@ -57,13 +97,75 @@ class KernelChoice:
             k,
             v,
             cache,
-            layout=self.kv_layout(*k.shape[1:]),
+            layout=self.kv_layout(terms.kv_heads, spec.head_dim, spec.value_width),
             scale=spec.scale,
             softcap=spec.softcap,
             window=spec.window,
+            rules=StaticRules(spec.chunk, spec.lookback, spec.alibi_root),
+            sinks=terms.sinks,
+            slopes=terms.slopes,
+            batch_invariant=self.batch_invariant,
             **batch,
             **self.options,
         )
+
+    def attend_latents(
+        self, q: jax.Array, latents: jax.Array, cache: jax.Array, spec: LatentAttention, **batch: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write latents [T, C] into the cache, then attend: absorbed q [T, N, C] -> [T, N, rank], and the cache.
+
+        `batch`: the arguments of `latent_attention` that describe the sequences.
+        """
+        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
+        return latent_attention(q, latents, cache, layout=layout, scale=spec.scale, **batch, **self.options)
+
+    def expansion(self, batch: RaggedBatch, tokens: int, spec: LatentAttention, heads: int) -> Expansion | None:
+        """Return which contexts are expanded to the keys and values of `heads` heads; None if none ever are."""
+        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
+        if not self._expands(layout):
+            return None
+        return plan_expansion(batch.cleaned(), tokens, layout, _expanded_heads(spec, heads))
+
+    def expansion_bytes(self, tokens: int, seqs: int, max_pages: int, spec: LatentAttention, heads: int) -> int:
+        """Return the bytes of the scratch cache of a step's expanded heads."""
+        layout, expanded = self.latent_layout(spec.latent_dim, spec.rope.dim), _expanded_heads(spec, heads)
+        if not self._expands(layout):
+            return 0
+        return scratch_pages(tokens, seqs, max_pages, layout, expanded) * expanded.layout(layout).bytes_per_page
+
+    def _expands(self, layout: LatentLayout) -> bool:
+        """False where the kernel writes latents only while it attends: pages of one section (float32, small pages)."""
+        return not self.use_kernel or layout.sections == 2
+
+    def attend_expanded(
+        self,
+        q: jax.Array,
+        kv_up: jax.Array,
+        cache: jax.Array,
+        layer: jax.Array,
+        spec: LatentAttention,
+        batch: RaggedBatch,
+        plan: Expansion,
+    ) -> jax.Array:
+        """Attend with expanded heads, those of `kv_up` [N, nope + value, rank]: q [T, N, H] -> [T, N, V]."""
+        layout, heads = self.latent_layout(spec.latent_dim, spec.rope.dim), _expanded_heads(spec, q.shape[1])
+        knobs = make_knobs(spec.scale, *(None,) * 6)
+        return expanded_attention(
+            q, kv_up, cache, layer, batch.cleaned(), knobs, plan, layout=layout, heads=heads, **self.options
+        )
+
+
+def _expanded_heads(spec: LatentAttention, heads: int) -> ExpandedHeads:
+    return ExpandedHeads(heads, spec.nope_dim, spec.rope.dim, spec.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class JaxHeadTerms:
+    """The heads of a device, and what each query head has of its own; None: the layer has none."""
+
+    kv_heads: int
+    sinks: jax.Array | None = None  # [N]
+    slopes: jax.Array | None = None  # float32 [N], of ALiBi
 
 
 # Generation.
@@ -88,6 +190,7 @@ class StepInput:
     page_tables: jax.Array  # int32 [G, S, P]
     kernel: KernelChoice
     shape: StepShape
+    repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
@@ -137,33 +240,95 @@ class StepInput:
     def attend(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         cache: jax.Array,
         cache_index: jax.Array,
         spec: Attention,
+        terms: JaxHeadTerms,
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Write K and V [T, K, H] into the stacked cache, then attend: q [T, N, H] -> [T, N, H], and the cache.
+        """Write K and V, if any, into the stacked cache, then attend: q [T, N, H] -> [T, N, V], and the cache.
 
         `cache_index` int32 [2]: block table, layer of the stacked cache. `scales` [2]: of K and V in a scaled cache.
         """
         k_scale, v_scale = (None, None) if scales is None else scales
-        return self.kernel.attend(
-            q,
-            k,
-            v,
-            cache,
-            spec,
-            layer=cache_index[1],
-            query_start=self.query_start,
-            kv_len=self.kv_len,
-            page_table=self.page_tables[cache_index[0]],
-            counts=self.counts,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            decode_only=self.shape.decode_only,
-        )
+        batch = self._batch(cache_index, cache)
+        return self.kernel.attend(q, k, v, cache, spec, terms, k_scale=k_scale, v_scale=v_scale, **batch)
+
+    def attend_latents(
+        self,
+        q: jax.Array,
+        latents: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        spec: LatentAttention,
+        expansion: Expansion | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write latents [T, C] into the stacked cache, then attend: q [T, N, C] -> [T, N, rank], and the cache.
+
+        `expansion`: if it is used, only decoded sequences attend.
+        """
+        batch = self._batch(cache_index, cache)
+        return self.kernel.attend_latents(q, latents, cache, spec, expansion=expansion, **batch)
+
+    def expansion(self, cache_index: jax.Array, spec: LatentAttention, heads: int) -> Expansion | None:
+        """Return which contexts are expanded to the keys and values of `heads` heads; None if none ever are."""
+        if self.shape.decode_only:
+            return None
+        return self.kernel.expansion(self.ragged(cache_index), self.shape.tokens, spec, heads)
+
+    def attend_expanded(
+        self,
+        q: jax.Array,
+        kv_up: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        spec: LatentAttention,
+        expansion: Expansion,
+        absorbed: jax.Array,
+    ) -> jax.Array:
+        """Return absorbed [T, N, V], or the outputs of expanded heads for the sequences that attend to them."""
+        batch = self.ragged(cache_index)
+        layer = self.cache_layer(cache_index, cache)
+        expanded = self.kernel.attend_expanded(q, kv_up, cache, layer, spec, batch, expansion)
+        token = jnp.arange(len(q))
+        real = (token >= self.counts[0]) & (token < self.query_start[-1]) & expansion.use
+        return jnp.where(real[:, None, None], expanded, absorbed)
+
+    @property
+    def max_context(self) -> int:
+        """Return the tokens of the longest sequence that the block tables can hold."""
+        return self.shape.pages * self.kernel.page_size
+
+    def ragged(self, cache_index: jax.Array) -> RaggedBatch:
+        """Return the sequences with their blocks of a cache."""
+        return RaggedBatch(self.query_start, self.kv_len, self.page_tables[cache_index[0]], self.counts)
+
+    def _batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
+        """Return the kernels' arguments that describe the sequences."""
+        return {
+            "layer": self.cache_layer(cache_index, cache),
+            "query_start": self.query_start,
+            "kv_len": self.kv_len,
+            "page_table": self.page_tables[cache_index[0]],
+            "counts": self.counts,
+            "decode_only": self.shape.decode_only,
+        }
+
+    def cache_layer(self, cache_index: jax.Array, cache: jax.Array) -> jax.Array:
+        """Return the layer's index in its stacked cache."""
+        return cache_index[1]
+
+    @property
+    def decode_only(self) -> bool:
+        """True if all sequences have one token."""
+        return self.shape.decode_only
+
+    def states(self, cache_index: jax.Array) -> RecurrentBatch:
+        """Return the sequences with the blocks of their recurrent state."""
+        is_first = self.kv_len == jnp.diff(self.query_start)
+        return RecurrentBatch(self.query_start, self.page_tables[cache_index[0]][:, 0], is_first, self.counts)
 
     def resolve_ids(self, history: jax.Array) -> jax.Array:
         """Return token ids int32 [T] with PREVIOUS replaced from the history [rows+1, length]."""
@@ -247,6 +412,7 @@ class PoolInput:
     page_tables: jax.Array  # int32 [S, pages]: of the scratch cache of one layer
     kernel: KernelChoice
     shape: PoolShape
+    repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: PoolShape, kernel: KernelChoice) -> PoolInput:
@@ -256,10 +422,14 @@ class PoolInput:
         page_tables = (1 + jnp.cumsum(pages) - pages)[:, None] + jnp.arange(shape.pages)
         return cls(ids, starts, ends, types, query_start, page_tables, kernel, shape)
 
-    def scratch(self, kv_heads: int, head_dim: int) -> jax.Array:
-        """Return a cache for one layer: pages for T tokens, one partial page per prompt, and the null block."""
-        layout = self.kernel.kv_layout(kv_heads, head_dim)
-        return layout.init(1, 1 + self.shape.seqs + -(-self.shape.tokens // layout.page_size))
+    def scratch(self, stack: Stack, depth: int, tensor: int) -> jax.Array:
+        """Return a cache array of `depth` layers: a block of state per prompt; or pages for T tokens, one partial page
+        per prompt, and the null block.
+        """
+        block, blocks = self.kernel.block(stack, tensor), self.shape.seqs
+        if isinstance(stack, KvStack | LatentStack):
+            blocks += 1 + -(-self.shape.tokens // self.kernel.page_size)
+        return jnp.zeros((depth, blocks, *block.shape), block.dtype)
 
     @property
     def positions(self) -> jax.Array:
@@ -269,38 +439,85 @@ class PoolInput:
     def attend(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         cache: jax.Array,
         cache_index: jax.Array,
         spec: Attention,
+        terms: JaxHeadTerms,
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend within each prompt: q [T, N, H], k and v [T, K, H] -> [T, N, H], and the scratch cache.
+        """Attend within each prompt: q [T, N, H], k [T, K, H] and v [T, K, V] -> [T, N, V], and the scratch cache.
 
-        Causal layers use the paged attention kernel; every layer overwrites the same pages. Bidirectional layers use
-        no cache.
+        Causal layers use the paged attention kernel over the layer's pages. Bidirectional layers use no cache.
         """
-        if not spec.causal:
-            return self._attend_bidirectional(q, k, v, spec), cache
-        lengths = jnp.diff(self.query_start)
-        return self.kernel.attend(
-            q,
-            k,
-            v,
-            cache,
-            spec,
-            layer=0,
-            query_start=self.query_start,
-            kv_len=lengths,
-            page_table=self.page_tables,
-            counts=jnp.stack([jnp.zeros((), jnp.int32), (lengths > 0).sum(dtype=jnp.int32)]),
-        )
+        if spec.causal:
+            return self.kernel.attend(q, k, v, cache, spec, terms, **self._batch(cache_index, cache))
+        assert k is not None, "a bidirectional layer keeps no K and V for others"
+        assert v is not None
+        return self._attend_bidirectional(q, k, v, spec, terms.slopes), cache
 
-    def _attend_bidirectional(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention) -> jax.Array:
+    def attend_latents(
+        self,
+        q: jax.Array,
+        latents: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        spec: LatentAttention,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend within each prompt: q [T, N, C], latents [T, C] -> [T, N, rank], and the scratch cache."""
+        return self.kernel.attend_latents(q, latents, cache, spec, **self._batch(cache_index, cache))
+
+    def _batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
+        """Return the kernels' arguments that describe the prompts."""
+        return {
+            "layer": self.cache_layer(cache_index, cache),
+            "query_start": self.query_start,
+            "kv_len": jnp.diff(self.query_start),
+            "page_table": self.page_tables,
+            "counts": self._counts,
+        }
+
+    @property
+    def max_context(self) -> int:
+        """Return the tokens of the longest prompt that the scratch cache can hold."""
+        return self.shape.pages * self.kernel.page_size
+
+    def ragged(self, cache_index: jax.Array) -> RaggedBatch:
+        """Return the prompts with their blocks of a scratch cache."""
+        return RaggedBatch(self.query_start, jnp.diff(self.query_start), self.page_tables, self._counts)
+
+    @property
+    def _counts(self) -> jax.Array:
+        prompts = (jnp.diff(self.query_start) > 0).sum(dtype=jnp.int32)
+        return jnp.stack([jnp.zeros((), jnp.int32), prompts])
+
+    def cache_layer(self, cache_index: jax.Array, cache: jax.Array) -> jax.Array:
+        """Return the layer's index in a scratch cache, which may have one layer for all."""
+        return jnp.minimum(cache_index[1], cache.shape[0] - 1)
+
+    @property
+    def decode_only(self) -> bool:
+        """False: prompts have several tokens."""
+        return False
+
+    @property
+    def seq_ids(self) -> jax.Array:
+        """Return the prompt of each token, int32 [T]; padding tokens map to the last."""
+        before = jnp.arange(self.shape.tokens)[:, None] >= self.query_start[None, 1:]
+        return jnp.minimum(before.sum(1), self.shape.seqs - 1)
+
+    def states(self, cache_index: jax.Array) -> RecurrentBatch:
+        """Return the prompts, each with a block of its own in the scratch cache."""
+        blocks = jnp.arange(self.shape.seqs, dtype=jnp.int32)
+        return RecurrentBatch(self.query_start, blocks, jnp.ones(self.shape.seqs, bool), self._counts)
+
+    def _attend_bidirectional(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention, slopes: jax.Array | None
+    ) -> jax.Array:
         """Tiled attention with online softmax. Key tiles that no query of a tile may attend to are skipped.
 
-        The cost of a prompt and the memory for scores do not depend on the other prompts.
+        The cost of a prompt and the memory for scores do not depend on the other prompts. `slopes` [N]: of ALiBi.
         """
         tile = self.shape.tile
         key_begin, key_end = self._key_range(spec)
@@ -320,6 +537,9 @@ class PoolInput:
                 if spec.softcap is not None:
                     scores = jnp.tanh(scores / spec.softcap) * spec.softcap
                 key = first + jnp.arange(tile)
+                if slopes is not None:
+                    distance = jnp.abs(start + jnp.arange(tile)[:, None] - key)
+                    scores = scores - slopes.reshape(*queries.shape[1:3], 1, 1) * distance
                 scores = jnp.where((key >= begins) & (key < ends), scores, -jnp.inf)
                 new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
                 weights = jnp.exp(scores - new_max).astype(v.dtype)
@@ -333,7 +553,7 @@ class PoolInput:
             _, acc = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, initial)
             return (acc[..., :-1] / acc[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
 
-        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(q.shape)
+        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(*q.shape[:2], -1)
 
     def _key_range(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
         """Return the range of keys [begin, end) each token attends to; both are non-decreasing."""

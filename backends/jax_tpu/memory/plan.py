@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.step_input import MIN_POOL_TOKENS, POOL_TILE
-from pagoda.backends.jax_tpu.model.model import Model, build_model
+from pagoda.backends.jax_tpu.model.layout import HeadLayout, KvStack, LatentStack, scratch_depths
+from pagoda.backends.jax_tpu.model.model import Model, StepModel, build_model
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, available_bytes, device_memory
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
@@ -23,6 +24,9 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.spec import Moe
+from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.kernels_pallas.chips import ChipInfo
 
 logger = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ _KV_DTYPES: Final = {
 
 
 def plan_memory(
-    model: Model,
+    model: StepModel,
     limits: Limits,
     config: CacheConfig,
     room: int | None = None,
@@ -81,31 +85,54 @@ def plan_memory(
     return MemoryPlan(weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block)
 
 
-def _is_cpu(model: Model) -> bool:
+def _is_cpu(model: StepModel) -> bool:
     platform: str = model.mesh.devices.flat[0].platform
     return platform == "cpu"
 
 
-def weight_bytes(model: Model) -> int:
+def weight_bytes(model: StepModel) -> int:
     """Return the bytes of all parameters on one device."""
     shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in model.leaves if leaf.sharding is not None)
     return sum(prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, model.leaves))
 
 
-def activation_bytes(model: Model, limits: Limits) -> int:
+def activation_bytes(model: StepModel, limits: Limits) -> int:
     """Return the activation bytes of the largest step on one device: three copies of the logits, and one layer."""
     rows = limits.max_num_seqs * (1 + limits.max_drafts)
-    return 3 * rows * model.spec.vocab * 4 + limits.max_num_batched_tokens * _token_bytes(model)
+    tokens = limits.max_num_batched_tokens
+    expanded = _expanded_bytes(model, limits) if isinstance(model, Model) else 0
+    return 3 * rows * model.spec.vocab * 4 + tokens * _token_bytes(model) + expanded
 
 
-def _token_bytes(model: Model) -> int:
-    """Return the bytes of one layer's intermediate values per token."""
+def _expanded_bytes(model: Model, limits: Limits) -> int:
+    """Return the bytes of one layer's expanded heads of latent attention in the largest step."""
+    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, -(-limits.max_model_len // limits.block_size)
+    return max(
+        (
+            model.kernel.expansion_bytes(*sizes, mixer, HeadLayout.of(mixer, model.tensor).slots // model.tensor)
+            for mixer in set(model.spec.mixers)
+            if isinstance(mixer, LatentAttention)
+        ),
+        default=0,
+    )
+
+
+def _token_bytes(model: StepModel) -> int:
+    """Return the bytes of one layer's intermediate values per token. Unknown feed-forward widths are taken as 4 D."""
     spec = model.spec
-    widest = max(8 * spec.width, *(6 * getattr(layer.ffn, "width", spec.width) for layer in spec.layers))
+    if isinstance(spec, TransformersSpec):
+        return 6 * 4 * spec.width * model.dtype.itemsize
+    mlps = [layer.ffn.shared if isinstance(layer.ffn, Moe) else layer.ffn for layer in spec.layers]
+    mlps += [layer.block.ffn for layer in spec.layers if layer.block is not None]
+    widest = max(8 * spec.width, *(spec.width if mlp is None else 6 * mlp.width for mlp in mlps))
+    if spec.per_layer is not None:
+        widest += 3 * len(spec.layers) * spec.per_layer.width
+    if spec.alt_up is not None:
+        widest += 4 * spec.alt_up.streams * spec.width
     return widest * model.dtype.itemsize
 
 
-def free_bytes(model: Model, config: CacheConfig, activations: int) -> int:
+def free_bytes(model: StepModel, config: CacheConfig, activations: int) -> int:
     """Return the bytes left for the KV cache on the fullest device, after the weights were loaded."""
     devices = model.mesh.local_devices
     if _is_cpu(model):
@@ -155,13 +182,28 @@ def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     """
     spec = model.spec
     assert spec.pooler is not None, "the model pools"
-    heads = max(layer.attention.heads for layer in spec.layers)
+    attending = (mixer for mixer in spec.mixers if isinstance(mixer, Attention | LatentAttention))
+    heads = max((HeadLayout.of(mixer, 1).heads for mixer in attending), default=0)
     last = [dense.width for dense in spec.pooler.dense][-1:] or [spec.hidden_width]
     width = last[0] if spec.pooler.classifier is None else spec.pooler.classifier.labels
+    width += sum(head.width for head in spec.pooler.token_heads)
     outputs = 4 * (2 * width + spec.hidden_width + limits.max_num_seqs)
-    page = max(kv.bytes_per_page for kv in model.kv_layouts)
-    pages = limits.max_num_seqs * page if any(mixer.causal for mixer in spec.mixers) else 0
+    page, state = scratch_bytes(model)
+    pages = limits.max_num_seqs * (page + state) if any(mixer.causal for mixer in spec.mixers) else 0
     return 3 * heads * POOL_TILE * POOL_TILE * 4 + pages, _token_bytes(model) + outputs + page // limits.block_size
+
+
+def scratch_bytes(model: Model) -> tuple[int, int]:
+    """Return the bytes of a page, and of a prompt's recurrent state, in the scratch caches of a pooling step."""
+    page = state = 0
+    index = model.cache_index
+    for stack, block, depth in zip(index.stacks, model.cache_blocks, scratch_depths(model.spec, index)):
+        size = depth * block.size * block.dtype.itemsize
+        if isinstance(stack, KvStack | LatentStack):
+            page += size
+        else:
+            state += size
+    return page, state
 
 
 def cache_dtype(cache: CacheConfig, activations: jnp.dtype, chip: ChipInfo | None) -> str:
@@ -216,8 +258,10 @@ class Budget:
     results: int
     code: int
     block: int  # one KV block of every pool
-    page: int  # the KV blocks of a page of tokens
+    page: int  # the KV blocks of a page of tokens; 0: the model keeps recurrent state only
     block_size: int  # tokens of a page
+    state: int  # recurrent state of a sequence
+    longest: int  # maximum model length, in tokens
 
     @property
     def used(self) -> int:
@@ -235,19 +279,22 @@ class Budget:
         return max((self.spare + self.kv_cache) // self.block, 0)
 
     @property
-    def max_pages(self) -> int:
-        """Return the number of pages that fit."""
-        return max((self.spare + self.kv_cache - self.block) // self.page, 0)
-
-    @property
     def max_model_len(self) -> int:
         """Return the length in tokens of the longest single sequence that fits."""
-        return self.max_pages * self.block_size
+        room = self._room - self.state
+        if not self.page:
+            return self.longest if room >= 0 else 0
+        return max(room // self.page, 0) * self.block_size
 
     def max_num_seqs(self, max_model_len: int) -> int:
         """Return how many sequences of `max_model_len` tokens fit."""
         pages = -(-max_model_len // self.block_size)
-        return self.max_pages // pages
+        return max(self._room // (self.state + pages * self.page), 0)
+
+    @property
+    def _room(self) -> int:
+        """Bytes for the blocks of sequences."""
+        return self.spare + self.kv_cache - self.block
 
 
 def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig, *, stated: bool) -> tuple[int, ...]:
@@ -258,7 +305,7 @@ def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig
     """
     room = int(target.hbm_bytes * cache.gpu_memory_utilization) - weight_bytes(model) - CODE_BYTES
     pages = -(-limits.max_model_len // limits.block_size) if stated else 1
-    least = sum(model.block_bytes) + model.page_bytes * pages
+    least = sum(model.block_bytes) + model.state_bytes + model.page_bytes * pages
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         return plan_memory(model, limits, cache).num_blocks
     missing = activation_bytes(model, limits) + least - room
@@ -273,7 +320,10 @@ def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig,
     room = (
         int(target.hbm_bytes * cache.gpu_memory_utilization) - weights - CODE_BYTES - activation_bytes(model, shorter)
     )
-    fits = max((room - sum(model.block_bytes)) // model.page_bytes, 0) * limits.block_size
+    fits = 0
+    if model.page_bytes:
+        free = room - sum(model.block_bytes) - model.state_bytes
+        fits = max(free // model.page_bytes, 0) * limits.block_size
     tensor = _fitting_tensor_size(model, target, limits, cache, tokens)
     remedies = []
     if 0 < fits < tokens:
@@ -298,7 +348,7 @@ def _fitting_tensor_size(model: Model, target: Target, limits: Limits, cache: Ca
             sharded = with_devices(model, tensor)
         except ConfigError:
             return None
-        size = weight_bytes(sharded) + sum(sharded.block_bytes) + pages * sharded.page_bytes
+        size = weight_bytes(sharded) + sum(sharded.block_bytes) + sharded.state_bytes + pages * sharded.page_bytes
         if size + activation_bytes(sharded, limits) + CODE_BYTES <= target.hbm_bytes * cache.gpu_memory_utilization:
             return tensor
         tensor *= 2
@@ -309,7 +359,7 @@ def with_devices(model: Model, tensor: int) -> Model:
     """Return the model sharded over `tensor` abstract devices, to compute its sizes. Raise ConfigError if invalid."""
     mesh = cast(Mesh, AbstractMesh((1, tensor), (DATA, MODEL)))
     return build_model(
-        model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.quantized
+        model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.formats
     )
 
 
@@ -334,5 +384,7 @@ def make_budget(
         code=sum(each.code for each in memories),
         block=sum(model.block_bytes),
         page=model.page_bytes,
+        state=model.state_bytes,
+        longest=model.max_len,
         block_size=model.kernel.page_size,
     )

@@ -14,103 +14,95 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.execution.step_input import PoolInput
+from pagoda.backends.jax_tpu.model.attention import JaxAttention
+from pagoda.backends.jax_tpu.model.input_block import BlockInputs, JaxAdapters, JaxInputBlock, unstacked
+from pagoda.backends.jax_tpu.model.latent_attention import JaxLatentAttention
 from pagoda.backends.jax_tpu.model.layers import (
-    AnyStep,
-    JaxBuildContext,
+    Caches,
     JaxNorm,
     JaxPooler,
-    JaxRotation,
     MoeFfn,
-    ParameterStack,
-    all_reduce,
+    Rotations,
     apply_norm,
-    local_part,
+    lookup,
     make_ffn,
     make_norm,
-    normalise,
-    project,
     rotation,
-    scale_norm,
     table_shape,
 )
-from pagoda.backends.jax_tpu.model.layout import CacheIndex, HeadLayout, Segment, padded, segments
+from pagoda.backends.jax_tpu.model.layout import (
+    CacheIndex,
+    Segment,
+    padded,
+    scratch_depths,
+    segments,
+)
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack, project
+from pagoda.backends.jax_tpu.model.recurrent.gated_delta import JaxGatedDelta
+from pagoda.backends.jax_tpu.model.recurrent.kimi_delta import JaxKimiDelta
+from pagoda.backends.jax_tpu.model.recurrent.lightning_attention import JaxLightningAttention
+from pagoda.backends.jax_tpu.model.recurrent.mamba import JaxMamba
+from pagoda.backends.jax_tpu.model.recurrent.mamba2 import JaxMamba2
+from pagoda.backends.jax_tpu.model.recurrent.short_convolution import JaxShortConvolution
+from pagoda.backends.jax_tpu.model.streams import (
+    JaxAltUp,
+    JaxLayerParts,
+    JaxLowRank,
+    JaxPartUpdate,
+    JaxShortcut,
+    JaxSideMoe,
+    JaxStreamEnds,
+)
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.engine.step import EMBEDDED
-from pagoda.common.models.mixers import Attention
-from pagoda.common.models.rope import Rope
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    ShortConvolution,
+)
 from pagoda.common.models.spec import Layer, ModelSpec
+from pagoda.common.models.supported import unsupported_mixer
 
 
-class JaxAttention(nnx.Module):
-    """Grouped-query attention over the paged cache (generation) or within the prompts of a step (pooling).
-
-    Heads are arranged in slots (see `layout.HeadLayout`): a slot is one KV head with its query heads, so that one axis
-    can be sharded over the devices. `qkv` [K * (G+2), H, D]: per slot K the G query heads, then key, then value.
-    `out` [D, K * G * H] is flat: with G as the second-last axis the TPU would choose a layout that must be undone in
-    every step.
-    """
-
-    def __init__(self, spec: Attention, width: int, build: JaxBuildContext) -> None:
-        layout = HeadLayout.of(spec, build.tensor)
-        slots, group, dim = layout.slots, layout.group, spec.head_dim
-        self.spec, self.layout = spec, layout
-        self.qkv, self.qkv_scale = build.matrix("K.D", slots * (group + 2), dim, width)
-        self.qkv_bias = build.parameter("KGH", slots, group + 2, dim) if spec.qkv_bias else None
-        self.out, self.out_scale = build.matrix("DK", width, slots * group * dim)
-        self.out_bias = build.parameter("D", width) if spec.out_bias else None
-        self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
-        self.kv_scale = build.float32().parameter(".", 2) if build.scaled_cache else None  # of K, of V
-
-    def __call__(
-        self, x: jax.Array, cache: jax.Array, cache_index: jax.Array, rotation: JaxRotation | None, step: AnyStep
-    ) -> tuple[jax.Array, jax.Array]:
-        """X [T, D], the stacked cache, this layer's int32 [2] (block table, cache layer) -> [T, D] and the cache."""
-        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        heads = jax.lax.optimization_barrier(project(x, self.qkv[...], self.qkv_scale))
-        heads = heads.reshape(heads.shape[0], -1, self.layout.group + 2, self.spec.head_dim)
-        if self.qkv_bias is not None:
-            heads = heads + self.qkv_bias[...]
-        tokens, slots, per_slot, dim = heads.shape
-        q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
-        q, k = self._normalise(q, k)
-        q = q.reshape(tokens, slots * (per_slot - 2), dim)
-        if rotation is not None:
-            q, k = rotation(q), rotation(k)
-        scales = None if self.kv_scale is None else self.kv_scale[...]
-        attended, cache = step.attend(q, k, v, cache, cache_index, self.spec, scales)
-        out = all_reduce(project(attended.reshape(tokens, -1), self.out[...], self.out_scale))
-        return (out if self.out_bias is None else out + self.out_bias[...]), cache
-
-    def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Apply the QK norm, if any, to q [T, K, G, H] and k [T, K, H]."""
-        norm = self.spec.qk_norm
-        if norm is None or self.q_norm is None or self.k_norm is None:
-            return q, k
-        if self.spec.qk_norm_over == "per_head":
-            return normalise(q, norm, self.q_norm[...]), normalise(k, norm, self.k_norm[...])
-        first_copy = local_part(jnp.asarray(self.layout.first_copy), k.shape[1])[:, None]
-        wide_q, wide_k = q.astype(jnp.float32), k.astype(jnp.float32)
-        # Empty head positions hold zeros and copies count once, so the sums cover exactly the full projection.
-        mean_q = all_reduce(jnp.square(wide_q).sum((1, 2, 3))) / (self.spec.heads * self.spec.head_dim)
-        mean_k = all_reduce((jnp.square(wide_k) * first_copy).sum((1, 2))) / (self.spec.kv_heads * self.spec.head_dim)
-        new_q = scale_norm(wide_q, mean_q[:, None, None, None], norm, self.q_norm[...])
-        new_k = scale_norm(wide_k, mean_k[:, None, None], norm, self.k_norm[...])
-        return new_q.astype(q.dtype), new_k.astype(k.dtype)
+def make_mixer(spec: Mixer, width: int, build: JaxBuildContext) -> MixerLayer:
+    """Create the module of a mixer."""
+    match spec:
+        case Attention():
+            return JaxAttention(spec, width, build)
+        case LatentAttention():
+            return JaxLatentAttention(spec, width, build)
+        case GatedDelta():
+            return JaxGatedDelta(spec, width, build)
+        case KimiDelta():
+            return JaxKimiDelta(spec, width, build)
+        case LightningAttention():
+            return JaxLightningAttention(spec, width, build)
+        case Mamba():
+            return JaxMamba(spec, width, build)
+        case Mamba2():
+            return JaxMamba2(spec, width, build)
+        case ShortConvolution():
+            return JaxShortConvolution(spec, width, build)
+        case _:
+            raise unsupported_mixer(spec)
 
 
-def _qk_norms(
-    spec: Attention, slots: int, group: int, build: JaxBuildContext
-) -> tuple[nnx.Param | None, nnx.Param | None]:
-    """Create the QK norm weights: [H] each, or one per channel of the full projections."""
-    if spec.qk_norm is None:
-        return None, None
-    if spec.qk_norm_over == "per_head":
-        return build.parameter("H", spec.head_dim), build.parameter("H", spec.head_dim)
-    return build.parameter("KGH", slots, group, spec.head_dim), build.parameter("KH", slots, spec.head_dim)
-
-
-Caches = tuple[jax.Array, ...]
-Rotations = dict[Rope | None, JaxRotation | None]
+MixerLayer = (
+    JaxAttention
+    | JaxLatentAttention
+    | JaxGatedDelta
+    | JaxKimiDelta
+    | JaxLightningAttention
+    | JaxMamba
+    | JaxMamba2
+    | JaxShortConvolution
+)
 
 
 class JaxDecoder(nnx.Module):
@@ -119,8 +111,8 @@ class JaxDecoder(nnx.Module):
     def __init__(self, spec: ModelSpec, cache_index: CacheIndex, max_len: int, build: JaxBuildContext) -> None:
         embedding = spec.embedding
         embed_width, vocab = embedding.width or spec.width, padded(spec.vocab, build.tensor)
-        self.spec = spec
-        self.cache_shapes = tuple((slots // build.tensor, head_dim) for slots, head_dim in cache_index.shapes)
+        self.spec, self.tensor = spec, build.tensor
+        self.stacks, self.scratch_depths = cache_index.stacks, scratch_depths(spec, cache_index)
         self.embed = build.parameter("VD", vocab, embed_width)
         positions = embedding.positions
         self.positions = (
@@ -132,9 +124,26 @@ class JaxDecoder(nnx.Module):
         narrow = embed_width != spec.width
         self.embed_in = build.parameter("DD", spec.width, embed_width) if narrow else None
         self.embed_out = build.parameter("DD", embed_width, spec.width) if narrow else None
-        self.segments = nnx.List(
-            [SegmentLayers(segment, cache_index, spec.width, build) for segment in segments(spec.layers)]
+        alone = replace(build, repeats=1)
+        self.blocks = nnx.List(
+            [
+                JaxInputBlock(
+                    layer, JaxAttention(layer.attends_before, spec.width, each.at("attention")), spec.width, each
+                )
+                for layer, each in (
+                    (spec.layers[owner], alone.at("blocks", number)) for number, owner in enumerate(spec.block_owners)
+                )
+            ]
         )
+        self.segments = nnx.List(
+            [
+                SegmentLayers(segment, spec, cache_index, build.at("segments", number))
+                for number, segment in enumerate(segments(spec.layers))
+            ]
+        )
+        part, alt_up = spec.per_layer, spec.alt_up
+        self.parts = None if part is None else JaxLayerParts(part, len(spec.layers), spec.width, build)
+        self.stream_ends = None if alt_up is None else JaxStreamEnds(alt_up, spec.width, build)
         self.final_norm = make_norm(spec.final_norm, spec.width, build)
         self.head = None if spec.tied else build.parameter("VD", vocab, embed_width)
         self.head_bias = build.parameter("V", vocab) if spec.head_bias else None
@@ -153,16 +162,32 @@ class JaxDecoder(nnx.Module):
         rotations: Rotations = {None: None}
         for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
+        parts = None if self.parts is None else self.parts(token_ids, x)
+        x = x if self.stream_ends is None else self.stream_ends.split(x)
+        read = BlockInputs(x, tuple(unstacked(block) for block in self.blocks))
+        kept: dict[int, jax.Array] = {}
         for segment in self.segments:
-            x, caches = segment(x, caches, rotations, step)
+            x = self._blended(segment.first, x, kept)
+            x, caches = segment(x, caches, rotations, step, parts, read)
+        x = x if self.stream_ends is None else self.stream_ends.join(x)
         return apply_norm(self.final_norm, x), caches
+
+    def _blended(self, index: int, x: jax.Array, kept: dict[int, jax.Array]) -> jax.Array:
+        """X [T, D] -> the input of layer `index`. `kept`: those that later layers blend in, which this adds to."""
+        if index in self.spec.blended:
+            kept[index] = x
+        blend = self.spec.layers[index].blend
+        if blend is None:
+            return x
+        share = jnp.asarray(blend.share, x.dtype)
+        return x + share * (kept[blend.layer] - x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden [R, D] -> float32 logits [R, V], replicated; -inf for vocabulary padding."""
         if self.embed_out is not None:
             hidden = project(hidden, self.embed_out[...])
         head = self.embed if self.head is None else self.head
-        logits = project(hidden, head[...]).astype(jnp.float32)
+        logits = project(hidden, head[...], dtype=jnp.float32)
         if self.head_bias is not None:
             logits = logits + self.head_bias[...].astype(jnp.float32)
         logits = jax.lax.all_gather(logits, MODEL, axis=1, tiled=True) * self.spec.logit_scale
@@ -174,19 +199,20 @@ class JaxDecoder(nnx.Module):
         """Return the pooling head's outputs, float32 [R, n]."""
         assert self.pooler is not None, "the model pools"
         cached = any(mixer.causal for mixer in self.spec.mixers)
-        scratch = tuple(step.scratch(*shape) if cached else jnp.zeros(()) for shape in self.cache_shapes)
+        scratch = tuple(
+            step.scratch(stack, depth, self.tensor) if cached else jnp.zeros(())
+            for stack, depth in zip(self.stacks, self.scratch_depths)
+        )
         hidden, _ = self.hidden(step.token_ids, step, scratch)
         if self.embed_out is not None:
             hidden = project(hidden, self.embed_out[...])
-        return self.pooler(step.pool(hidden, self.pooler.kind))
+        return self.pooler(step.pool(hidden, self.pooler.kind), step.shape.of_tokens)
 
     def _embed(
         self, token_ids: jax.Array, positions: jax.Array, token_types: jax.Array | None, embeds: jax.Array | None
     ) -> jax.Array:
-        table, embedding = self.embed[...], self.spec.embedding
-        index = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
-        local = (index >= 0) & (index < table.shape[0])
-        x = all_reduce(jnp.where(local[:, None], table[jnp.where(local, index, 0)], 0))
+        embedding = self.spec.embedding
+        x = lookup(self.embed[...], token_ids)
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as in training
         if embeds is not None:
@@ -204,56 +230,171 @@ class JaxDecoder(nnx.Module):
 class SegmentLayers(nnx.Module):
     """A repeating block of layers, each with its parameters stacked over the repeats."""
 
-    def __init__(self, segment: Segment, cache_index: CacheIndex, width: int, build: JaxBuildContext) -> None:
+    def __init__(self, segment: Segment, spec: ModelSpec, cache_index: CacheIndex, build: JaxBuildContext) -> None:
         stacked = replace(build, repeats=segment.repeats)
-        self.layers = nnx.List([JaxDecoderLayer(layer, width, stacked) for layer in segment.block])
-        numbers = segment.numbers.tolist()
-        self.indices = tuple(  # [repeats][block]: (block table, cache layer, repeat)
-            tuple((cache_index.group[n], cache_index.index[n], repeat) for n in row)
-            for repeat, row in enumerate(numbers)
+        self.first = segment.first
+        self.layers = nnx.List(
+            [JaxDecoderLayer(layer, spec, stacked.at("layers", index)) for index, layer in enumerate(segment.block)]
         )
-        self.stacks = tuple(cache_index.stack[n] for n in numbers[0])
+        self.repeats = segment.repeats
+        numbers = [[spec.cache_numbers[n] for n in row] for row in segment.numbers.tolist()]
+        self.indices = tuple(  # [block][mixer][repeats]: block table and cache layer of each of the mixer's caches
+            tuple(
+                tuple(
+                    tuple(part for n in row[position][mixer] for part in (cache_index.group[n], cache_index.index[n]))
+                    for row in numbers
+                )
+                for mixer in range(len(layer.mixers))
+            )
+            for position, layer in enumerate(segment.block)
+        )
+        self.arrays = tuple(  # [block][mixer]: numbers of the arrays
+            tuple(tuple(array for n in caches for array in cache_index.arrays[n]) for caches in mixers)
+            for mixers in numbers[0]
+        )
 
-    def __call__(self, x: jax.Array, caches: Caches, rotations: Rotations, step: AnyStep) -> tuple[jax.Array, Caches]:
-        """X [T, D] -> [T, D], and the caches."""
-        indices = jnp.asarray(self.indices, jnp.int32)  # [repeats, block, 3]
+    def __call__(
+        self,
+        x: jax.Array,
+        caches: Caches,
+        rotations: Rotations,
+        step: AnyStep,
+        parts: jax.Array | None,
+        read: BlockInputs,
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D] -> [T, D], or several streams [A, T, D], and the caches. `parts` [T, L, P]: see `JaxLayerParts`."""
+        indices = tuple(tuple(jnp.asarray(each, jnp.int32) for each in mixers) for mixers in self.indices)
+        repeats = jnp.arange(self.repeats, dtype=jnp.int32)
         split: list[tuple[Any, ...]] = [nnx.split(layer, ParameterStack, ...) for layer in self.layers]
 
         def block(carry: tuple[jax.Array, Caches], inputs: tuple) -> tuple[tuple[jax.Array, Caches], None]:
-            x, caches = carry[0], list(carry[1])
-            for position, ((graph, stacked, _), state) in enumerate(zip(split, inputs[0])):
-                layer, stack = nnx.merge(graph, stacked, state), self.stacks[position]
-                x, caches[stack] = layer(x, caches[stack], inputs[1][position], rotations, step)
-            return (x, tuple(caches)), None
+            x, caches = carry
+            states, indices, repeat = inputs
+            current = replace(step, repeat=repeat)
+            for position, (graph, stacked, _) in enumerate(split):
+                layer = nnx.merge(graph, stacked, states[position])
+                part = None
+                if parts is not None:
+                    number = self.first + repeat * len(split) + position
+                    part = jax.lax.dynamic_index_in_dim(parts, number, 1, keepdims=False)
+                index = indices[position]
+                x, caches = layer(x, caches, self.arrays[position], index, repeat, rotations, current, part, read)
+            return (x, caches), None
 
-        return jax.lax.scan(block, (x, caches), (tuple(state for _, _, state in split), indices))[0]
+        return jax.lax.scan(block, (x, caches), (tuple(state for _, _, state in split), indices, repeats))[0]
 
 
 class JaxDecoderLayer(nnx.Module):
-    """One layer: mixer and feed-forward block with their norms, on the residual stream."""
+    """One layer: mixers and feed-forward block with their norms, on the residual stream."""
 
-    def __init__(self, spec: Layer, width: int, build: JaxBuildContext) -> None:
+    def __init__(self, spec: Layer, model: ModelSpec, build: JaxBuildContext) -> None:
+        width = model.width
         self.spec = spec
-        self.mixer = JaxAttention(spec.attention, width, build)
-        self.ffn = make_ffn(spec.feed_forward, width, build)
+        own = spec.mixers if spec.block is None else spec.mixers[1:]
+        self.mixers = nnx.List([make_mixer(mixer, width, build.at("mixers", index)) for index, mixer in enumerate(own)])
+        self.adapters = None if spec.block is None else JaxAdapters(spec, spec.block, width, build)
+        self.block = None if spec.block is None else model.block_owners.index(spec.block.weights_of)
+        self.ffn = None if spec.ffn is None else make_ffn(spec.ffn, width, build.at("ffn"))
         self.before_mixer = make_norm(spec.norms.before_mixer, width, build)
         self.after_mixer = make_norm(spec.norms.after_mixer, width, build)
         self.before_ffn = make_norm(spec.norms.before_ffn, width, build)
         self.after_ffn = make_norm(spec.norms.after_ffn, width, build)
+        self.low_rank = None if spec.low_rank is None else JaxLowRank(spec.low_rank, width, build)
+        self.side = None if spec.side_moe is None else JaxSideMoe(spec.side_moe, width, build.at("side"))
+        self.shortcut = None if spec.shortcut is None else JaxShortcut(spec.shortcut, width, build.at("shortcut"))
+        self.part = None if model.per_layer is None else JaxPartUpdate(model.per_layer, width, build)
+        self.alt_up = None if model.alt_up is None else JaxAltUp(model.alt_up, width, build)
+        self.output_scale = build.parameter(".", 1) if spec.output_scale else None
 
     def __call__(
-        self, x: jax.Array, cache: jax.Array, indices: jax.Array, rotations: Rotations, step: AnyStep
-    ) -> tuple[jax.Array, jax.Array]:
-        """X [T, D] -> [T, D], and the cache. `indices` int32 [3]: block table, cache layer, repeat."""
-        rotation = rotations[self.spec.attention.rope]
-        mixed, cache = self.mixer(apply_norm(self.before_mixer, x), cache, indices, rotation, step)
-        x = self._add(x, mixed, self.after_mixer)
-        return self._add(x, self._ffn(apply_norm(self.before_ffn, x), indices[2], step), self.after_ffn), cache
+        self,
+        x: jax.Array,
+        caches: Caches,
+        arrays: tuple[tuple[int, ...], ...],
+        indices: tuple[jax.Array, ...],
+        repeat: jax.Array,
+        rotations: Rotations,
+        step: AnyStep,
+        part: jax.Array | None,
+        read: BlockInputs,
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D] -> [T, D], or several streams [A, T, D], and the caches.
 
-    def _ffn(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
-        return self.ffn(x, repeat, step) if isinstance(self.ffn, MoeFfn) else self.ffn(x)
+        `arrays`: numbers of each mixer's. `indices`: int32 [2 n] of each mixer, tables and layers of its n caches.
+        `part` [T, P]: the layer's of a per-layer embedding, None without any.
+        """
+        added = None
+        if self.block is not None and self.adapters is not None:
+            own, arrays, stacks = arrays[0], arrays[1:], list(caches)
+            both, taken = jnp.concatenate([x, read.first], -1), tuple(stacks[array] for array in own)
+            added, taken = read.blocks[self.block](both, taken, indices[0], rotations, step, self.adapters)
+            for array, cache in zip(own, taken):
+                stacks[array] = cache
+            caches, indices = tuple(stacks), indices[1:]
+        if self.alt_up is not None:
+            predicted = self.alt_up.predict(x)
+            active = predicted[self.alt_up.spec.active]
+            y, caches = self._run(active, caches, arrays, indices, repeat, rotations, step)
+            x = self.alt_up.correct(predicted, y)
+            if self.part is not None and part is not None:
+                x = self.alt_up.add_part(x, self.part, part)
+            return x, caches
+        y, caches = self._run(x, caches, arrays, indices, repeat, rotations, step, added)
+        x = y if self.shortcut is None else y + self.shortcut(x, repeat, step)
+        if self.part is not None and part is not None:
+            x = x + self.part(x, part)
+        return (x if self.output_scale is None else x * self.output_scale[...]), caches
+
+    def _run(
+        self,
+        x: jax.Array,
+        caches: Caches,
+        arrays: tuple[tuple[int, ...], ...],
+        indices: tuple[jax.Array, ...],
+        repeat: jax.Array,
+        rotations: Rotations,
+        step: AnyStep,
+        added: jax.Array | None = None,
+    ) -> tuple[jax.Array, Caches]:
+        """Run mixers and feed-forward block; arguments as of `__call__`. `added` [T, D]: to the mixers' input."""
+        if not self.mixers:
+            return (x if self.ffn is None else self._feed(x, repeat, step)), caches
+        normed = apply_norm(self.before_mixer, x if added is None else x + added)
+        updates, stacks = [], list(caches)
+        for number, (mixer, own) in enumerate(zip(self.mixers, arrays)):
+            taken = tuple(stacks[array] for array in own)
+            mixed, taken = mixer(normed, taken, indices[number], rotations, step)
+            updates.append(mixed)
+            for array, cache in zip(own, taken):
+                stacks[array] = cache
+        residual = normed if self.spec.norm_residual else x
+        y = self._add(residual, sum(updates[1:], start=updates[0]), self.after_mixer)
+        if self.low_rank is not None:
+            y = (y + self.low_rank(normed)) * 2**-0.5
+        if self.ffn is None:
+            return y, tuple(stacks)
+        if not self.spec.parallel:
+            return self._feed(y, repeat, step), tuple(stacks)
+        if self.before_ffn is not None:
+            normed = apply_norm(self.before_ffn, x)
+        return self._add(y, self._fed(normed, repeat, step), self.after_ffn), tuple(stacks)
+
+    def _feed(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
+        """X [T, D] -> [T, D], after the feed-forward block."""
+        normed = apply_norm(self.before_ffn, x)
+        fed = self._fed(normed, repeat, step)
+        fed = fed if self.side is None else self.side(fed, x, repeat, step)
+        return self._add(normed if self.spec.norm_residual else x, fed, self.after_ffn)
+
+    def _fed(self, normed: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
+        assert self.ffn is not None, "the layer has an ffn"
+        return self.ffn(normed, repeat, step) if isinstance(self.ffn, MoeFfn) else self.ffn(normed, step)
 
     def _add(self, x: jax.Array, update: jax.Array, after: JaxNorm | None) -> jax.Array:
         if self.spec.norm_after_add:
-            return apply_norm(after, x + update)
-        return x + apply_norm(after, update)
+            return apply_norm(after, x + self._scaled(update))
+        return x + self._scaled(apply_norm(after, update))
+
+    def _scaled(self, update: jax.Array) -> jax.Array:
+        scale = self.spec.residual_scale
+        return update if scale == 1.0 else (update.astype(jnp.float32) * scale).astype(update.dtype)

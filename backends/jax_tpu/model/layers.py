@@ -6,8 +6,9 @@ Modules run inside `shard_map`: every array is a device's local piece, and excha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from statistics import NormalDist
 from typing import Final, TypeAlias, assert_never
 
 import jax
@@ -16,81 +17,49 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from pagoda.backends.jax_tpu.execution.step_input import PoolInput, StepInput
-from pagoda.backends.jax_tpu.model.layout import padded
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, GroupedMatrix, JaxBuildContext, project
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models import spec as models
+from pagoda.common.models.mixers import QueryGrowth
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, inverse_frequencies
-from pagoda.common.models.spec import Activation, Ffn, Mlp, Moe, Router
+from pagoda.common.models.spec import Activation, ExpertGroups, Ffn, Mlp, Moe, Router, SparseMixer
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
-AnyStep: TypeAlias = StepInput | PoolInput
-"""The batch a layer runs on: a generation step over the paged cache, or whole prompts to pool."""
+Caches: TypeAlias = tuple[jax.Array, ...]
+Rotations: TypeAlias = "dict[Rope | None, JaxRotation | None]"
 
 ACTIVATIONS: Final[dict[Activation, Callable[[jax.Array], jax.Array]]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 _POOLER_ACTIVATIONS: Final[dict[models.PoolerActivation, Callable[[jax.Array], jax.Array]]] = {
     "silu": ACTIVATIONS["silu"],
     "gelu": ACTIVATIONS["gelu"],
     "gelu_tanh": ACTIVATIONS["gelu_tanh"],
     "relu": ACTIVATIONS["relu"],
+    "relu2": ACTIVATIONS["relu2"],
     "tanh": jnp.tanh,
 }
 
 
-class ParameterStack(nnx.Param):
-    """A parameter stacked over repeats and passed whole to a kernel, because a slice would be a copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class JaxBuildContext:
-    """How modules create their parameters. Parameters of repeated layers are stacked over the repeats."""
-
-    dtype: jnp.dtype  # of weights and activations
-    tensor: int  # devices each layer is sharded over
-    repeats: int | None = None  # None: outside repeated layers
-    scaled_cache: bool = False  # K and V are stored divided by a scale
-    quantized: str | None = None  # 8-bit dtype of the layers' matrices; None: `dtype`
-
-    def parameter(self, axes: str, *shape: int, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
-        """Create a parameter of global `shape`; `axes` has one logical axis letter per dimension (see `sharding`)."""
-        assert len(axes) == len(shape), f"{axes} does not name the dimensions of {shape}"
-        if self.repeats is not None:
-            axes, shape = f"L{axes}", (self.repeats, *shape)
-        return kind(jnp.zeros(shape, self.dtype), axes=axes)
-
-    def matrix(self, axes: str, *shape: int) -> tuple[nnx.Param, nnx.Param | None]:
-        """Create a matrix contracted over its last axis, and, if quantised, float32 scales over its other axes."""
-        if self.quantized is None:
-            return self.parameter(axes, *shape), None
-        values = replace(self, dtype=jnp.dtype(self.quantized)).parameter(axes, *shape)
-        return values, self.float32().parameter(axes[:-1], *shape[:-1])
-
-    def float32(self) -> JaxBuildContext:
-        """Return the context for float32 parameters."""
-        return replace(self, dtype=jnp.dtype(jnp.float32))
-
-
-def project(x: jax.Array, weight: jax.Array, scale: nnx.Param | None = None) -> jax.Array:
-    """Multiply x [T, i] by weight [..., i] -> [T, ...]; `scale` [...]: of a quantised weight.
-
-    The weight is not flattened: XLA would copy a flattened 8-bit weight first.
-    """
-    contract_last = (((1,), (weight.ndim - 1,)), ((), ()))
-    if scale is None:
-        return jax.lax.dot_general(x, weight, contract_last)
-    product = jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=jnp.float32)
-    return (product * scale[...]).astype(x.dtype)
+_SMALLEST_SUM: Final = 1e-20
+"""Of scores that are renormalised: sigmoids may all be 0."""
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
     """Sum x over the tensor-parallel devices."""
     return jax.lax.psum(x, MODEL)
+
+
+def lookup(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Return the rows [T, n] of token_ids int32 [T]; the table's rows are sharded over the devices."""
+    index = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
+    local = (index >= 0) & (index < table.shape[0])
+    return all_reduce(jnp.where(local[:, None], table[jnp.where(local, index, 0)], 0))
 
 
 def local_part(values: jax.Array, size: int) -> jax.Array:
@@ -103,13 +72,14 @@ class JaxNorm(nnx.Module):
 
     def __init__(self, spec: Norm, width: int, build: JaxBuildContext) -> None:
         self.spec = spec
-        self.weight = build.parameter("D", width)
+        self.weight = build.parameter("D", width) if spec.scale else None
         self.bias = build.parameter("D", width) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [T, D] -> [T, D], in x's dtype."""
+        weight = None if self.weight is None else self.weight[...]
         bias = None if self.bias is None else self.bias[...]
-        return normalise(x, self.spec, self.weight[...], bias)
+        return normalise(x, self.spec, weight, bias)
 
 
 def make_norm(spec: Norm | None, width: int, build: JaxBuildContext) -> JaxNorm | None:
@@ -122,7 +92,7 @@ def apply_norm(norm: JaxNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-def normalise(x: jax.Array, spec: Norm, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def normalise(x: jax.Array, spec: Norm, weight: jax.Array | None, bias: jax.Array | None = None) -> jax.Array:
     """Normalise x [..., D] over its last axis; weight and bias [D]. Keeps x's dtype."""
     wide = x.astype(jnp.float32)
     if spec.kind == "layer":
@@ -131,10 +101,12 @@ def normalise(x: jax.Array, spec: Norm, weight: jax.Array, bias: jax.Array | Non
 
 
 def scale_norm(
-    x: jax.Array, mean_square: jax.Array, spec: Norm, weight: jax.Array, bias: jax.Array | None = None
+    x: jax.Array, mean_square: jax.Array, spec: Norm, weight: jax.Array | None, bias: jax.Array | None = None
 ) -> jax.Array:
     """Divide float32 x by its root mean square, multiply by the weight and add the bias."""
     x = x * jax.lax.rsqrt(mean_square + spec.eps)
+    if weight is None:
+        return x
     factor = weight.astype(jnp.float32)
     x = x * (factor + 1 if spec.unit_offset else factor)
     return x if bias is None else x + bias.astype(jnp.float32)
@@ -153,8 +125,41 @@ def make_ffn(spec: Ffn, width: int, build: JaxBuildContext) -> MlpFfn | MoeFfn:
 
 def activate(spec: Mlp, parts: jax.Array) -> jax.Array:
     """Apply the activation: parts [T, 2 or 1, F] (gate and up, or up) -> [T, F]."""
+    if spec.clamped is not None:
+        return clamped_glu(parts[:, 0], parts[:, 1], spec.clamped)
     hidden = ACTIVATIONS[spec.activation](parts[:, 0])
+    if spec.clip is not None:
+        return jnp.minimum(hidden, spec.clip) * jnp.clip(parts[:, 1], -spec.clip, spec.clip)
     return hidden * parts[:, 1] if spec.gated else hidden
+
+
+def clamped_glu(gate: jax.Array, up: jax.Array, spec: models.ClampedGlu) -> jax.Array:
+    """Return the activation of gate and up [T, F]."""
+    gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+    return gate * jax.nn.sigmoid(spec.alpha * gate) * (up + 1)
+
+
+def xielu(x: jax.Array, spec: models.Xielu, curvature_p: jax.Array, curvature_n: jax.Array) -> jax.Array:
+    """Return xIELU of x, computed in float32; curvatures [1], before their softplus. Keeps x's dtype."""
+    wide = x.astype(jnp.float32)
+    above = jax.nn.softplus(curvature_p.astype(jnp.float32)) * jnp.square(wide)
+    slope = spec.beta + jax.nn.softplus(curvature_n.astype(jnp.float32))
+    below = slope * (jnp.expm1(jnp.minimum(wide, spec.eps)) - wide)
+    return (jnp.where(wide > 0, above, below) + spec.beta * wide).astype(x.dtype)
+
+
+def sparse(gate: jax.Array, spec: Mlp) -> jax.Array:
+    """Return relu(gate - cutoff) of a device's part of the gates [T, F], whose cutoff is that of whole rows."""
+    wide, size = gate.astype(jnp.float32), gate.shape[1]
+    real = jax.lax.axis_index(MODEL) * size + jnp.arange(size) < spec.width  # the others are padding
+
+    def mean(x: jax.Array) -> jax.Array:
+        return all_reduce(jnp.where(real, x, 0).sum(-1, keepdims=True)) / spec.width
+
+    middle = mean(wide)
+    deviation = jnp.sqrt(mean(jnp.square(wide - middle)))
+    cutoff = middle + deviation * NormalDist().inv_cdf(spec.sparsity)
+    return jnp.where(real, jax.nn.relu(wide - cutoff), 0).astype(gate.dtype)
 
 
 class MlpFfn(nnx.Module):
@@ -164,21 +169,36 @@ class MlpFfn(nnx.Module):
     """
 
     def __init__(self, spec: Mlp, width: int, build: JaxBuildContext) -> None:
-        inner = padded(spec.width, build.tensor)
+        inner = build.ffn_width(spec.width)
         parts = 2 if spec.gated else 1
         self.spec = spec
-        self.inner, self.inner_scale = build.matrix(".FD", parts, inner, width)
+        self.inner = build.matrix("inner", ".FD", parts, inner, width)
         self.inner_bias = build.parameter(".F", parts, inner) if spec.bias else None
-        self.down, self.down_scale = build.matrix("DF", width, inner)
-        self.down_bias = build.parameter("D", width) if spec.bias else None
+        self.down = build.matrix("down", "DF", width, inner)
+        self.down_bias = build.parameter("D", width) if spec.bias or spec.down_bias else None
+        learned = spec.learned is not None
+        self.curvature_p = build.parameter(".", 1) if learned else None
+        self.curvature_n = build.parameter(".", 1) if learned else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """X [T, D] -> [T, D]."""
-        parts = project(x, self.inner[...], self.inner_scale)
+    def __call__(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
+        """X [T, D] -> [T, D]. `added` [T, 2 or 1, F]: to gate and up."""
+        out = all_reduce(self.partial_sum(x, step, added))
+        return out if self.down_bias is None else out + self.down_bias[...]
+
+    def partial_sum(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
+        """X [T, D] -> this device's addend of the output [T, D] without its bias."""
+        parts = project(x, self.inner, step)
+        parts = parts if added is None else parts + added
         if self.inner_bias is not None:
             parts = parts + self.inner_bias[...]
-        out = all_reduce(project(activate(self.spec, parts), self.down[...], self.down_scale))
-        return out if self.down_bias is None else out + self.down_bias[...]
+        if self.spec.sparsity:
+            parts = parts.at[:, 0].set(sparse(parts[:, 0], self.spec))
+        return project(self._activate(parts), self.down, step)
+
+    def _activate(self, parts: jax.Array) -> jax.Array:
+        if self.spec.learned is None or self.curvature_p is None or self.curvature_n is None:
+            return activate(self.spec, parts)
+        return xielu(parts[:, 0], self.spec.learned, self.curvature_p[...], self.curvature_n[...])
 
 
 class MoeFfn(nnx.Module):
@@ -188,54 +208,130 @@ class MoeFfn(nnx.Module):
     are sums of comparisons and results are gathered, which the TPU does in place.
 
     `router` [E, D]; `inner` [L, E, 2 or 1, F, D], gate and up; `down` [L, E, 1, F, D]: stacked over all repeats. D is
-    last in both because it is a multiple of 128, which a device's part of F may not be.
+    last in both because it is a multiple of 128, which a device's part of F may not be. Quantised ones are
+    `GroupedMatrix`, with F padded.
     """
 
     def __init__(self, spec: Moe, width: int, build: JaxBuildContext) -> None:
-        expert, inner = spec.expert, padded(spec.expert.width, build.tensor)
+        expert, inner = spec.expert, build.ffn_width(spec.expert.width)
         parts = 2 if expert.gated else 1
         self.spec = spec
         self.router = build.parameter("ED", spec.experts, width)
-        self.inner = build.parameter("E.FD", spec.experts, parts, inner, width, kind=ParameterStack)
+        self.router_bias = build.parameter("E", spec.experts) if spec.router.bias else None
+        self.correction = build.float32().parameter("E", spec.experts) if spec.router.correction else None
+        self.inner = build.experts("inner", "E.DF", spec.experts, parts, width, inner, transposed=True)
         self.inner_bias = build.parameter("E.F", spec.experts, parts, inner) if expert.bias else None
-        self.down = build.parameter("E.FD", spec.experts, 1, inner, width, kind=ParameterStack)
+        self.down = build.experts("down", "E.FD", spec.experts, 1, inner, width)
         self.down_bias = build.parameter("ED", spec.experts, width) if expert.bias else None
+        self.shared = None if spec.shared is None else MlpFfn(spec.shared, width, build.at("shared"))
+        self.shared_gate = build.parameter(".D", 1, width) if spec.shared_gate else None
 
-    def __call__(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
-        """X [T, D] -> [T, D]. `repeat` int32: index into the stacks. Padding tokens are routed to no expert."""
+    def __call__(
+        self,
+        x: jax.Array,
+        repeat: jax.Array,
+        step: AnyStep,
+        router_input: jax.Array | None = None,
+        expert_scale: jax.Array | None = None,
+    ) -> jax.Array:
+        """X [T, D] -> [T, D]. `repeat` int32: index into the stacks. Padding tokens are routed to no expert.
+
+        router_input [T, D]: what the router reads, by default x. expert_scale [E]: multiplies the weights.
+        """
         tokens, top = x.shape[0], self.spec.router.top_k
-        weights, chosen = route(project(x, self.router[...]), self.spec.router)
+        correction = None if self.correction is None else self.correction[...]
+        logits = project(x if router_input is None else router_input, self.router[...])
+        logits = logits if self.router_bias is None else logits + self.router_bias[...]
+        weights, chosen = route(logits, self.spec.router, correction)
+        weights = weights if expert_scale is None else weights * expert_scale[chosen]
         real = jnp.arange(tokens) < step.query_start[-1]
         expert = jnp.where(real[:, None], chosen, self.spec.experts).reshape(-1)
         order = jnp.argsort(expert)
         sizes = (expert[:, None] == jnp.arange(self.spec.experts)).sum(0)
-        rows = x[order // top]  # of each (token, expert) pair, sorted by expert
+        routed = x
+        if self.spec.weighs_input:
+            routed, weights = x * weights.astype(x.dtype), jnp.ones_like(weights)
+        rows = routed[order // top]  # of each (token, expert) pair, sorted by expert
         out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step)
         out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32) * weights[:, :, None]
-        return all_reduce(jnp.where(real[:, None], out.sum(1), 0).astype(x.dtype))
+        mixed = out.sum(1) if self.shared is None else out.sum(1) + self._shared(self.shared, x, step)
+        return all_reduce(jnp.where(real[:, None], mixed, 0).astype(x.dtype))
+
+    def _shared(self, mlp: MlpFfn, x: jax.Array, step: AnyStep) -> jax.Array:
+        """X [T, D] -> this device's addend of the shared Mlp's output [T, D], times its gate."""
+        out = mlp.partial_sum(x, step)
+        if mlp.down_bias is not None:
+            out = out + jnp.where(jax.lax.axis_index(MODEL) == 0, mlp.down_bias[...], 0)
+        return out if self.shared_gate is None else jax.nn.sigmoid(project(x, self.shared_gate[...])) * out
 
     def _experts(
         self, rows: jax.Array, expert: jax.Array, sizes: jax.Array, repeat: jax.Array, step: AnyStep
     ) -> jax.Array:
         """Rows [T*k, D] sorted by expert -> this device's partial sums [T*k, D], undefined for padding."""
         options = step.kernel.options
-        parts = grouped_matmul(rows, self.inner[...], repeat, sizes, transposed=True, **options)
+        if isinstance(self.inner, GroupedMatrix):
+            parts = self.inner(rows, repeat, sizes, step.kernel)
+        else:
+            parts = grouped_matmul(rows, self.inner[...], repeat, sizes, transposed=True, **options)
         if self.inner_bias is not None:
             parts = parts + self.inner_bias[...][expert].swapaxes(0, 1)
         hidden = activate(self.spec.expert, parts.swapaxes(0, 1))
-        out = grouped_matmul(hidden, self.down[...], repeat, sizes, **options)[0]
+        if isinstance(self.down, GroupedMatrix):
+            out = self.down(hidden, repeat, sizes, step.kernel)[0]
+        else:
+            out = grouped_matmul(hidden, self.down[...], repeat, sizes, **options)[0]
         if self.down_bias is not None:
             first = jax.lax.axis_index(MODEL) == 0
             out = out + jnp.where(first, self.down_bias[...][expert], 0)
         return out
 
 
-def route(logits: jax.Array, spec: Router) -> tuple[jax.Array, jax.Array]:
-    """Return weights float32 [T, k] and expert ids int32 [T, k] from router logits [T, E]."""
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), spec.top_k)
+def query_growth(spec: QueryGrowth, positions: jax.Array) -> jax.Array:
+    """Return the factor on queries at positions int32 [T], float32 [T, 1, 1]."""
+    steps = (positions + spec.offset) // spec.period
+    return (1 + spec.rate * jnp.log1p(steps.astype(jnp.float32)))[:, None, None]
+
+
+def route(
+    logits: jax.Array, spec: Router | SparseMixer, correction: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return weights float32 [T, k] and expert ids int32 [T, k] from router logits [T, E].
+
+    `correction` float32 [E]: if the router has one.
+    """
+    logits = logits.astype(jnp.float32)
+    if isinstance(spec, SparseMixer):
+        return _sparse_mixer(logits, spec)
+    scores = jax.nn.softmax(logits) if spec.scores == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores if correction is None else scores + correction
+    if spec.groups is not None:
+        choice = _of_best_groups(choice, spec.groups)
+    weights, experts = jax.lax.top_k(choice, spec.top_k)
+    if choice is not scores:
+        weights = jnp.take_along_axis(scores, experts, -1)
     if spec.renormalise:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return weights, experts
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _SMALLEST_SUM)
+    return weights * spec.scale, experts
+
+
+def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
+    """Return scores [T, E], -inf for experts that are not in the best groups."""
+    grouped = choice.reshape(len(choice), groups.count, -1)
+    ranked = grouped.max(-1) if groups.rank_by == "best" else jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(ranked, groups.used)[1]
+    included = (best[:, :, None] == jnp.arange(groups.count)).any(1)
+    return jnp.where(included[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def _sparse_mixer(logits: jax.Array, spec: SparseMixer) -> tuple[jax.Array, jax.Array]:
+    rest, weights, experts = logits, [], []
+    for _ in range(spec.top_k):
+        largest, expert = jax.lax.top_k(rest, 1)
+        near = largest - logits <= 2 * spec.jitter * jnp.maximum(jnp.abs(logits), largest)
+        weights.append(1 / jnp.where(near, jnp.exp(rest - largest), 0).sum(-1, keepdims=True))
+        experts.append(expert)
+        rest = jnp.where(jnp.arange(logits.shape[1]) == expert, -jnp.inf, rest)
+    return jnp.concatenate(weights, -1), jnp.concatenate(experts, -1)
 
 
 class JaxPooler(nnx.Module):
@@ -247,9 +343,12 @@ class JaxPooler(nnx.Module):
         self.dense = nnx.List([JaxDense(dense, before, build) for dense, before in zip(spec.dense, widths)])
         labels = spec.classifier
         self.classifier = None if labels is None else JaxLinear(labels.labels, widths[-1], labels.bias, build)
+        self.heads = nnx.List([JaxLinear(head.width, width, True, build) for head in spec.token_heads])
 
-    def __call__(self, rows: jax.Array) -> jax.Array:
-        """Float32 [R, D] -> [R, n]."""
+    def __call__(self, rows: jax.Array, of_tokens: bool) -> jax.Array:
+        """Float32 [R, D] -> [R, n]. `of_tokens`: rows are tokens; n is then the width of all token heads, if any."""
+        if of_tokens and len(self.heads):
+            return jnp.concatenate([head(rows) for head in self.heads], -1)
         for dense in self.dense:
             rows = dense(rows)
         return rows if self.classifier is None else self.classifier(rows)

@@ -6,9 +6,11 @@ traversing modules.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +18,45 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
-from pagoda.backends.jax_tpu.model.decoder import Caches, JaxDecoder
-from pagoda.backends.jax_tpu.model.layers import JaxBuildContext
+from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
+from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
+from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
+from pagoda.backends.jax_tpu.supported import SUPPORTED
+from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShape
-from pagoda.common.models.spec import ModelSpec, check_attention_only
-from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.caches import StateCache
+from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import AnySpec
 
 Leaves = tuple[jax.Array, ...]
-CACHE_AXES = ".PK.."
-"""Logical axes of a stacked cache [L, P, R, B, 128]: pages are sharded over data, KV head rows over tensor devices."""
+LANES: Final = 128  # of a TPU's registers
+
+
+class StepDecoder(Protocol):
+    """What a model computes in a step, over given parameters."""
+
+    def hidden(
+        self, token_ids: jax.Array, step: StepInput, caches: Caches, embeds: jax.Array | None = None
+    ) -> tuple[jax.Array, Caches]:
+        """Return hidden states [T, D] of token_ids int32 [T], and the caches with this step's K and V."""
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return float32 logits [R, V] of hidden [R, D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """One model on one mesh."""
+class StepModel(ABC):
+    """One generating model on one mesh, whichever code computes its layers."""
 
-    spec: ModelSpec
+    spec: AnySpec
     mesh: Mesh
     layout: KvLayout
     cache_index: CacheIndex
@@ -44,8 +65,7 @@ class Model:
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes, dtypes and shardings of the parameters
     paths: tuple[Path, ...]  # per leaf: its path in the decoder
     axes: tuple[str, ...]  # per leaf: its logical axes
-    split: tuple[Any, Any]  # the decoder's graph definition and the tree of its state
-    quantized: str | None = None  # 8-bit dtype of the layers' matrices
+    formats: Mapping[Path, MatrixFormat]  # of quantised matrices, by path in the decoder
 
     @property
     def tensor(self) -> int:
@@ -67,40 +87,43 @@ class Model:
         """Return a context in which float32 matmuls have full precision on every platform."""
         return jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else "default")
 
-    def decoder(self, leaves: Leaves) -> JaxDecoder:
+    @abstractmethod
+    def decoder(self, leaves: Leaves) -> StepDecoder:
         """Return the decoder over these arrays, while tracing."""
-        graph, tree = self.split
-        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
     def caches(self, num_blocks: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the global shapes of the stacked caches with `num_blocks` blocks of each pool per shard."""
-        shapes = []
-        for local, depth, pool in zip(self.kv_layouts, self.cache_index.depths, self.cache_index.pools):
-            layers, pages, rows, size, lanes = local.shape(depth, num_blocks[pool])
-            sharding = named_sharding(self.mesh, CACHE_AXES)
-            shape = (layers, pages * self.shards, rows * self.tensor, size, lanes)
-            shapes.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
-        return tuple(shapes)
+        index, arrays, devices = self.cache_index, [], {"P": self.shards, "K": self.tensor}
+        for stack, block, depth, pool in zip(index.stacks, self.cache_blocks, index.depths, index.pools):
+            local = depth, num_blocks[pool], *block.shape
+            shape = tuple(size * devices.get(axis, 1) for size, axis in zip(local, stack.axes))
+            arrays.append(jax.ShapeDtypeStruct(shape, block.dtype, sharding=named_sharding(self.mesh, stack.axes)))
+        return tuple(arrays)
+
+    @property
+    def cache_blocks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shape of one layer's block of each array, on one device."""
+        return tuple(self.kernel.block(stack, self.tensor) for stack in self.cache_index.stacks)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """Return the bytes of one block of each pool over all its layers, on one device."""
-        sizes = [0] * len(self.layout.pools)
-        for kv, depth, pool in zip(self.kv_layouts, self.cache_index.depths, self.cache_index.pools):
-            sizes[pool] += kv.bytes_per_page * depth
+        sizes, index = [0] * len(self.layout.pools), self.cache_index
+        for block, depth, pool in zip(self.cache_blocks, index.depths, index.pools):
+            sizes[pool] += depth * block.size * block.dtype.itemsize
         return tuple(sizes)
 
     @property
-    def page_bytes(self) -> int:
-        """Return the bytes of a page of tokens, one block in every group, on one device."""
+    def state_bytes(self) -> int:
+        """Return the bytes of a sequence's recurrent state, whatever its length, on one device."""
         sizes = self.block_bytes
-        return sum(sizes[group.pool] for group in self.layout.groups)
+        return sum(sizes[group.pool] for group in self.layout.groups if isinstance(group.spec, StateCache))
 
     @property
-    def kv_layouts(self) -> tuple[PagedKvLayout, ...]:
-        """Return the page layout of each stack on one device."""
-        shapes = self.cache_index.shapes
-        return tuple(self.kernel.kv_layout(slots // self.tensor, head_dim) for slots, head_dim in shapes)
+    def page_bytes(self) -> int:
+        """Return the bytes of a page of tokens, one block in every group that grows with them, on one device."""
+        sizes = self.block_bytes
+        return sum(sizes[group.pool] for group in self.layout.groups if not isinstance(group.spec, StateCache))
 
     def forward(
         self,
@@ -120,7 +143,7 @@ class Model:
         whose history ends with a column of rejected ones.
         """
         specs = tuple(map(partition, self.axes))
-        cache_specs = tuple(partition(CACHE_AXES) for _ in caches)
+        cache_specs = tuple(partition(stack.axes) for stack in self.cache_index.stacks)
         by_shard = partition("R.")
         mapped = jax.shard_map(
             partial(self._forward, shape, drafts),
@@ -148,6 +171,25 @@ class Model:
         hidden, caches = decoder.hidden(step.resolve_ids(history), step, caches, *embeds)
         return caches, hidden, decoder.logits(hidden[step.sampled])
 
+    @property
+    def state_pools(self) -> tuple[int, ...]:
+        """Return the pools of recurrent state."""
+        return tuple(pool for pool, each in enumerate(self.layout.pools) if isinstance(each.kind, StateCache))
+
+    def copy_states(self, pool: int, caches: Caches, pairs: jax.Array) -> Caches:
+        """Return the caches with blocks of a pool copied: `pairs` int32 [shards, 2, n], sources and destinations."""
+        specs = tuple(partition(stack.axes) for stack in self.cache_index.stacks)
+        mapped = jax.shard_map(
+            lambda caches, pairs: tuple(
+                _copied(cache, *pairs[0]) if of == pool else cache for cache, of in zip(caches, self.cache_index.pools)
+            ),
+            mesh=self.mesh,
+            in_specs=(specs, partition("R..")),
+            out_specs=specs,
+            check_vma=False,
+        )
+        return mapped(caches, pairs)
+
     def score(self, leaves: Leaves, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return float32 logits [n, V] for the token indices int32 [n] of hidden [T, D], both once per shard."""
         mapped = jax.shard_map(
@@ -160,6 +202,19 @@ class Model:
         return mapped(leaves, hidden, tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Model(StepModel):
+    """A model that a spec describes, pooling ones included."""
+
+    spec: ModelSpec
+    split: tuple[Any, Any]  # the decoder's graph definition and the tree of its state
+
+    def decoder(self, leaves: Leaves) -> JaxDecoder:
+        """Return the decoder over these arrays, while tracing."""
+        graph, tree = self.split
+        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
 def build_model(
     spec: ModelSpec,
     layout: KvLayout,
@@ -167,16 +222,25 @@ def build_model(
     dtype: jnp.dtype,
     max_len: int,
     kernel: KernelChoice,
-    quantized: str | None = None,
+    formats: Mapping[Path, MatrixFormat] = NO_FORMATS,
 ) -> Model:
     """Build a model without weights or arrays.
 
-    Raise ModelError for an unsupported kind of layer, ConfigError if the heads cannot be sharded over the mesh.
+    Raise ModelError for an unsupported kind of layer, ConfigError if the heads cannot be sharded over the mesh or the
+    cache cannot have 8 bits.
     """
-    check_attention_only(spec, "jax_tpu")
+    SUPPORTED.check(spec)
+    if kernel.scaled:
+        _check_scaled(spec)
     tensor = mesh.shape[MODEL]
     cache_index = build_cache_index(spec, layout, tensor)
-    build = JaxBuildContext(jnp.dtype(dtype), tensor, scaled_cache=kernel.scaled, quantized=quantized)
+    build = JaxBuildContext(
+        jnp.dtype(dtype),
+        tensor,
+        scaled_cache=kernel.scaled,
+        formats=formats,
+        lanes=LANES if kernel.use_kernel else 1,
+    )
     module = nnx.eval_shape(lambda: JaxDecoder(spec, cache_index, max_len, build))
     graph, state = nnx.split(module)
     flat = list(nnx.to_flat_state(state))
@@ -187,4 +251,28 @@ def build_model(
         for value, names in zip(values, axes)
     )
     paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
-    return Model(spec, mesh, layout, cache_index, kernel, max_len, leaves, paths, axes, (graph, tree), quantized)
+    return Model(spec, mesh, layout, cache_index, kernel, max_len, leaves, paths, axes, formats, (graph, tree))
+
+
+def _copied(cache: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:
+    """Copy blocks of a stacked cache, layer by layer: all sources are read before a destination is written."""
+
+    def copy_layer(layer: jax.Array, cache: jax.Array) -> jax.Array:
+        return cache.at[layer, destinations].set(cache[layer, sources])
+
+    return jax.lax.fori_loop(0, cache.shape[0], copy_layer, cache)
+
+
+def _check_scaled(spec: ModelSpec) -> None:
+    """Raise ConfigError if a cache of the model cannot be stored divided by a scale."""
+    if spec.block_owners:
+        raise ConfigError("--kv-cache-dtype", "jax_tpu keeps the cache of input blocks in the model's dtype; use auto")
+    for mixer in spec.mixers:
+        if isinstance(mixer, LatentAttention):
+            raise ConfigError("--kv-cache-dtype", "jax_tpu keeps latents (MLA) in the model's dtype; use auto")
+        if isinstance(mixer, Attention) and mixer.blocks is not None:
+            raise ConfigError("--kv-cache-dtype", "jax_tpu keeps caches with an indexer in the model's dtype; use auto")
+        if isinstance(mixer, Attention) and mixer.shares_cache_of is not None:
+            raise ConfigError(
+                "--kv-cache-dtype", "jax_tpu keeps caches that layers share in the model's dtype; use auto"
+            )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +19,31 @@ import numpy.typing as npt
 from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE
 from pagoda.backends.jax_tpu.model.layers import table
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
+from pagoda.backends.jax_tpu.model.parameters import quantize
 from pagoda.backends.jax_tpu.parallel import named_sharding
-from pagoda.backends.jax_tpu.weights.placement import SCALE, Path, Placement, placements, quantize, split_slot_axis
+from pagoda.backends.jax_tpu.weights.formats import MatrixFormat
+from pagoda.backends.jax_tpu.weights.packing import (
+    KernelPart,
+    StoredNumbers,
+    kernel_part,
+    quantize_groups,
+    stored_numbers,
+)
+from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements, split_slot_axis
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.quantization import Float8, Int8, QuantizedTensor, Value, log_dequantized
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, log_dequantized
+from pagoda.common.weights.rope_order import half_split
+from pagoda.kernels_pallas.grouped_matmul.quantized import CODES, PER_WORD
 
 _NARROW = {
     dtypes.BFLOAT16: ml_dtypes.bfloat16,
     dtypes.FLOAT8_E4M3FN: ml_dtypes.float8_e4m3fn,
     dtypes.FLOAT8_E5M2: ml_dtypes.float8_e5m2,
 }
-
-_MINUS_ZERO: Final = 0x80
 
 
 def load(model: Model, weights: Iterable[Weight]) -> Leaves:
@@ -82,10 +90,12 @@ class WeightWriter:
         self._arrays = list(leaves)
         self._write = jax.jit(_write, donate_argnums=0)
         self._write_quantized = jax.jit(_write_quantized, donate_argnums=0)
+        self._write_part = jax.jit(_write_part, donate_argnums=0, static_argnums=3)
+        self._write_groups = jax.jit(_write_groups, donate_argnums=0, static_argnums=(3, 4))
 
     def write(self, weights: Iterable[Weight], missing: dict[str, Param]) -> None:
         """Write parameters, removing each from `missing`. Raise WeightError."""
-        for name, value in checked(weights, missing):
+        for name, value in half_split(self._model.spec, checked(weights, missing)):
             self._put(name, value)
         if self._copied and self._rounded:
             dense, stored = self._rounded[0], self._copied[0]
@@ -97,27 +107,72 @@ class WeightWriter:
     def _put(self, name: str, value: Value) -> None:
         """Send one parameter to the devices."""
         placement = self._placements[name]
-        target, start = placement.target, placement.start
-        scales = (*target[:-1], f"{target[-1]}{SCALE}")
+        target = placement.target
+        form = self._model.formats.get(target) if (*target, "numbers") in self._index else None
         if isinstance(value, QuantizedTensor):
-            dtype = self._arrays[self._index[target]].dtype.name
-            stored = _stored_matrix(value, dtype) if scales in self._index else None
-            if stored is not None:
-                numbers, row_scales = stored
-                # No arrangement pads column 0, so it holds the scales of all rows.
-                spread = placement.arrange(np.broadcast_to(row_scales[:, None], numbers.shape))
-                self.send(target, start, placement.arrange(numbers))
-                self.send(scales, start, spread[..., 0])
+            stored = None if form is None else stored_numbers(name, value, form)
+            if form is not None and stored is not None:
+                self._send_stored(name, stored, form, value.shape[-1])
                 self._copied.append(name)
                 return
             self._dequantised.append(name)
             value = value.dequantize()
-        array = placement.arrange(as_jax(value))
-        if scales in self._index:
-            self._send_quantized(target, scales, start, array)
-            self._rounded.append(name)
+        if form is None:
+            self.send(target, placement.start, placement.arrange(as_jax(value)))
+            return
+        self._rounded.append(name)
+        if form.for_kernel:
+            self._quantize_groups(name, as_jax(value), form)
         else:
-            self.send(target, start, array)
+            self._quantize_channels(target, placement.start, placement.arrange(as_jax(value)))
+
+    def _send_stored(self, name: str, stored: StoredNumbers, form: MatrixFormat, inputs: int) -> None:
+        """Send a quantised parameter as it is."""
+        placement = self._placements[name]
+        if not form.for_kernel:
+            # No arrangement pads column 0, so it holds the scales of all rows.
+            spread = placement.arrange(np.broadcast_to(stored.scales, stored.numbers.shape))
+            self.send((*placement.target, "numbers"), placement.start, placement.arrange(stored.numbers))
+            self.send((*placement.target, "scales"), placement.start, spread[..., 0])
+            return
+        for part, array in stored.parts.items():
+            self._send_part(
+                (*placement.target, part), kernel_part(name, array, placement, inputs, form.group or inputs)
+            )
+
+    def _send_part(self, target: Path, part: KernelPart) -> None:
+        """Write a part of an array of a GroupedMatrix."""
+        index = self._index[target]
+        part = part.padded(self._arrays[index].shape)
+        view, sent, offset = self._part_on_devices(index, part)
+        self._arrays[index] = self._write_part(self._arrays[index], sent, offset, view)
+
+    def _quantize_groups(self, name: str, values: npt.NDArray[np.generic], form: MatrixFormat) -> None:
+        """Send a dense parameter of a GroupedMatrix, which is quantised on the devices."""
+        placement, inputs = self._placements[name], values.shape[-1]
+        index, scales = (self._index[(*placement.target, part)] for part in ("numbers", "scales"))
+        numbers = self._arrays[index]
+        part = kernel_part(name, values, placement, inputs, form.group or inputs)
+        part = part.padded((*numbers.shape[:3], self._inputs(index, form), numbers.shape[4]))
+        view, sent, offset = self._part_on_devices(index, part)
+        matrix = numbers, self._arrays[scales]
+        self._arrays[index], self._arrays[scales] = self._write_groups(matrix, sent, offset, view, form)
+
+    def _inputs(self, index: int, form: MatrixFormat) -> int:
+        """Return the inputs of a GroupedMatrix's numbers."""
+        rows: int = self._arrays[index].shape[3]
+        return rows * PER_WORD if form.numbers in CODES else rows
+
+    def _part_on_devices(
+        self, index: int, part: KernelPart
+    ) -> tuple[tuple[int, ...], jax.Array, npt.NDArray[np.int32]]:
+        """Shard a part as its array is; return the array's shape with the part's axes, the part, and its offsets."""
+        view = part.view(self._arrays[index].shape)
+        axes = self._model.axes[index] + "." * (len(view) - 5)
+        offset = np.zeros(len(view), np.int32)
+        offset[: len(part.start)] = part.start
+        sharding = named_sharding(self._model.mesh, axes)
+        return view, jax.make_array_from_callback(part.array.shape, sharding, part.array.__getitem__), offset
 
     def send(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
         """Write a part of an array, at these offsets of its leading axes."""
@@ -125,11 +180,9 @@ class WeightWriter:
         sent, offset = self._on_devices(index, start, part)
         self._arrays[index] = self._write(self._arrays[index], sent, offset)
 
-    def _send_quantized(
-        self, target: Path, scales: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]
-    ) -> None:
+    def _quantize_channels(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
         """Send a dense part of a matrix, which is quantised on the devices."""
-        index, scales_index = self._index[target], self._index[scales]
+        index, scales_index = self._index[(*target, "numbers")], self._index[(*target, "scales")]
         sent, offset = self._on_devices(index, start, part)
         matrix = self._arrays[index], self._arrays[scales_index]
         self._arrays[index], self._arrays[scales_index] = self._write_quantized(matrix, sent, offset)
@@ -153,27 +206,6 @@ class WeightWriter:
         return jax.block_until_ready(tuple(self._arrays))
 
 
-def _stored_matrix(
-    value: QuantizedTensor, dtype: str
-) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.float32]] | None:
-    """Return a matrix [O, I] in `dtype` and the scales [O], with exactly its values; None if there are none."""
-    scales = value.channel_scales()
-    if scales is None:
-        return None
-    match value.scheme, dtype:
-        case Float8(), "float8_e4m3fn":
-            return as_jax(value.data), scales
-        case Float8(), "float8_e4m3b11fnuz":  # the same bits mean a sixteenth, those of -0 NaN
-            bits = dtypes.as_uint(value.data)
-            return np.where(bits == _MINUS_ZERO, 0, bits).astype(np.uint8).view(
-                ml_dtypes.float8_e4m3b11fnuz
-            ), 16 * scales
-        case Int8(), "int8":
-            return value.data, scales
-        case _:
-            return None
-
-
 def _write(array: jax.Array, part: jax.Array, offset: jax.Array) -> jax.Array:
     view = array.reshape(split_slot_axis(array.shape, part.shape))
     return jax.lax.dynamic_update_slice(view, part.astype(array.dtype), tuple(offset)).reshape(array.shape)
@@ -186,6 +218,22 @@ def _write_quantized(
     values, scales = matrix
     part_values, part_scales = quantize(part, values.dtype.name)
     return _write(values, part_values, offset), _write(scales, part_scales, offset[:-1])
+
+
+def _write_part(array: jax.Array, part: jax.Array, offset: jax.Array, view: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array.reshape(view), part.astype(array.dtype), tuple(offset)).reshape(
+        array.shape
+    )
+
+
+def _write_groups(
+    matrix: tuple[jax.Array, jax.Array], part: jax.Array, offset: jax.Array, view: tuple[int, ...], form: MatrixFormat
+) -> tuple[jax.Array, jax.Array]:
+    """Quantise a part [1, E, parts, I, ...] and write it into (numbers, scales) of a GroupedMatrix."""
+    values, scales = matrix
+    part_values, part_scales = quantize_groups(part, form.numbers, form.group or part.shape[3])
+    of_scales = (*view[:3], scales.shape[3], *view[4:])
+    return _write_part(values, part_values, offset, view), _write_part(scales, part_scales, offset, of_scales)
 
 
 def _pad(part: npt.NDArray[np.generic], shape: tuple[int, ...], axes: str) -> npt.NDArray[np.generic]:

@@ -1,30 +1,29 @@
-"""Map each canonical parameter to a decoder array: target, offset and head order; and quantise matrices to 8 bits.
-
-Quantisation divides every row of a matrix (one output channel) by a scale, so that its largest value becomes the
-dtype's largest. XLA converts inside the matmul, so HBM stores and transfers 8 bits. The float8 dtype depends on the
-chip: v5e, v5p and v6e multiply e4m3b11fnuz natively, but would convert e4m3fn with a dozen vector operations, which
-takes longer than reading the weight; see benchmarks/LOG.md. In the range used here both have the same values up to a
-power of two.
-"""
+"""Map each canonical parameter to a decoder array: target, offset and head order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, segments
-from pagoda.common.errors import ConfigError
-from pagoda.common.models.mixers import Attention
-from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Ffn, Layer, ModelSpec, Moe
-from pagoda.common.weights.quantization import Float8, Int8, Scheme
-from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments, slot_parts
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    ShortConvolution,
+)
+from pagoda.common.models.spec import Ffn, Layer, ModelSpec, Moe, Pooler
+from pagoda.common.models.supported import unsupported_mixer
 
 Array = npt.NDArray[np.generic]
 Path = tuple[str | int, ...]
@@ -39,13 +38,18 @@ class Placement:
     arrange: Callable[[Array], Array] = lambda values: values  # may add an axis, see `split_slot_axis`
 
 
-SCALE: Final = "_scale"
-"""Suffix of the name of a quantised matrix's scales: float32, one per row."""
-
-_MATRICES: Final = ("q", "k", "v", "o", "gate", "up", "down")
-"""Last parts of the names of layers' matrices, which may be quantised."""
-
-_LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3b11fnuz": 28.0}
+_PARTS: Final[dict[str, Path]] = {
+    **{f"side.{name}": ("side", name, "weight") for name in ("ffn_norm", "input_norm", "output_norm", "router_norm")},
+    "side.expert_scale": ("side", "expert_scale"),
+    "shortcut.norm": ("shortcut", "norm", "weight"),
+    **{f"low_rank.{name}": ("low_rank", name) for name in ("left", "right")},
+    **{f"per_layer.{name}": ("part", name) for name in ("gate", "out")},
+    **{f"alt_up.{name}": ("alt_up", name) for name in ("router", "prediction", "correction", "scale")},
+    **{f"{part}.norm": (to, "norm", "weight") for part, to in (("low_rank", "low_rank"), ("per_layer", "part"))},
+    "alt_up.norm": ("alt_up", "norm", "weight"),
+    "output_scale": ("output_scale",),
+}
+"""Last parts of the names of layers' parameters beside mixers, norms and ffn -> target in the layer."""
 
 _TOP: Final = ("embed", "positions", "token_types", "embed_in", "embed_out", "head", "head_bias")
 
@@ -55,7 +59,15 @@ def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
     result = {name: Placement((name,)) for name in _TOP}
     for name in ("embed_norm", "final_norm"):
         result[name], result[f"{name}_bias"] = Placement((name, "weight")), Placement((name, "bias"))
-    result |= _pooler(0 if spec.pooler is None else len(spec.pooler.dense))
+    result |= {f"per_layer.{name}": Placement(("parts", name)) for name in ("table", "projection")}
+    result |= {"per_layer.norm": Placement(("parts", "norm", "weight"))}
+    result |= {f"alt_up.{name}": Placement(("stream_ends", to)) for name, to in (("in", "first"), ("out", "last"))}
+    result |= {} if spec.pooler is None else _pooler(spec.pooler)
+    for number, owner in enumerate(spec.block_owners):
+        for name, placement in _block(spec.layers[owner], tensor):
+            target = ("blocks", number, *placement.target)
+            arrange = _add_repeat_axis(placement.arrange)
+            result[f"layers.{owner}.{name}"] = Placement(target, (0, *placement.start), arrange)
     for number, segment in enumerate(segments(spec.layers)):
         for repeat, row in enumerate(segment.numbers.tolist()):
             for index, (layer, layer_number) in enumerate(zip(segment.block, row)):
@@ -67,11 +79,13 @@ def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
     return result
 
 
-def _pooler(num_dense: int) -> dict[str, Placement]:
-    linears = {"pooler.classifier": ("classifier",)} | {
-        f"pooler.dense.{index}": ("dense", index, "product") for index in range(num_dense)
+def _pooler(pooler: Pooler) -> dict[str, Placement]:
+    linears: dict[str, Path] = {"pooler.classifier": ("classifier",)}
+    linears |= {f"pooler.dense.{index}": ("dense", index, "product") for index in range(len(pooler.dense))}
+    linears |= {f"pooler.{head.task}": ("heads", index) for index, head in enumerate(pooler.token_heads)}
+    norms: dict[str, Path] = {
+        f"pooler.dense.{index}.norm": ("dense", index, "norm") for index in range(len(pooler.dense))
     }
-    norms = {f"pooler.dense.{index}.norm": ("dense", index, "norm") for index in range(num_dense)}
     return {
         f"{name}{suffix}": Placement(("pooler", *path, last))
         for name, path in (linears | norms).items()
@@ -92,10 +106,71 @@ def _layer(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
     for norm in ("before_mixer", "after_mixer", "before_ffn", "after_ffn"):
         yield f"norms.{norm}", Placement((norm, "weight"))
         yield f"norms.{norm}_bias", Placement((norm, "bias"))
-    for name, placement in _attention(layer.attention, tensor):
-        yield f"mixers.0.{name}", Placement(("mixer", *placement.target), placement.start, placement.arrange)
-    for name, placement in _ffn(layer.feed_forward):
+    before = 0 if layer.block is None else 1  # mixers of an input block
+    if layer.block is not None:
+        yield from _adapters(layer.attends_before, tensor)
+    for index, mixer in enumerate(layer.mixers[before:], start=before):
+        for name, placement in _mixer(mixer, tensor):
+            target = ("mixers", index - before, *placement.target)
+            yield f"mixers.{index}.{name}", Placement(target, placement.start, placement.arrange)
+    for name, placement in () if layer.ffn is None else _ffn(layer.ffn):
         yield f"ffn.{name}", Placement(("ffn", *placement.target), placement.start, placement.arrange)
+    for name, placement in () if layer.side_moe is None else _ffn(layer.side_moe.moe):
+        yield f"side.moe.{name}", Placement(("side", "moe", *placement.target), placement.start, placement.arrange)
+    for name, placement in () if layer.shortcut is None else _ffn(layer.shortcut.moe):
+        target = ("shortcut", "moe", *placement.target)
+        yield f"shortcut.moe.{name}", Placement(target, placement.start, placement.arrange)
+    for name, target in _PARTS.items():
+        yield name, Placement(target)
+
+
+def _block(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of an input block's weights that layers share."""
+    assert layer.block is not None
+    for name, placement in _attention(layer.attends_before, tensor):
+        target = ("attention", *placement.target)
+        yield f"mixers.0.{name}", Placement(target, placement.start, placement.arrange)
+    for name, placement in _ffn(layer.block.ffn):
+        yield f"block.ffn.{name}", Placement(("ffn", *placement.target), placement.start, placement.arrange)
+    for norm in ("norm", "ffn_norm"):
+        yield f"block.{norm}", Placement((norm, "weight"))
+        yield f"block.{norm}_bias", Placement((norm, "bias"))
+
+
+def _adapters(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of what a layer has of its input block by itself."""
+    heads = HeadLayout.of(mixer, tensor)
+    arranged = {"q": lambda rows: heads.queries(rows, mixer.head_dim)}
+    arranged |= dict.fromkeys("kv", lambda rows: heads.keys(rows, mixer.head_dim)[:, None])
+    for index, (part, arrange) in enumerate(arranged.items()):
+        yield f"mixers.0.{part}_adapter", Placement(("adapters", "first"), (index,), lambda rows: rows[None])
+        yield f"mixers.0.{part}_adapter_out", Placement(("adapters", part), (), arrange)
+    yield "block.ffn_adapter", Placement(("adapters", "ffn_first"))
+    for index, part in enumerate(("gate", "up")):
+        yield f"block.ffn.{part}_adapter_out", Placement(("adapters", "ffn"), (index,), lambda rows: rows[None])
+    yield "block.out", Placement(("adapters", "out"))
+
+
+def _mixer(mixer: Mixer, tensor: int) -> Iterator[tuple[str, Placement]]:
+    match mixer:
+        case Attention():
+            yield from _attention(mixer, tensor)
+        case LatentAttention():
+            yield from _latent_attention(mixer, tensor)
+        case GatedDelta():
+            yield from _gated_delta(mixer, tensor)
+        case KimiDelta():
+            yield from _kimi_delta(mixer, tensor)
+        case LightningAttention():
+            yield from _lightning_attention(mixer, tensor)
+        case Mamba():
+            yield from _mamba(mixer, tensor)
+        case Mamba2():
+            yield from _mamba2(mixer, tensor)
+        case ShortConvolution():
+            yield from _short_convolution(mixer, tensor)
+        case _:
+            raise unsupported_mixer(mixer)
 
 
 def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
@@ -113,73 +188,216 @@ def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]
     for suffix, target in (("", "qkv"), ("_bias", "qkv_bias")):
         yield f"q{suffix}", Placement((target,), (), queries)
         yield f"k{suffix}", Placement((target,), (0, heads.group), keys_in_slots)
-        yield f"v{suffix}", Placement((target,), (0, heads.group + 1), keys_in_slots)
-    yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0).reshape(len(rows), -1))
+        if mixer.value_width == dim:
+            yield f"v{suffix}", Placement((target,), (0, heads.group + 1), keys_in_slots)
+        else:
+            yield f"v{suffix}", Placement((f"values{suffix}",), (), lambda rows: heads.keys(rows, mixer.value_width))
+        if mixer.gate_per_head:
+            yield f"gate{suffix}", Placement((f"gate{suffix}",), (), lambda rows: heads.queries(rows, 1)[:, :, 0])
+        else:
+            yield f"gate{suffix}", Placement((target,), (0, slot_parts(mixer, heads.group) - heads.group), queries)
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, lambda rows: heads.queries(rows, mixer.value_width)))
     yield "o_bias", Placement(("out_bias",))
-    full = mixer.qk_norm_over == "full"
-    yield "q_norm", Placement(("q_norm",), (), queries if full else lambda values: values)
-    yield "k_norm", Placement(("k_norm",), (), keys if full else lambda values: values)
+    yield "sinks", Placement(("sinks",), (), lambda rows: heads.queries(rows, 1)[..., 0])
+    if mixer.blocks is not None:
+        index_dim = mixer.blocks.head_dim
+        yield "blocks.q", Placement(("blocks", "q"), (), lambda rows: heads.keys(rows, index_dim))
+        yield "blocks.k", Placement(("blocks", "k"))
+        for part in "qk":
+            yield f"blocks.{part}_norm", Placement(("blocks", f"{part}_norm", "weight"))
+    shared = mixer.qk_norm_over == "per_head"  # by all heads
+    for suffix in ("", "_bias"):
+        for name, arrange in (("q_norm", queries), ("k_norm", keys)):
+            target = f"{name}{suffix}"
+            yield target, Placement((target,), (), (lambda v: v) if shared else partial(_flat, arrange))
+
+
+def _latent_attention(mixer: LatentAttention, tensor: int) -> Iterator[tuple[str, Placement]]:
+    heads = HeadLayout.of(mixer, tensor)
+    for name in ("q_a", "q_a_bias", "kv_a", "kv_a_bias"):
+        yield name, Placement((name,))
+    for name in ("q_a_norm", "kv_a_norm"):
+        yield name, Placement((name, "weight"))
+        yield f"{name}_bias", Placement((name, "bias"))
+    for name in ("q", "q_b"):  # the one that the model has
+        yield name, Placement(("queries",), (), lambda rows: heads.keys(rows, mixer.nope_dim + mixer.rope.dim))
+    yield "gate", Placement(("gate",), (), lambda rows: heads.keys(rows, 1)[:, 0])
+    yield "kv_b", Placement(("kv_up",), (), lambda rows: heads.keys(rows, mixer.nope_dim + mixer.value_dim))
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, lambda rows: heads.keys(rows, mixer.value_dim)))
+    yield "o_bias", Placement(("out_bias",))
+    for name in ("q", "k", "weights"):
+        yield f"indexer.{name}", Placement(("indexer", name))
+    yield "indexer.k_norm", Placement(("indexer", "k_norm", "weight"))
+    yield "indexer.k_norm_bias", Placement(("indexer", "k_norm", "bias"))
+
+
+def _gated_delta(mixer: GatedDelta, tensor: int) -> Iterator[tuple[str, Placement]]:
+    heads = HeadLayout.of(mixer, tensor)
+    group, key, value = heads.group, mixer.key_dim, mixer.value_dim
+
+    def keys(rows: Array) -> Array:
+        return heads.keys(rows, key)
+
+    def values(rows: Array, dim: int = value) -> Array:
+        return heads.queries(rows, dim).reshape(heads.slots, group * dim, *rows.shape[1:])
+
+    def per_head(rows: Array) -> Array:
+        return values(rows, 1)
+
+    yield "q", Placement(("inner",), (), keys)
+    yield "k", Placement(("inner",), (0, key), keys)
+    yield "v", Placement(("inner",), (0, 2 * key), values)
+    yield "gate", Placement(("inner",), (0, 2 * key + group * value), values)
+    yield "beta", Placement(("rates",), (), per_head)
+    yield "decay", Placement(("rates",), (0, group), per_head)
+    yield "q_conv", Placement(("taps",), (), lambda taps: keys(taps[:, 0]))
+    yield "k_conv", Placement(("taps",), (0, key), lambda taps: keys(taps[:, 0]))
+    yield "v_conv", Placement(("taps",), (0, 2 * key), lambda taps: values(taps[:, 0]))
+    yield "decay_rate", Placement(("decay_rate",), (), per_head)
+    yield "decay_offset", Placement(("decay_offset",), (), per_head)
+    yield "norm", Placement(("norm", "weight"))
+    yield "norm_bias", Placement(("norm", "bias"))
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, values))
+
+
+def _mamba2(mixer: Mamba2, tensor: int) -> Iterator[tuple[str, Placement]]:
+    heads, size = HeadLayout.of(mixer, tensor), mixer.state_dim
+    width = heads.group * mixer.head_dim
+
+    def values(rows: Array) -> Array:
+        return heads.queries(rows, mixer.head_dim).reshape(heads.slots, width, *rows.shape[1:])
+
+    def keys(rows: Array) -> Array:
+        return heads.keys(rows, size)
+
+    def per_head(rows: Array) -> Array:
+        return heads.queries(rows, 1).reshape(heads.slots, heads.group, *rows.shape[1:])
+
+    parts = (("v", 0, values), ("b", width, keys), ("c", width + size, keys))
+    for name, start, arrange in (*parts, ("gate", width + 2 * size, values)):
+        for suffix in ("", "_bias"):
+            yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, start), arrange)
+    for suffix in ("", "_bias"):
+        yield f"step{suffix}", Placement((f"steps{suffix}",), (), per_head)
+    for name, start, arrange in parts:
+        yield from _taps(f"{name}_conv", start, arrange)
+    for name in ("decay_rate", "step_offset", "skip"):
+        yield name, Placement((name,), (), per_head)
+    yield "norm", Placement(("norm",), (), values)
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, values))
+    yield "o_bias", Placement(("out_bias",))
+
+
+def _kimi_delta(mixer: KimiDelta, tensor: int) -> Iterator[tuple[str, Placement]]:
+    heads, dim = HeadLayout.of(mixer, tensor), mixer.head_dim
+
+    def of_heads(rows: Array) -> Array:
+        return heads.keys(rows, dim)
+
+    def per_head(rows: Array) -> Array:
+        return heads.keys(rows, 1)[:, 0]
+
+    for index, name in enumerate("qkv"):
+        yield name, Placement(("inner",), (0, index * dim), of_heads)
+        yield from _taps(f"{name}_conv", index * dim, of_heads)
+    yield "beta", Placement(("beta",), (), per_head)
+    for index, name in enumerate(("decay", "gate")):
+        if mixer.rank is not None:
+            yield f"{name}_a", Placement(("low_rank",), (index * mixer.rank,))
+        yield name if mixer.rank is None else f"{name}_b", Placement((name,), (), of_heads)
+    yield "decay_rate", Placement(("decay_rate",), (), per_head)
+    yield "decay_offset", Placement(("decay_offset",), (), of_heads)
+    yield "norm", Placement(("norm", "weight"))
+    yield "norm_bias", Placement(("norm", "bias"))
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, of_heads))
+
+
+def _lightning_attention(mixer: LightningAttention, tensor: int) -> Iterator[tuple[str, Placement]]:
+    heads, dim = HeadLayout.of(mixer, tensor), mixer.head_dim
+
+    def of_heads(rows: Array) -> Array:
+        return heads.keys(rows, dim)
+
+    for index, name in enumerate(("q", "k", "v", "gate")):
+        yield name, Placement(("inner",), (0, index * dim), of_heads)
+    for name in ("q_norm", "k_norm"):
+        yield name, Placement((name, "weight"))
+    yield "norm", Placement(("norm",), (), of_heads)
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, of_heads))
+
+
+def _mamba(mixer: Mamba, tensor: int) -> Iterator[tuple[str, Placement]]:
+    of_slots, rank, states = partial(_of_slots, tensor), mixer.step_rank, mixer.state_dim
+    channels = padded(mixer.channels, tensor) // tensor
+
+    def columns(rows: Array) -> Array:
+        return np.moveaxis(of_slots(rows.T), -1, 1)  # [slots, rows, C]
+
+    for index, name in enumerate(("v", "gate")):
+        for suffix in ("", "_bias"):
+            yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, index * channels), of_slots)
+    yield from _taps("v_conv", 0, of_slots)
+    for name, start in (("step_a", 0), ("b", rank), ("c", rank + states)):
+        yield name, Placement(("selection",), (0, start), columns)
+        yield f"{name}_norm", Placement((f"{name}_norm", "weight"))
+        yield f"{name}_norm_bias", Placement((f"{name}_norm", "bias"))
+    yield "decay_rate", Placement(("decay_rate",), (), lambda rows: of_slots(rows).swapaxes(1, 2))
+    for name in ("step", "step_offset", "skip"):
+        yield name, Placement((name,), (), of_slots)
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, of_slots))
+    yield "o_bias", Placement(("out_bias",))
+
+
+def _short_convolution(mixer: ShortConvolution, tensor: int) -> Iterator[tuple[str, Placement]]:
+    of_slots, channels = partial(_of_slots, tensor), padded(mixer.channels, tensor) // tensor
+    for index, name in enumerate("bcv"):
+        for suffix in ("", "_bias"):
+            yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, index * channels), of_slots)
+    yield from _taps("conv", 0, of_slots)
+    yield "o", Placement(("out",), (), lambda rows: _columns(rows, of_slots))
+    yield "o_bias", Placement(("out_bias",))
+
+
+def _taps(name: str, start: int, arrange: Callable[[Array], Array]) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of a convolution of each channel. `start`: its first channel in a slot."""
+    yield name, Placement(("taps",), (0, start), lambda taps: arrange(taps[:, 0]))
+    yield f"{name}_bias", Placement(("taps_bias",), (0, start), arrange)
+
+
+def _of_slots(slots: int, rows: Array) -> Array:
+    """Divide channels among slots, padded with zeros: [channels, ...] -> [slots, C, ...]."""
+    missing = -len(rows) % slots
+    rows = np.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1)) if missing else rows
+    return rows.reshape(slots, -1, *rows.shape[1:])
+
+
+def _columns(rows: Array, arrange: Callable[[Array], Array]) -> Array:
+    """Arrange the columns of a matrix [D, heads * dim] -> [D, ...] flat."""
+    return np.moveaxis(arrange(rows.T), -1, 0).reshape(len(rows), -1)
+
+
+def _flat(arrange: Callable[[Array], Array], values: Array) -> Array:
+    return arrange(values.reshape(-1))
 
 
 def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
     if isinstance(ffn, Moe):
         yield "router", Placement(("router",))
+        yield "router_bias", Placement(("router_bias",))
+        yield "router_correction", Placement(("correction",))
         last = 1 if ffn.expert.gated else 0
         for name, part in (("gate", 0), ("up", last)):
             yield f"experts.{name}", Placement(("inner",), (0, part), lambda w: w[:, None])
             yield f"experts.{name}_bias", Placement(("inner_bias",), (0, part), lambda b: b[:, None])
         yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2)[:, None])
         yield "experts.down_bias", Placement(("down_bias",))
+        yield "shared_gate", Placement(("shared_gate",))
+        if ffn.shared is not None:
+            for name, placement in _ffn(ffn.shared):
+                yield f"shared.{name}", Placement(("shared", *placement.target), placement.start, placement.arrange)
         return
     for name, part in (("gate", 0), ("up", 1 if ffn.gated else 0)):
         yield name, Placement(("inner",), (part,), lambda w: w[None])
         yield f"{name}_bias", Placement(("inner_bias",), (part,), lambda b: b[None])
-    yield "down", Placement(("down",))
-    yield "down_bias", Placement(("down_bias",))
-
-
-def matrix_dtype(
-    method: str | None, spec: ModelSpec, chip: ChipInfo, schemes: Mapping[str, Scheme] | None = None
-) -> str | None:
-    """Return the dtype of the layers' matrices for a --quantization value; None: that of the activations.
-
-    `schemes`: of parameters that the checkpoint holds quantised. Without a method its numbers are kept if all matrices
-    of the layers have them, with scales per channel, and the chip multiplies them.
-
-    Raise ConfigError if the chip or the model does not support the method.
-    """
-    if method is None:
-        return _stored_dtype(spec, chip, schemes or {})
-    if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
-        raise ConfigError(
-            "--quantization", f"{method}: jax_tpu cannot quantise experts; drop it, or use --kv-cache-dtype fp8"
-        )
-    if method == "int4":
-        raise ConfigError("--quantization", f"jax_tpu does not support {method} weights; use fp8 or int8")
-    if method.startswith("fp8"):
-        return chip.float8
-    if not chip.int8:
-        raise ConfigError("--quantization", f"{method}: {chip.name} has no int8; use fp8, which has the same size")
-    return "int8"
-
-
-def _stored_dtype(spec: ModelSpec, chip: ChipInfo, schemes: Mapping[str, Scheme]) -> str | None:
-    """Return the dtype in which a checkpoint's numbers are kept; None: they are dequantised."""
-    if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
-        return None
-    matrices = [name for name in params(spec) if name.startswith("layers.") and name.rpartition(".")[2] in _MATRICES]
-    stored = {schemes.get(name) for name in matrices}
-    if all(isinstance(scheme, Float8) and isinstance(scheme.group, str) for scheme in stored):
-        return chip.float8
-    if chip.int8 and all(isinstance(scheme, Int8) and isinstance(scheme.group, str) for scheme in stored):
-        return "int8"
-    return None
-
-
-def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Quantise x [..., D] to `dtype`; return the values and float32 scales [...], with value * scale = x."""
-    wide = x.astype(jnp.float32)
-    largest = jnp.abs(wide).max(-1)
-    scale = jnp.where(largest > 0, largest / _LARGEST[dtype], 1)
-    wide = jnp.clip(wide / scale[..., None], -_LARGEST[dtype], _LARGEST[dtype])
-    return (jnp.round(wide) if dtype == "int8" else wide).astype(dtype), scale
+    for name in ("down", "down_bias", "curvature_p", "curvature_n"):
+        yield name, Placement((name,))

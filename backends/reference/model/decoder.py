@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from functools import partial
+from statistics import NormalDist
+from typing import Final, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -11,67 +13,165 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.attention import PagedAttention, RotaryTables
-from pagoda.backends.reference.model.gated_delta import PagedGatedDelta
+from pagoda.backends.reference.model.attention import (
+    InvariantHeads,
+    PagedAttention,
+    PagedHeads,
+    RotaryTables,
+    fused_attention,
+)
+from pagoda.backends.reference.model.block_sparse import PagedBlockAttention
 from pagoda.backends.reference.model.latent_attention import PagedLatentAttention
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.ops import activation, mix_experts, norm, route, softcap
+from pagoda.backends.reference.model.ops import (
+    activation,
+    clamped_glu,
+    clipped,
+    mix_experts,
+    norm,
+    route,
+    sigmoid,
+    softcap,
+    sparse,
+    xielu,
+)
+from pagoda.backends.reference.model.quantized.blocks import look_up
+from pagoda.backends.reference.model.recurrent.gated_delta import DeltaLayer
+from pagoda.backends.reference.model.recurrent.kimi_delta import KimiDeltaLayer
+from pagoda.backends.reference.model.recurrent.lightning_attention import LightningLayer
+from pagoda.backends.reference.model.recurrent.mamba import MambaLayer
+from pagoda.backends.reference.model.recurrent.mamba2 import Mamba2Layer
+from pagoda.backends.reference.model.recurrent.recurrence import PagedRecurrence, RecurrentLayer
+from pagoda.backends.reference.model.recurrent.short_convolution import ShortConvolutionLayer
+from pagoda.backends.reference.model.streams import make_streams
+from pagoda.backends.reference.native.operators import Operators, operators
 from pagoda.backends.reference.weights import (
     AttentionParams,
     GatedDeltaParams,
+    KimiDeltaParams,
     LatentAttentionParams,
     LayerParams,
+    LightningParams,
+    Mamba2Params,
+    MambaParams,
     MixerParams,
     MlpParams,
     ModelParams,
     MoeParams,
     NormParams,
+    ShortConvolutionParams,
 )
-from pagoda.common.models.mixers import Attention, GatedDelta, LatentAttention, Mixer
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    Recurrent,
+    ShortConvolution,
+)
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
+from pagoda.common.models.spec import Ffn, InputBlock, Layer, LowRankResidual, Mlp, ModelSpec, Moe, Shortcut, SideMoe
 
 FfnStep = Callable[[Tensor], Tensor]
 
+CHUNK: Final = 512
+"""Tokens that an MLP runs on at a time."""
 
-def make_ffn(spec: Ffn, params: MlpParams | MoeParams) -> FfnStep:
+
+def make_ffn(
+    spec: Ffn, params: MlpParams | MoeParams, *, batch_invariant: bool = False, native: Operators | None = None
+) -> FfnStep:
     """Return the MLP or mixture of experts as a function of x [T, D]."""
     match spec:
         case Mlp():
             assert isinstance(params, MlpParams)
-            return _mlp(spec, params)
+            return _mlp(spec, params, batch_invariant, native)
         case Moe():
             assert isinstance(params, MoeParams)
-            return _moe(spec, params)
+            return _moe(spec, params, batch_invariant, native)
         case _:
             assert_never(spec)
 
 
-def _mlp(spec: Mlp, params: MlpParams) -> FfnStep:
-    act, width = activation(spec.activation), spec.width
+def _mlp(spec: Mlp, params: MlpParams, batch_invariant: bool, native: Operators | None = None) -> FfnStep:
+    act, width = activation(spec.activation, batch_invariant=batch_invariant), spec.width
     inner, down = params.inner, params.down
+    if (learned := spec.learned) is not None and (curvatures := params.curvatures) is not None:
+        return lambda x: down(xielu(inner(x), learned, *curvatures))
     if not spec.gated:
         return lambda x: down(act(inner(x)))
+    plain = not spec.sparsity and spec.clip is None and spec.clamped is None
+    if plain and native is not None and (gate_up := native.gate(width, spec.activation)) is not None:
+        return in_chunks(lambda x: down(gate_up(inner(x))))
+
+    quantile = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
 
     def gated(x: Tensor) -> Tensor:
         both = inner(x)
-        return down(act(both[:, :width]).mul_(both[:, width:]))
+        gate = both[:, :width] if quantile is None else sparse(both[:, :width], quantile)
+        if spec.clip is not None:
+            return down(clipped(act(gate), both[:, width:], spec.clip))
+        return down(act(gate).mul_(both[:, width:]))
 
-    return gated
+    if (clamped := spec.clamped) is None:
+        return gated
+
+    def clamped_gate(x: Tensor) -> Tensor:
+        gate, up = inner(x).split(width, -1)
+        return down(clamped_glu(gate, up, clamped))
+
+    return clamped_gate
 
 
-def _moe(spec: Moe, params: MoeParams) -> FfnStep:
-    experts = [_mlp(spec.expert, expert) for expert in params.experts]
+def in_chunks(feed: FfnStep) -> FfnStep:
+    """Return the ffn, run on CHUNK tokens at a time: what is in between then stays in the processor's cache."""
+
+    def chunked(x: Tensor) -> Tensor:
+        return feed(x) if x.shape[0] <= CHUNK else torch.cat([feed(part) for part in x.split(CHUNK)])
+
+    return chunked
+
+
+SideStep = Callable[[Tensor, Tensor], Tensor]
+"""(output of the ffn [T, D], its input before the norm [T, D]) -> their sum with a mixture's [T, D]."""
+
+
+def make_side_moe(spec: SideMoe, params: MoeParams, extras: dict[str, Tensor], batch_invariant: bool) -> SideStep:
+    """Return the mixture beside the ffn."""
+    experts = [_mlp(spec.moe.expert, expert, batch_invariant) for expert in params.experts]
+
+    def normed(name: str, x: Tensor) -> Tensor:
+        return norm(x, spec.norm, extras[f"side.{name}"])
+
+    def side(fed: Tensor, x: Tensor) -> Tensor:
+        logits = params.router(normed("router_norm", x) * x.shape[1] ** -0.5)
+        weights, chosen = route(logits, spec.moe.router, params.correction)
+        weights = weights * extras["side.expert_scale"][chosen]
+        mixed = mix_experts(normed("input_norm", x), weights, chosen, lambda expert, rows: experts[expert](rows))
+        return normed("ffn_norm", fed) + normed("output_norm", mixed)
+
+    return side
+
+
+def _moe(spec: Moe, params: MoeParams, batch_invariant: bool, native: Operators | None = None) -> FfnStep:
+    experts = [_mlp(spec.expert, expert, batch_invariant, native) for expert in params.experts]
 
     def mixture(x: Tensor) -> Tensor:
-        weights, chosen = route(params.router(x), spec.router)
+        weights, chosen = route(params.router(x), spec.router, params.correction)
+        if spec.weighs_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows))
 
-    gate = params.shared_gate
-    if spec.shared is None or params.shared is None or gate is None:
+    if spec.shared is None or params.shared is None:
         return mixture
-    shared = _mlp(spec.shared, params.shared)
-    return lambda x: mixture(x) + gate(x).sigmoid() * shared(x)
+    shared, gate = _mlp(spec.shared, params.shared, batch_invariant, native), params.shared_gate
+    if gate is None:
+        return lambda x: mixture(x) + shared(x)
+    return lambda x: mixture(x) + sigmoid(gate(x)) * shared(x)
 
 
 NormStep = Callable[[Tensor], Tensor]
@@ -83,11 +183,12 @@ class Decoder:
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.spec, self.params, self.numerics = spec, params, numerics
         self.embed = TokenEmbedding(spec, params, numerics)
-        self.layers = tuple(
-            DecoderLayer(layer, p, list(map(make_mixer, layer.mixers, p.mixers, caches)))
-            for layer, p, caches in zip(spec.layers, params.layers, spec.cache_numbers)
-        )
-        self.final_norm = make_norm(spec.final_norm, params.final_norm)
+        native = operators(numerics)
+        self.is_row_wise = native is not None and native.multiplies(spec.width)
+        make = partial(make_mixer, batch_invariant=numerics.batch_invariant, native=native)
+        self.layers = make_layers(spec, params, make, numerics.batch_invariant, native)
+        self.streams = make_streams(spec, params)
+        self.final_norm = make_norm(spec.final_norm, params.final_norm, native)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
 
     def hidden(
@@ -96,6 +197,9 @@ class Decoder:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
         x = self.embed(token_ids, batch.positions, embedded=embedded)
         rotations = self.rotary.at(batch.positions)
+        if self.streams is not None:
+            x = self.streams.run(token_ids, x, lambda index, x: self.layers[index](x, batch, caches, rotations))
+            return self.final_norm(x)
         for layer in self.layers:
             x = layer(x, batch, caches, rotations)
         return self.final_norm(x)
@@ -105,7 +209,7 @@ class Decoder:
         if self.params.embed_out is not None:
             hidden = self.params.embed_out(hidden)
         assert self.params.head is not None, "the model generates"
-        logits = self.params.head(hidden).float()
+        logits = self.params.head(hidden)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
@@ -114,19 +218,93 @@ class Decoder:
 MixerStep = Callable[..., Tensor]
 """(x [T, D], its other inputs) -> [T, D]"""
 
+MakeMixer = Callable[[Mixer, MixerParams, tuple[int, ...]], MixerStep]
+"""(spec, parameters, numbers of its caches) -> the mixer"""
 
-def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...]) -> MixerStep:
+
+def make_layers(
+    spec: ModelSpec,
+    params: ModelParams,
+    make: MakeMixer,
+    batch_invariant: bool = False,
+    native: Operators | None = None,
+) -> tuple[DecoderLayer, ...]:
+    """Return every layer."""
+    layers = []
+    for layer, own, caches in zip(spec.layers, params.layers, spec.cache_numbers):
+        block, numbers = None, caches[len(caches) - len(own.mixers) :]
+        if layer.block is not None and own.block is not None:
+            first = params.layers[layer.block.weights_of].block
+            assert first is not None
+            attention, ffn = own.block.adapted(first)
+            feed = _mlp(layer.block.ffn, ffn, batch_invariant)
+            attend = make(layer.attends_before, attention, caches[0])
+            block = InputBlockStep(layer.block, first.norms, attend, feed, own.block.out)
+        specs = layer.mixers[len(layer.mixers) - len(own.mixers) :]
+        mixers = [make(*mixer) for mixer in zip(specs, own.mixers, numbers)]
+        layers.append(DecoderLayer(layer, own, mixers, block, batch_invariant=batch_invariant, native=native))
+    return tuple(layers)
+
+
+class InputBlockStep:
+    """A transformer block in front of a layer's mixers."""
+
+    def __init__(
+        self, spec: InputBlock, norms: dict[str, NormParams], attend: MixerStep, feed: FfnStep, out: FfnStep
+    ) -> None:
+        self.attend, self.feed, self.out = attend, feed, out
+        self.norm, self.ffn_norm = (make_norm(spec.norm, norms.get(name)) for name in ("norm", "ffn_norm"))
+
+    def __call__(self, both: Tensor, *mixer_inputs: object) -> Tensor:
+        """x and the embedding side by side [T, 2D] -> what is added to the mixers' input [T, D]."""
+        return self.out(self.feed(self.ffn_norm(self.attend(self.norm(both), *mixer_inputs))))
+
+
+def make_mixer(
+    spec: Mixer,
+    params: MixerParams,
+    caches: tuple[int, ...],
+    batch_invariant: bool = False,
+    native: Operators | None = None,
+) -> MixerStep:
     """Return the mixer over the paged caches of these numbers."""
     match spec:
         case Attention():
             assert isinstance(params, AttentionParams)
-            return PagedAttention(spec, params, *caches)
+            if spec.blocks is not None:
+                return PagedBlockAttention(spec, params, caches)
+            if native is not None and (fused := fused_attention(spec, params, caches[0], native)) is not None:
+                return fused
+            kind = InvariantHeads if batch_invariant else PagedHeads
+            return PagedAttention(spec, params, kind(spec, caches[0], params.sinks))
         case LatentAttention():
             assert isinstance(params, LatentAttentionParams)
             return PagedLatentAttention(spec, params, caches)
+        case _:
+            return PagedRecurrence(make_recurrence(spec, params), *caches)
+
+
+def make_recurrence(spec: Recurrent, params: MixerParams) -> RecurrentLayer:
+    """Return the layer of a mixer with recurrent state."""
+    match spec:
         case GatedDelta():
             assert isinstance(params, GatedDeltaParams)
-            return PagedGatedDelta(spec, params, *caches)
+            return DeltaLayer(spec, params)
+        case KimiDelta():
+            assert isinstance(params, KimiDeltaParams)
+            return KimiDeltaLayer(spec, params)
+        case LightningAttention():
+            assert isinstance(params, LightningParams)
+            return LightningLayer(spec, params)
+        case Mamba():
+            assert isinstance(params, MambaParams)
+            return MambaLayer(spec, params)
+        case ShortConvolution():
+            assert isinstance(params, ShortConvolutionParams)
+            return ShortConvolutionLayer(params)
+        case Mamba2():
+            assert isinstance(params, Mamba2Params)
+            return Mamba2Layer(spec, params)
         case _:
             assert_never(spec)
 
@@ -150,7 +328,7 @@ class TokenEmbedding:
         `embedded`: replaces looked-up and scaled rows.
         """
         spec, params = self.spec, self.params
-        x = F.embedding(token_ids if embedded is None else embedded.mask_ids(token_ids), params.embed)
+        x = look_up(token_ids if embedded is None else embedded.mask_ids(token_ids), params.embed)
         if spec.scale != 1.0:
             x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as in training
         if embedded is not None:
@@ -168,29 +346,65 @@ class TokenEmbedding:
 class DecoderLayer:
     """One layer on the residual stream: mixers and ffn, each between their norms."""
 
-    def __init__(self, spec: Layer, params: LayerParams, mixers: Sequence[MixerStep]) -> None:
-        self.mixers = tuple(mixers)
-        self.ffn = None if spec.ffn is None or params.ffn is None else make_ffn(spec.ffn, params.ffn)
+    def __init__(
+        self,
+        spec: Layer,
+        params: LayerParams,
+        mixers: Sequence[MixerStep],
+        block: InputBlockStep | None = None,
+        *,
+        batch_invariant: bool = False,
+        native: Operators | None = None,
+    ) -> None:
+        self.mixers, self.block = tuple(mixers), block
+        self.ffn = None
+        if spec.ffn is not None and params.ffn is not None:
+            self.ffn = make_ffn(spec.ffn, params.ffn, batch_invariant=batch_invariant, native=native)
         self.norm_after_add, self.scale = spec.norm_after_add, spec.residual_scale
+        self.norm_residual = spec.norm_residual
         self.parallel, self.shares_norm = spec.parallel, spec.norms.before_ffn is None
+        self.side = None
+        if spec.side_moe is not None and params.side_moe is not None:
+            self.side = make_side_moe(spec.side_moe, params.side_moe, params.extras, batch_invariant)
+        self.low_rank = None if spec.low_rank is None else make_low_rank(spec.low_rank, params.extras)
+        self.shortcut = None
+        if spec.shortcut is not None and params.shortcut is not None:
+            self.shortcut = make_shortcut(spec.shortcut, params.shortcut, params.extras, batch_invariant)
         norms = params.norms
-        self.before_mixer = make_norm(spec.norms.before_mixer, norms.get("before_mixer"))
-        self.after_mixer = make_norm(spec.norms.after_mixer, norms.get("after_mixer"))
-        self.before_ffn = make_norm(spec.norms.before_ffn, norms.get("before_ffn"))
-        self.after_ffn = make_norm(spec.norms.after_ffn, norms.get("after_ffn"))
+        self.before_mixer = make_norm(spec.norms.before_mixer, norms.get("before_mixer"), native)
+        self.after_mixer = make_norm(spec.norms.after_mixer, norms.get("after_mixer"), native)
+        self.before_ffn = make_norm(spec.norms.before_ffn, norms.get("before_ffn"), native)
+        self.after_ffn = make_norm(spec.norms.after_ffn, norms.get("after_ffn"), native)
 
     def __call__(self, x: Tensor, *mixer_inputs: object) -> Tensor:
-        """X [T, D] -> [T, D]."""
-        mixer_input = self.before_mixer(x)
+        """X [T, D], with an input block [x, embedding] [T, 2D] -> [T, D]."""
+        y = self._run(x, *mixer_inputs)
+        return y if self.shortcut is None else y + self.shortcut(x)
+
+    def _run(self, x: Tensor, *mixer_inputs: object) -> Tensor:
+        if not self.mixers:
+            return x if self.ffn is None else self._feed(x)
+        added = None if self.block is None else self.block(x, *mixer_inputs)
+        x = x if added is None else x[:, : added.shape[1]]
+        mixer_input = self.before_mixer(x if added is None else x + added)
         mixed = self.mixers[0](mixer_input, *mixer_inputs)
         for mixer in self.mixers[1:]:
             mixed = mixed + mixer(mixer_input, *mixer_inputs)
-        y = self._add(x, mixed, self.after_mixer)
+        y = self._add(mixer_input if self.norm_residual else x, mixed, self.after_mixer)
+        if self.low_rank is not None:
+            y = (y + self.low_rank(mixer_input)) * 2**-0.5
         if self.ffn is None:
             return y
         if self.parallel:
             return self._add(y, self.ffn(mixer_input if self.shares_norm else self.before_ffn(x)), self.after_ffn)
-        return self._add(y, self.ffn(self.before_ffn(y)), self.after_ffn)
+        return self._feed(y)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        assert self.ffn is not None, "the layer has an ffn"
+        ffn_input = self.before_ffn(x)
+        fed = self.ffn(ffn_input)
+        fed = fed if self.side is None else self.side(fed, x)
+        return self._add(ffn_input if self.norm_residual else x, fed, self.after_ffn)
 
     def _add(self, x: Tensor, update: Tensor, after: NormStep) -> Tensor:
         if not self.norm_after_add:
@@ -200,10 +414,29 @@ class DecoderLayer:
         return after(x + update) if self.norm_after_add else x + update
 
 
-def make_norm(spec: Norm | None, params: NormParams | None) -> NormStep:
+def make_shortcut(spec: Shortcut, params: MoeParams, extras: dict[str, Tensor], batch_invariant: bool) -> FfnStep:
+    """Return the mixture around a layer as a function of the layer's input [T, D]."""
+    mixture, weight = _moe(spec.moe, params, batch_invariant), extras["shortcut.norm"]
+    return lambda x: mixture(norm(x, spec.norm, weight))
+
+
+def make_low_rank(spec: LowRankResidual, extras: dict[str, Tensor]) -> FfnStep:
+    """Return the learned residual as a function of the mixers' input [T, D]."""
+    left, right, weight = (extras[f"low_rank.{name}"] for name in ("left", "right", "norm"))
+    return lambda h: h + norm(F.linear(F.linear(h, left), right), spec.norm, weight)
+
+
+def make_norm(spec: Norm | None, params: NormParams | None, native: Operators | None = None) -> NormStep:
     """Return the norm as a function of x [T, D]; the identity if there is no norm."""
-    if spec is None or params is None:
+    if spec is None:
         return lambda x: x
+    if params is None:
+        assert not spec.scale, "the weights are complete"
+        return lambda x: norm(x, spec, None)
+    if spec.kind == "rms" and params.bias is None and native is not None:
+        compiled = native.norm(params.weight, spec.eps, unit_offset=spec.unit_offset)
+        if compiled is not None:
+            return compiled
     if spec.kind == "rms" and params.weight.dtype == torch.float32:
         return _rms(params.weight + 1 if spec.unit_offset else params.weight, spec.eps)
     return lambda x: norm(x, spec, params.weight, params.bias)

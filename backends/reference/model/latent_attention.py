@@ -20,7 +20,7 @@ from torch import Tensor
 from pagoda.backends.reference.execution import CacheSpan, PackedPrompts, StepBatch, attend
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.attention import Rotations
-from pagoda.backends.reference.model.ops import norm, select
+from pagoda.backends.reference.model.ops import norm, query_growth, select, sigmoid
 from pagoda.backends.reference.weights import IndexerParams, LatentAttentionParams
 from pagoda.common.models.mixers import Indexer, LatentAttention
 
@@ -29,10 +29,16 @@ _QUERIES: Final = 16
 
 
 class LatentProjection:
-    """One layer's projections around attention. `out`: [T, N*V] -> [T, D], V the channels of a value head."""
+    """One layer's projections around attention."""
 
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
-        self.spec, self.params, self.out = spec, params, params.out
+        self.spec, self.params = spec, params
+
+    def out(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Attended heads [T, N*V], V channels each, and the layer's input x [T, D], for the output gate -> [T, D]."""
+        if self.params.gate is None:
+            return self.params.out(heads)
+        return self.params.out(heads * sigmoid(self.params.gate(x)).repeat_interleave(self.spec.value_dim, 1))
 
     def low_rank(self, x: Tensor) -> Tensor:
         """X [T, D] -> what queries are projected from: the normalised low-rank queries, or x."""
@@ -49,6 +55,11 @@ class LatentProjection:
         rotate = rotations[spec.rope]
         assert rotate is not None, "only no Rope has no rotation"
         return torch.cat((nope, rotate(rotary)), -1)
+
+    def grown(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Return the queries times their factor, if it grows with their position."""
+        growth = self.spec.query_growth
+        return queries if growth is None else queries * query_growth(growth, positions).to(queries.dtype)
 
     def latents(self, x: Tensor, rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, R]: the normalised latent, then the rotated rotary key."""
@@ -128,6 +139,7 @@ class PagedLatentAttention:
         """X [T, D] -> [T, D]."""
         low_rank = self.project.low_rank(x)
         queries, latents = self.project.queries(low_rank, rotations), self.project.latents(x, rotations)
+        queries = self.project.grown(queries, batch.positions)
         (cached,), view = caches[self.number].arrays, batch.views[caches[self.number].view]
         cached.index_copy_(1, view.write_slots, latents[None])
         selected: Sequence[Tensor | None] = [None] * len(batch.sequences)
@@ -137,7 +149,7 @@ class PagedLatentAttention:
         for index, (sequence, span, chosen) in enumerate(zip(batch.sequences, view.spans, selected)):
             attend = self._decode if index < batch.num_decodes else self._prefill
             out[sequence.begin : sequence.end] = attend(queries[sequence.begin : sequence.end], span, cached, chosen)
-        return self.project.out(out)
+        return self.project.out(out, x)
 
     def _decode(self, queries: Tensor, span: CacheSpan, cached: Tensor, selected: Tensor | None) -> Tensor:
         """One query token [1, N, H] -> [1, N*V]; all heads read the latents as they are."""
@@ -207,11 +219,11 @@ class PackedLatentAttention:
     def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
         """X [T, D] -> [T, D]."""
         low_rank = self.project.low_rank(x)
-        queries, masks = self.project.queries(low_rank, rotations), {}
+        queries, masks = self.project.grown(self.project.queries(low_rank, rotations), batch.positions), {}
         if self.indexer is not None:
             masks = _packed_masks(self.indexer, x, low_rank, batch, rotations)
         keys, values = self.project.expand(self.project.latents(x, rotations))
-        return self.project.out(attend(queries, keys, values, batch, self.spec, masks))
+        return self.project.out(attend(queries, keys, values, batch, self.spec, masks), x)
 
 
 def _packed_masks(

@@ -1,4 +1,4 @@
-"""Dtypes of CPU computation, from --dtype and the processor's instructions.
+"""How the CPU computes: dtypes, from --dtype and the processor's instructions, and --batch-invariant.
 
 A processor without bfloat16 (or float16) instructions emulates them several times slower than float32. There the
 weights have the values of the requested dtype, while activations and KV cache are float32: more exact and faster.
@@ -25,10 +25,11 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Dtypes of a model."""
+    """How a model is computed."""
 
     weights: torch.dtype  # precision of the parameters
     compute: torch.dtype  # activations, KV cache and matrix products
+    batch_invariant: bool = False  # a token's numbers do not depend on what else is in the step
 
     @property
     def widened(self) -> bool:
@@ -36,7 +37,7 @@ class Numerics:
         return self.weights != self.compute
 
 
-def numerics(dtype: str) -> Numerics:
+def numerics(dtype: str, *, batch_invariant: bool = False) -> Numerics:
     """Return the numerics of a dtype name. Raises ConfigError if it is unknown."""
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
@@ -46,7 +47,7 @@ def numerics(dtype: str) -> Numerics:
         torch.bfloat16: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or _arm_bf16(),
         torch.float16: torch.cpu._is_amx_fp16_supported() if hasattr(torch.cpu, "_is_amx_fp16_supported") else False,
     }
-    return Numerics(weights, weights if native[weights] else torch.float32)
+    return Numerics(weights, weights if native[weights] else torch.float32, batch_invariant)
 
 
 def _arm_bf16() -> bool:

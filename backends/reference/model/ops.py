@@ -5,8 +5,10 @@ Axis letters: T tokens, n heads of any kind, H head dim, D width, E experts, k c
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.common.models.mixers import Attention, BlockIndexer, QueryGrowth
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import PoolerActivation, Router
+from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, PoolerActivation, Router, SparseMixer, Xielu
 from pagoda.common.weights import dtypes
 
 _NARROW = {
@@ -25,11 +28,32 @@ _NARROW = {
     dtypes.FLOAT8_E5M2: torch.float8_e5m2,
 }
 
+SMALLEST_SUM = 1e-20
+"""Of scores that are renormalised: sigmoids may all be 0."""
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+_INVARIANT: dict[PoolerActivation, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: (x.float() * _sigmoid(x.float())).to(x.dtype),
+    "gelu": lambda x: F.gelu(x.contiguous()),
+    "gelu_tanh": lambda x: _gelu_tanh(x.float()).to(x.dtype),
+}
+"""In place of torch's, which compute the last elements of a tensor (or of a row, if rows are apart) by another formula.
+"""
+
 _ACTIVATIONS: dict[PoolerActivation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "tanh": torch.tanh,
 }
 
@@ -43,13 +67,18 @@ def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array)
 
 
-def norm(x: Tensor, spec: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """RMSNorm or LayerNorm of x [..., D] over its last axis; weight and bias [D]. Keeps x's dtype."""
+def norm(x: Tensor, spec: Norm, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """RMSNorm or LayerNorm of x [..., D] over its last axis; weight and bias [D], or [n, D]. Keeps x's dtype."""
+    if weight is not None and weight.ndim > 1:
+        scaled = norm(x, replace(spec, scale=False), None) * weight
+        return scaled if bias is None else scaled + bias
     if spec.kind == "layer":
-        scale = 1 + weight if spec.unit_offset else weight
+        scale = 1 + weight if spec.unit_offset and weight is not None else weight
         return F.layer_norm(x, (x.shape[-1],), scale, bias, spec.eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if weight is None:
+        return wide.to(x.dtype)
     if spec.unit_offset:
         return (wide * (1 + weight.float())).to(x.dtype)
     return wide.to(x.dtype) * weight
@@ -60,14 +89,70 @@ def l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def activation(name: PoolerActivation) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise function of that name."""
-    return _ACTIVATIONS[name]
+def activation(name: PoolerActivation, *, batch_invariant: bool = False) -> Callable[[Tensor], Tensor]:
+    """Return the elementwise function of that name; with `batch_invariant` no element depends on its place."""
+    return _INVARIANT.get(name, _ACTIVATIONS[name]) if batch_invariant else _ACTIVATIONS[name]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid in float32; no element depends on its place in the tensor. Keeps x's dtype."""
+    return _sigmoid(x.float()).to(x.dtype)
+
+
+def xielu(x: Tensor, spec: Xielu, curvature_p: Tensor, curvature_n: Tensor) -> Tensor:
+    """Return xIELU of x, computed in float32; curvatures [1], before their softplus. Keeps x's dtype."""
+    wide = x.float()
+    above = F.softplus(curvature_p.float()) * wide.square()
+    below = (spec.beta + F.softplus(curvature_n.float())) * (torch.expm1(wide.clamp(max=spec.eps)) - wide)
+    return (torch.where(wide > 0, above, below) + spec.beta * wide).to(x.dtype)
+
+
+def gated(spec: Mlp, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the hidden values of a gated Mlp."""
+    if spec.clamped is not None:
+        return clamped_glu(gate, up, spec.clamped)
+    hidden = activation(spec.activation)(gate)
+    return hidden * up if spec.clip is None else clipped(hidden, up, spec.clip)
+
+
+def clipped(hidden: Tensor, up: Tensor, clip: float) -> Tensor:
+    """Return the product of an activated gate and up [T, F] within the limits of `Mlp.clip`."""
+    return hidden.clamp(max=clip) * up.clamp(-clip, clip)
+
+
+def clamped_glu(gate: Tensor, up: Tensor, spec: ClampedGlu) -> Tensor:
+    """Return the activation of gate and up [T, F]."""
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return gate * sigmoid(spec.alpha * gate) * (up + 1)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the float32 softmax of scores [..., T, C] over the last axis; `sinks` [..., T or 1]: one more logit."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    sink = sinks[..., None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(x / cap)."""
     return torch.tanh(x / cap) * cap
+
+
+def alibi(spec: Attention, queries: int, keys: int, like: Tensor) -> Tensor:
+    """Return what ALiBi adds to the scores of the last `queries` of `keys` tokens: [n, queries or 1, keys].
+
+    For earlier keys, without roots, it is the same for all queries, but for a constant per query.
+    """
+    assert spec.alibi_slopes is not None, "the mixer has ALiBi"
+    slopes = torch.tensor(spec.alibi_slopes, device=like.device)[:, None, None]
+    tokens = torch.arange(keys, dtype=torch.float32, device=like.device)
+    if spec.causal and not spec.alibi_root:
+        return (slopes * (tokens + (1 - keys))).to(like.dtype)
+    distances = tokens[keys - queries :, None] - tokens
+    if not spec.causal:
+        return (-slopes * distances.abs()).to(like.dtype)
+    return (-slopes * distances.clamp(min=0).sqrt()).to(like.dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
@@ -76,6 +161,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second, rest = x[..., :half], x[..., half:dim], x[..., dim:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def sparse(x: Tensor, quantile: float) -> Tensor:
+    """Return relu(x - cutoff) of x [T, F]; the cutoff lies `quantile` standard deviations above the mean of a row."""
+    return F.relu(x - (x.mean(-1, keepdim=True) + x.std(-1, keepdim=True, correction=0) * quantile))
+
+
+def query_growth(spec: QueryGrowth, positions: Tensor) -> Tensor:
+    """Return the factor on queries at positions int [T], float32 [T, 1, 1]."""
+    steps = (positions.float() + spec.offset).div(spec.period).floor()
+    return (1 + spec.rate * torch.log1p(steps))[:, None, None]
 
 
 def deinterleave(x: Tensor, dim: int) -> Tensor:
@@ -96,18 +192,63 @@ def select(scores: Tensor, seen: Tensor | None, top_k: int) -> Tensor:
     return chosen if seen is None else chosen & seen
 
 
-def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:
-    """Return weights float32 [T, k] and expert indices int64 [T, k] from router logits [T, E]."""
-    weights, experts = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
+def select_blocks(scores: Tensor, spec: BlockIndexer, context: int) -> Tensor:
+    """Return which tokens queries from position `context` on attend to, bool [K, T, C] as the scores."""
+    queries, keys = scores.shape[1:]
+    at = torch.arange(context, context + queries, device=scores.device)[:, None]
+    seen = torch.arange(keys, device=scores.device) <= at
+    scores = F.pad(scores.masked_fill(~seen, -torch.inf), (0, -keys % spec.tokens), value=-torch.inf)
+    blocks = scores.unflatten(-1, (-1, spec.tokens)).amax(-1)  # [K, T, B]
+    numbers = torch.arange(blocks.shape[-1], device=scores.device)
+    own = at // spec.tokens
+    blocks = blocks.masked_fill((numbers <= own) & (numbers > own - spec.local), torch.inf)
+    best = blocks.topk(min(spec.top_k, len(numbers)), dim=-1).indices
+    chosen = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, best, True)
+    return chosen.repeat_interleave(spec.tokens, -1)[..., :keys] & seen
+
+
+def route(logits: Tensor, spec: Router | SparseMixer, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return weights float32 [T, k] and expert indices int64 [T, k] from router logits [T, E].
+
+    `correction` float32 [E]: if the router has one.
+    """
+    if isinstance(spec, SparseMixer):
+        return _sparse_mixer(logits.float(), spec)
+    scores = logits.float().softmax(-1) if spec.scores == "softmax" else sigmoid(logits.float())
+    choice = scores if correction is None else scores + correction
+    if spec.groups is not None:
+        choice = _of_best_groups(choice, spec.groups)
+    experts = choice.topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
     if spec.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+    return (weights if spec.scale == 1.0 else weights * spec.scale), experts
+
+
+def _of_best_groups(choice: Tensor, groups: ExpertGroups) -> Tensor:
+    """Return scores [T, E], -inf for experts that are not in the best groups."""
+    grouped = choice.unflatten(-1, (groups.count, -1))
+    ranked = grouped.amax(-1) if groups.rank_by == "best" else grouped.topk(2, dim=-1).values.sum(-1)
+    best = ranked.topk(groups.used, dim=-1).indices
+    excluded = torch.ones_like(ranked, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _sparse_mixer(logits: Tensor, spec: SparseMixer) -> tuple[Tensor, Tensor]:
+    rest, weights, experts = logits, [], []
+    for _ in range(spec.top_k):
+        largest, expert = rest.max(-1, keepdim=True)
+        near = largest - logits <= 2 * spec.jitter * logits.abs().maximum(largest)
+        weights.append(1 / (rest - largest).exp().where(near, 0).sum(-1, keepdim=True))
+        experts.append(expert)
+        rest = rest.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
 def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Return the weighted sum of each token's experts, [T, D]. `expert(e, rows [t, D])` runs expert e on its rows."""
     mixed = torch.zeros_like(x)
-    for e in set(experts.flatten().tolist()):
+    for e in sorted(set(experts.flatten().tolist())):  # so that a token's sum has one order
         rows, slots = (experts == e).nonzero(as_tuple=True)
         mixed.index_add_(0, rows, (expert(e, x[rows]) * weights[rows, slots, None]).to(x.dtype))
     return mixed

@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.reference.model.ops import activation, norm
 from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules
 from pagoda.common.models import spec as models
 
 Step = Callable[[Tensor], Tensor]
+
+PoolPrompts = Callable[[PackedPrompts, Sequence[int], Sequence[PoolingRules]], tuple[Tensor, ...]]
+"""(prompts, bounds of their tokens, what each asks for) -> float32 [n] or [length, n] for each prompt."""
 
 
 class ReferencePooler:
@@ -23,17 +27,28 @@ class ReferencePooler:
         self.spec = spec
         self.dense = tuple(_dense(dense, f"pooler.dense.{index}", params) for index, dense in enumerate(spec.dense))
         self.weight, self.bias = params.get("pooler.classifier"), params.get("pooler.classifier_bias")
+        self.heads = {
+            head.task: (params[f"pooler.{head.task}"], params[f"pooler.{head.task}_bias"]) for head in spec.token_heads
+        }
 
     def __call__(self, hidden: Tensor, bounds: Sequence[int], rules: Sequence[PoolingRules]) -> tuple[Tensor, ...]:
         """Hidden [T, D], tokens bounds[s] to bounds[s+1] of prompt s -> [n] or [length, n] for each prompt."""
         pooled = [self._pool(hidden[begin:end], rule) for (begin, end), rule in zip(pairwise(bounds), rules)]
-        rows = torch.cat(pooled)
+        if self.heads:
+            outputs = [self._project(part, rule) for part, rule in zip(pooled, rules)]
+        else:
+            outputs = list(self._layers(torch.cat(pooled)).split([len(part) for part in pooled]))
+        return tuple(self._finish(output, rule) for output, rule in zip(outputs, rules))
+
+    def _layers(self, rows: Tensor) -> Tensor:
+        """Return the dense layers and the classifier of rows [R, D]."""
         for dense in self.dense:
             rows = dense(rows)
-        if self.weight is not None:
-            rows = F.linear(rows, self.weight, self.bias)
-        outputs = rows.split([len(part) for part in pooled])
-        return tuple(self._finish(output, rule) for output, rule in zip(outputs, rules))
+        return rows if self.weight is None else F.linear(rows, self.weight, self.bias)
+
+    def _project(self, rows: Tensor, rules: PoolingRules) -> Tensor:
+        """Return the head of a per-token task, or the layers of others, of rows [R, D]."""
+        return F.linear(rows, *self.heads[rules.task]) if rules.task in self.heads else self._layers(rows)
 
     def _pool(self, hidden: Tensor, rules: PoolingRules) -> Tensor:
         """One prompt's hidden states [length, D] -> [1, D], or [length, D] for token tasks."""
@@ -53,8 +68,8 @@ class ReferencePooler:
         if rules.task in EMBEDS:
             answer = answer[:, : rules.dimensions]
             answer = F.normalize(answer, dim=-1) if rules.use_activation else answer
-        elif rules.use_activation and self.spec.classifier is not None:
-            answer = _activated(answer, self.spec.classifier.activation)
+        elif rules.use_activation:
+            answer = _activated(answer, self.spec.activation(rules.task))
         return answer if rules.task in OF_TOKENS else answer[0]
 
 
@@ -76,5 +91,7 @@ def _activated(answer: Tensor, name: str | None) -> Tensor:
             return answer.sigmoid()
         case "softmax":
             return answer.softmax(-1)
+        case "relu":
+            return answer.relu()
         case _:
             return answer

@@ -16,6 +16,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
     unsupported_error,
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.mixers import Attention
 
@@ -32,7 +33,13 @@ class FlashAttn:
         self.with_kvcache = with_kvcache
 
     def __call__(
-        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+        self,
+        queries: Tensor,
+        batch: CudaStepBatch,
+        cache: CudaLayerCache,
+        spec: Attention,
+        terms: HeadTerms,
+        out: Tensor,
     ) -> None:
         """See PrefillAttention. One split, so that a sequence's result does not depend on the others."""
         part = PrefillPart.of(queries, batch, cache)

@@ -20,6 +20,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
     unsupported_error,
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.mixers import Attention
 
@@ -38,7 +39,13 @@ class FlashInfer:
         self._plans: dict[tuple[int, Attention], FlashInferPlan] = {}
 
     def __call__(
-        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+        self,
+        queries: Tensor,
+        batch: CudaStepBatch,
+        cache: CudaLayerCache,
+        spec: Attention,
+        terms: HeadTerms,
+        out: Tensor,
     ) -> None:
         """See PrefillAttention. Layers of one group and spec share a plan."""
         part = PrefillPart.of(queries, batch, cache)

@@ -1,34 +1,67 @@
-"""The interface of attention backends for prefill and mixed steps.
+"""The interfaces of attention backends: over K and V in prefill and mixed steps, over latents (MLA) in decodes.
 
-Decode steps always use our own kernel, captured in CUDA graphs.
+Decodes over K and V and prefills over latents always use our own kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
+from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers import Attention, LatentAttention
+
+LATENT_DIMS: Final = (512, 64)
+"""Channels of a latent and of its rotary key that the kernels of others are written for."""
 
 
 class PrefillAttention(Protocol):
     """Attention of a step's sequences from `num_decodes` on."""
 
     def __call__(
-        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+        self,
+        queries: Tensor,
+        batch: CudaStepBatch,
+        cache: CudaLayerCache,
+        spec: Attention,
+        terms: HeadTerms,
+        out: Tensor,
     ) -> None:
-        """Write the attention of queries [T, N, H] to rows of out [T, N, H]; their K and V are in the cache already.
+        """Write the attention of queries [T, N, H] to rows of out [T, N, V]; their K and V are in the cache already.
 
-        Rows of decode sequences are unchanged; rows of padding tokens are undefined.
+        `terms`: the sinks and slopes that `spec` says there are. Rows of decode sequences are unchanged; rows of
+        padding tokens are undefined.
         """
         ...
+
+
+class LatentDecode(Protocol):
+    """Latent attention of a step's first `num_decodes` sequences. Called once per layer; captured in CUDA graphs."""
+
+    def __call__(
+        self, absorbed: Tensor, q: Tensor, batch: CudaStepBatch, cache: CudaArrayCache, spec: LatentAttention
+    ) -> Tensor:
+        """Return the attended latents [T, N, R] of the decodes' tokens, whose latents are in the cache already.
+
+        absorbed [T, N, R]: queries without RoPE in the latent space; q [T, N, H]: the last channels have RoPE. Rows of
+        padding are undefined.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernels:
+    """The attention backends of a rank."""
+
+    prefill: PrefillAttention
+    latent_decode: LatentDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +69,7 @@ class AttentionRequirements:
     """What an attention backend must support."""
 
     mixers: tuple[Attention, ...]
+    latents: tuple[LatentAttention, ...]
     dtype: torch.dtype
     kv_dtype: torch.dtype
     page: int  # tokens
@@ -65,6 +99,25 @@ class PrefillPart:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LatentDecodePart:
+    """The decodes of a batch as most libraries take them."""
+
+    queries: Tensor  # [S, Q, N, R+D]: in the latent space, then with RoPE
+    kv_lens: Tensor  # int32 [S], at least 1: padding reads the cache's first page
+    tables: Tensor  # int32 [S, W]
+
+    @classmethod
+    def of(cls, absorbed: Tensor, q: Tensor, batch: CudaStepBatch, cache: CudaArrayCache) -> LatentDecodePart:
+        """Select them, without synchronizing with the host."""
+        seqs, rotary = batch.num_decodes, cache.array.shape[2] - absorbed.shape[2]
+        return cls(
+            torch.cat((absorbed, q[..., -rotary:]), -1).unflatten(0, (seqs, batch.query_len)),
+            batch.kv_lens[:seqs].clamp_min(1),
+            batch.groups[cache.group].tables[:seqs],
+        )
+
+
 def by_token(cache: Tensor) -> Tensor:
     """Return the view [P, B, K, H] of keys or values [P, K, B, H], the layout of most libraries."""
     return cache.transpose(1, 2)
@@ -76,7 +129,9 @@ def unsupported_error(name: str, why: str) -> ConfigError:
 
 
 def check_flash_limits(name: str, needs: AttentionRequirements, max_head_dim: int) -> None:
-    """Raise ConfigError for what no FlashAttention has: CPU, float32, 8-bit caches, wider heads, windows.
+    """Raise ConfigError for what they lack: CPU, float32, 8-bit caches, wider heads, windows, chunks, sinks, ALiBi.
+
+    And values that are not as wide as keys.
 
     Windows: it multiplies values in blocks that left the window by zero, but freed blocks may contain NaN.
     """
@@ -89,6 +144,36 @@ def check_flash_limits(name: str, needs: AttentionRequirements, max_head_dim: in
         raise unsupported_error(name, f"does not support a {kv_dtype} cache (--kv-cache-dtype)")
     if any(mixer.window is not None for mixer in needs.mixers):
         raise unsupported_error(name, "cannot share a KV cache with the sliding windows of this model")
+    if any(mixer.chunk is not None for mixer in needs.mixers):
+        raise unsupported_error(name, "does not attend in chunks, as this model does")
+    if any(mixer.sinks for mixer in needs.mixers):
+        raise unsupported_error(name, "does not take the attention sinks of this model")
+    if any(mixer.alibi_slopes is not None for mixer in needs.mixers):
+        raise unsupported_error(name, "does not take the ALiBi slopes of this model")
+    if any(mixer.value_width != mixer.head_dim for mixer in needs.mixers):
+        raise unsupported_error(name, "does not take the value heads of this model, which are not as wide as its keys")
     head_dim = max(mixer.head_dim for mixer in needs.mixers)
     if head_dim > max_head_dim:
         raise unsupported_error(name, f"supports heads of up to {max_head_dim} channels, this model's have {head_dim}")
+
+
+def check_latent_limits(name: str, needs: AttentionRequirements, pages: tuple[int, ...]) -> None:
+    """Raise ConfigError for what a kernel over such pages (tokens) lacks: CPU, float32, other widths, indexers."""
+    if needs.device.torch.type == "cpu":
+        raise unsupported_error(name, "needs a GPU")
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        raise unsupported_error(
+            name, f"computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
+        )
+    for spec in needs.latents:
+        if (spec.latent_dim, spec.rope.dim) != LATENT_DIMS:
+            raise unsupported_error(
+                name, f"supports latents of 512 + 64 channels, this model's have {spec.latent_dim} + {spec.rope.dim}"
+            )
+        if spec.indexer is not None:
+            raise unsupported_error(name, "does not attend to the tokens that this model's indexer selects")
+    if needs.page not in pages:
+        wanted = " or ".join(map(str, pages))
+        raise ConfigError(
+            "--block-size", f"{name} reads pages of {wanted} tokens, not {needs.page}; use --block-size {pages[-1]}"
+        )

@@ -23,6 +23,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
     unsupported_error,
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
@@ -39,7 +40,13 @@ class TorchVarlen:
         self.varlen_attn = varlen_attn
 
     def __call__(
-        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+        self,
+        queries: Tensor,
+        batch: CudaStepBatch,
+        cache: CudaLayerCache,
+        spec: Attention,
+        terms: HeadTerms,
+        out: Tensor,
     ) -> None:
         """See PrefillAttention. Maximum lengths are upper bounds: surplus programs end at once."""
         part = PrefillPart.of(queries, batch, cache)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -22,19 +22,27 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     logits_indices,
     make_batch,
     pack,
+    pack_rounds,
     round_up,
     table_width,
     tables,
 )
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice, Run
 from pagoda.backends.torch_cuda.kernels.decode_attention import MAX_QUERY_LEN
+from pagoda.backends.torch_cuda.kernels.latent_prefill import plan_rounds
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
-from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
+from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
+from pagoda.backends.torch_cuda.memory.cache import CudaCache, copy_states
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.sampling import CudaSampler
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PendingTokens, PromptScores, score_prompts
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
+from pagoda.common.models.caches import StateCache
+
+if TYPE_CHECKING:
+    from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +62,8 @@ _MIN_STAGING_SIZE: Final = 1 << 14
 class StepParts:
     """The objects that every program uses."""
 
-    decoder: CudaDecoder
-    caches: Mapping[int, CudaLayerCache]
+    decoder: CudaDecoder | CudaTransformersDecoder
+    caches: Mapping[int, CudaCache]
     sampler: CudaSampler
     buffers: DecodeBuffers
 
@@ -149,14 +157,21 @@ class QueuedStep:
     num_decodes: int
     tiles: Int32 | None  # of the sequences from `num_decodes` on; None: a step that `StepPrograms.decode` computes
     width: int  # rows of logits per sequence
+    rounds: tuple[tuple[Int32, Int32], ...] = ()  # of latent prefill
+    chunks: Int32 | None = None  # of recurrent mixers, if the model has any
 
 
 class Runner:
-    """Runs steps over one set of caches. `tile`: query tokens per tile of prefill attention."""
+    """Runs steps over one set of caches."""
 
-    def __init__(self, programs: StepPrograms, stream: DeviceStream, block_size: int, tile: int) -> None:
+    def __init__(
+        self, programs: StepPrograms, stream: DeviceStream, layout: KvLayout, tile: int, round_tokens: int = 0
+    ) -> None:
+        """`tile`: query tokens per tile of prefill attention; `round_tokens`: of latent prefill, if there is any."""
         self.programs, self.stream = programs, stream
-        self._block_size, self._tile = block_size, tile
+        self._layout, self._block_size = layout, layout.block_size
+        self._tile, self._round_tokens = tile, round_tokens
+        self._has_states = any(isinstance(group.spec, StateCache) for group in layout.groups)
         self._staging = Staging(stream)
 
     def run(self, plan: StepPlan) -> PendingStep:
@@ -164,6 +179,7 @@ class Runner:
         parts = self.programs.parts
         for start in plan.starts:
             parts.sampler.start(start)
+        copy_states(plan.state_copies, self._layout, parts.caches)
         step = self._padded(plan)
         packed = self._send(step)
         hidden = self._forward(step, packed)
@@ -198,8 +214,22 @@ class Runner:
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
         tokens = round_up(plan.num_tokens, TOKEN_ALIGN)
-        shape = CudaStepShape(tokens, plan.num_seqs, size * width, groups, table, len(tiles), drafts)
-        return QueuedStep(plan, shape, num_decodes, tiles, width)
+        capacity, kv_lens = self._round_tokens, plan.context + lengths
+        rounds = tuple(plan_rounds(kv_lens, num_decodes, capacity)) if capacity else ()
+        blocks = tuple(len(blocks) for blocks, _ in rounds)
+        chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states else None
+        shape = CudaStepShape(
+            tokens,
+            plan.num_seqs,
+            size * width,
+            groups,
+            table,
+            len(tiles),
+            drafts,
+            blocks,
+            0 if chunks is None else len(chunks),
+        )
+        return QueuedStep(plan, shape, num_decodes, tiles, width, rounds, chunks)
 
     def _has_graph(self, plan: StepPlan, lengths: Int32, width: int) -> bool:
         """Return whether a step with drafts can be computed with `width` tokens per sequence, in the input buffers."""
@@ -219,6 +249,9 @@ class Runner:
         )
         if step.tiles is not None:
             shape.sections["tiles"].of(flat)[:] = step.tiles
+            pack_rounds(flat, shape, list(step.rounds))
+            if step.chunks is not None:
+                shape.sections["chunks"].of(flat)[:] = step.chunks
         return self._staging.send()
 
     def _forward(self, step: QueuedStep, packed: Tensor) -> Tensor | None:
@@ -240,8 +273,8 @@ class Runner:
             tile=self._tile,
         )
         if plan.embeds is not None:  # captured steps read no embeddings
-            table = programs.parts.decoder.embed.table
-            batch = replace(batch, embedded=Embedded.of(plan, table.dtype, table.device))
+            dtype, device = programs.parts.decoder.embedding_dtype, batch.token_ids.device
+            batch = replace(batch, embedded=Embedded.of(plan, dtype, device))
         hidden = programs.hidden(batch)
         if plan.samples.any():
             buffers.fill_sampling(shape, packed)

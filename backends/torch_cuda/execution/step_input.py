@@ -1,7 +1,7 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
     sampling | token ids | token rows | positions | slots | token sequences | shift rows | query starts | KV lengths |
-    query counts | logits indices | tiles | tables
+    query counts | logits indices | tiles | chunks | spans | blocks | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
@@ -10,11 +10,12 @@ strides.
 
 An engine with drafts plans ahead before it knows how many of them are rejected. Its positions are upper bounds that the
 device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines. Query
-counts are those of sequences that are padded to one number of tokens.
+counts are those of sequences that are padded to one number of tokens. Spans and blocks are rounds of latent prefill.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
+from pagoda.backends.torch_cuda.kernels.latent_prefill import ExpansionRound
 from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
 from pagoda.common.engine.step import PREVIOUS, Int32, StepPlan
 
@@ -66,6 +68,10 @@ class CudaStepBatch:
     query_len: int = 1
     query_counts: Tensor | None = None  # int32 [num_decodes]: how many of their tokens are not padding; None: all
     tile: int | None = None  # None: each layer's own default, the same for all
+    rounds: tuple[ExpansionRound, ...] = ()  # of latent prefill: the cached tokens of sequences with tiles
+    chunks: Tensor | None = (
+        None  # int32 [n, 2]: as `tiles`, of a chunk of recurrent mixers; None: no sequence has tiles
+    )
     embedded: Embedded | None = None  # prompt embeddings; None: all tokens are looked up
 
 
@@ -104,6 +110,8 @@ class CudaStepShape:
     width: int  # blocks per table
     tiles: int = 0
     drafts: bool = False  # of an engine with drafts
+    round_blocks: tuple[int, ...] = ()  # blocks of each round of latent prefill
+    chunks: int = 0  # of recurrent mixers
     query_len: int | None = None  # tokens of every sequence, padded at the front; None: of different lengths, or 1
 
     @property
@@ -143,6 +151,9 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
         ("query_counts", int(shape.query_len is not None), shape.seqs, ALIGN),
         ("logits_indices", 1, shape.rows, ALIGN),
         ("tiles", shape.tiles, 2, 2),
+        ("chunks", shape.chunks, 2, 2),
+        ("spans", len(shape.round_blocks) * shape.seqs, 3, 3),
+        ("blocks", sum(shape.round_blocks), 2, 2),
         ("tables", shape.groups * shape.seqs, shape.width, TABLE_ALIGN),
     ):
         sections[name] = section = InputSection(begin, rows, columns, round_up(columns, align))
@@ -274,7 +285,25 @@ def make_batch(
         query_len=shape.query_len or 1,
         query_counts=None if shape.query_len is None else shape.vector(packed, "query_counts"),
         tile=tile,
+        rounds=tuple(_rounds(shape, packed)),
+        chunks=shape.sections["chunks"].of(packed) if shape.chunks else None,
     )
+
+
+def _rounds(shape: CudaStepShape, packed: Tensor) -> Iterator[ExpansionRound]:
+    """Yield the rounds of latent prefill."""
+    if not shape.round_blocks:
+        return
+    spans = shape.sections["spans"].of(packed).reshape(len(shape.round_blocks), shape.seqs, 3)
+    blocks = shape.sections["blocks"].of(packed).split(list(shape.round_blocks))
+    yield from map(ExpansionRound, blocks, spans)
+
+
+def pack_rounds(flat: Int32, shape: CudaStepShape, rounds: list[tuple[Int32, Int32]]) -> None:
+    """Write (blocks, spans) of each round of latent prefill; see `plan_rounds`."""
+    if rounds:
+        shape.sections["spans"].of(flat)[:] = np.concatenate([spans for _, spans in rounds])
+        shape.sections["blocks"].of(flat)[:] = np.concatenate([blocks for blocks, _ in rounds])
 
 
 def make_slots(tables: Tensor, sequences: Tensor, positions: Tensor, block_size: int) -> Tensor:

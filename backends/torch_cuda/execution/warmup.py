@@ -13,6 +13,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import RowStart, StepPlan
+from pagoda.common.models.caches import LatentCache
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,9 @@ class WarmupPlans:
         min_seqs = -(-tokens // self._limits.max_model_len)
         yield self.prefill(tokens, min_seqs, rules=MOST_MEMORY)
         yield self.prefill(tokens, seqs, rules=MOST_MEMORY)
+        latents = any(isinstance(group.spec, LatentCache) for group in self._layout.groups)
+        if latents and (context := self._limits.max_model_len - tokens) > 0:  # its expansion takes several rounds
+            yield self.plan([tokens], context, MOST_MEMORY)
         yield self.decode(seqs, MOST_MEMORY)
         yield from self.drafts(seqs, MOST_MEMORY)
 

@@ -28,7 +28,8 @@ from triton.compiler import ASTSource
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, Launch
 
 TARGETS: Final = ("sm_80", "sm_90", "sm_100")
-FOLDERS: Final = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/kernel.py")))
+_HERE: Final = Path(__file__).parent
+FOLDERS: Final = tuple(sorted(".".join(path.parent.relative_to(_HERE).parts) for path in _HERE.glob("**/kernel.py")))
 _WARP: Final = 32
 
 
@@ -67,7 +68,11 @@ def build(name: str, launch: Launch, chip: Chip) -> CompiledKernel:
     }
     constants = {(names.index(arg),): value for arg, value in launch.constants.items()}
     source = ASTSource(launch.kernel, signature=types, constexprs=constants, attrs=aligned)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": launch.fused,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", chip.arch, _WARP), options=options)
     usage = _usage(compiled.asm["cubin"])
     return CompiledKernel(

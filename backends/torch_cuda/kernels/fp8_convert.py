@@ -75,6 +75,11 @@ def saturated(x: Tensor) -> Tensor:
     return x.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def decoded(bits: Tensor) -> Tensor:
+    """Return float32 of float8 bits uint8."""
+    return bits.view(torch.float8_e4m3fn).float()
+
+
 def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [T, n] as float8 [T, n] and float32 scales [T, 1]: value = stored * scale; zero rows have scale 1."""
     wide = x.float()

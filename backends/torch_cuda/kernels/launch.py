@@ -84,6 +84,12 @@ class Launch:
     num_stages: int = 2
     hot: bool = True  # spilled registers are an error
     wgmma: bool = False  # on sm_90 its products must be warp-group instructions
+    fused: bool = True  # multiplications and additions may be fused
+
+
+def arguments_of(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the values whose names are arguments of the kernel."""
+    return {name: values[name] for name in kernel.arg_names if name in values}
 
 
 def settings(path: Path, chip: Chip, key: str) -> Settings:

@@ -7,8 +7,8 @@ that a CUDA graph captures a step with its copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Final, ParamSpec, TypeVar
@@ -41,10 +41,11 @@ class HostLayers:
         return sum(self.sizes.values()) - BUFFERS * max(self.sizes.values(), default=0)
 
 
-def choose_layers(params: RankParams, gib: float) -> HostLayers:
+def choose_layers(params: RankParams, gib: float, shared: Collection[int] = ()) -> HostLayers:
     """Return as many layers as fit in `gib`, evenly spaced so that copies overlap computation; none for 0.
 
-    `params` may be on the meta device. Raise ConfigError if fewer than three fit: two are on the device anyway.
+    `params` may be on the meta device. `shared`: layers whose input block others use, which stays on the device. Raise
+    ConfigError if fewer than three fit: two are on the device anyway.
     """
     if not gib:
         return HostLayers({}, {})
@@ -53,6 +54,8 @@ def choose_layers(params: RankParams, gib: float) -> HostLayers:
     for name, matrix in params.by_name.items():
         if name.startswith("layers."):
             layer = int(name.split(".")[1])
+            if layer in shared and name.startswith((f"layers.{layer}.block.", f"layers.{layer}.mixers.0.")):
+                continue
             names[layer] = (*names.get(layer, ()), name)
             sizes[layer] = sizes.get(layer, 0) + sum(_aligned(part.nbytes) for part in _parts(matrix))
     for count in range(len(names), BUFFERS, -1):
@@ -143,7 +146,7 @@ class Offload:
     def _staged(self, number: int, matrix: Matrix) -> Matrix:
         if isinstance(matrix, Tensor):
             return self._view(number, matrix)
-        return replace(matrix, data=self._view(number, matrix.data), scale=self._view(number, matrix.scale))
+        return matrix.mapped(partial(self._view, number))
 
     def _view(self, number: int, tensor: Tensor) -> Tensor:
         begin = tensor.data_ptr() - self._host[number].data_ptr()
@@ -195,7 +198,7 @@ class _StreamCopies:
 
 
 def _parts(matrix: Matrix) -> tuple[Tensor, ...]:
-    return (matrix,) if isinstance(matrix, Tensor) else (matrix.data, matrix.scale)
+    return (matrix,) if isinstance(matrix, Tensor) else (*matrix.tensors.values(),)
 
 
 def _aligned(size: int) -> int:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts, attend
-from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
+from pagoda.backends.reference.model.ops import query_growth
+from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.rope_cache import rope_and_cache
-from pagoda.backends.torch_cuda.model.attention import make_projection_norm, per_head_norm
-from pagoda.backends.torch_cuda.model.decoder import CudaDecoderLayer, Stream
+from pagoda.backends.torch_cuda.kernels.rope_cache import rope_and_cache, rope_queries
+from pagoda.backends.torch_cuda.model.attention import make_preparation, per_head_norm, projection, value_norm
+from pagoda.backends.torch_cuda.model.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.model.decoder import MixerStep, make_layers
+from pagoda.backends.torch_cuda.model.latent_attention import CudaPackedLatentAttention
 from pagoda.backends.torch_cuda.model.parameters import RankParams
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, rotary_tables
+from pagoda.backends.torch_cuda.model.parts import (
+    CudaBuildContext,
+    CudaTokenEmbedding,
+    rotary_tables,
+)
+from pagoda.backends.torch_cuda.model.recurrent.layers import make_recurrence
+from pagoda.backends.torch_cuda.model.recurrent.recurrence import CudaPackedRecurrence
+from pagoda.backends.torch_cuda.model.streams import make_first_streams, run_layers
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK
-from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
 
 PAGE = 16
@@ -25,29 +39,52 @@ class CudaEncoder:
     """A batch of prompts in, hidden states out, without synchronizing with the host."""
 
     def __init__(self, spec: ModelSpec, params: RankParams, device: Device, max_len: int) -> None:
-        build = CudaBuildContext(params, device, SINGLE_RANK, TritonAttn(device))
+        params = params.with_shared_blocks(spec.shared_blocks)
+        build = CudaBuildContext(params, device, SINGLE_RANK, own_kernels(device), spec.width)
         tables = rotary_tables(spec, max_len, device.torch)
+        readers = Counter(numbers for layer in spec.cache_numbers for numbers in layer)
+        shared = frozenset(number for numbers, count in readers.items() for number in numbers if count > 1)
         self.embed = CudaTokenEmbedding(spec.embedding, build)
-        self.layers = tuple(
-            CudaDecoderLayer(
-                layer,
-                CudaPackedAttention(layer.attention, tables[layer.attention.rope], build, f"layers.{index}.mixers.0"),
-                build,
-                f"layers.{index}",
-            )
-            for index, layer in enumerate(spec.layers)
+        self.first = make_first_streams(spec, build)
+        self.layers = make_layers(
+            spec,
+            build,
+            lambda mixer, prefix, numbers: make_packed_mixer(mixer, tables, build, prefix, numbers, shared),
         )
         self.final_norm = build.norm(spec.final_norm, "final_norm")
         self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
         """Return hidden states [T, D] after the last norm."""
-        stream: Stream = None, self.embed(batch.token_ids, batch.positions, batch.token_types)
-        for layer in self.layers:
-            stream = layer(stream, batch)
-        residual, update = stream
+        x = self.embed(batch.token_ids, batch.positions, batch.token_types)
+        kept: SharedKeysValues = {}
+        residual, update = run_layers(self.layers, self.first, batch.token_ids, x, batch, kept)
         hidden = self.final_norm(update, residual)[0]
         return hidden if self.embed_out is None else self.embed_out(hidden)
+
+
+SharedKeysValues = dict[int, tuple[Tensor, Tensor]]
+"""K and V [T, K, H] of layers whose cache, by number, later layers read."""
+
+
+def make_packed_mixer(
+    spec: Mixer,
+    tables: Mapping[Rope | None, Tensor | None],
+    build: CudaBuildContext,
+    prefix: str,
+    numbers: tuple[int, ...],
+    shared: frozenset[int],
+) -> MixerStep:
+    """Return the mixer within each prompt. `numbers`: of its caches; `shared`: of those that several layers read."""
+    match spec:
+        case Attention():
+            number = numbers[0]
+            return CudaPackedAttention(spec, tables, build, prefix, number if number in shared else None)
+        case LatentAttention():
+            return CudaPackedLatentAttention(spec, tables, build, prefix)
+        case _:
+            (cache,) = spec.caches()
+            return CudaPackedRecurrence(make_recurrence(spec, tables, build, prefix), cache.block_elements(1))
 
 
 class CudaPackedAttention:
@@ -56,34 +93,77 @@ class CudaPackedAttention:
     K and V are normalised and rotated by the kernel that fills the KV cache, here into temporary pages.
     """
 
-    def __init__(self, spec: Attention, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str) -> None:
-        self.spec, self.cos_sin, self.device = spec, cos_sin, build.device
-        self.qkv, self.out = build.linear(f"{prefix}.qkv"), build.linear(f"{prefix}.out")
+    def __init__(
+        self,
+        spec: Attention,
+        tables: Mapping[Rope | None, Tensor | None],
+        build: CudaBuildContext,
+        prefix: str,
+        shared: int | None,
+    ) -> None:
+        """`shared`: the number of its cache if several layers read it."""
+        cos_sin = tables[spec.rope]
+        self.spec, self.device, self.shared = spec, build.device, shared
+        self.qkv, self.out = projection(spec, build, f"{prefix}.qkv"), build.linear(f"{prefix}.out")
         self.q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
-        self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm")
-        full = spec.qk_norm if spec.qk_norm_over == "full" else None
-        self.full_norm = None if full is None else make_projection_norm(spec, full, build, prefix)
+        self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
+        self.v_norm = value_norm(spec, build)
+        self.gate = build.linear(f"{prefix}.gate") if spec.output_gate else None
+        self.prepare = make_preparation(spec, cos_sin, build, prefix)
+        self.cos_sin = None if spec.qk_norm_after_rope else cos_sin
+        self.sinks = build.params.get(f"{prefix}.sinks")
+        self.index = None if spec.blocks is None else CudaBlockIndex(spec, spec.blocks, tables, build, prefix)
 
-    def __call__(self, x: Tensor, batch: PackedPrompts) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedKeysValues) -> Tensor:
         """Return [T, D] of x [T, D]."""
-        qkv, tokens = self.qkv(x), len(x)
-        if self.full_norm is not None:
-            qkv = self.full_norm(qkv)
-        spec = self.spec
-        pages = qkv.new_empty(2, tokens // PAGE + 1, spec.kv_heads, PAGE, spec.head_dim)
+        qkv, spec = self.qkv(x), self.spec
+        if self.prepare is not None:
+            qkv = self.prepare(qkv, batch.positions.int())
+        if spec.shares_cache_of is None:
+            queries, keys, values = self._rotated(qkv, batch)
+            if self.shared is not None:
+                kept[self.shared] = keys, values
+        else:
+            assert self.shared is not None, "two layers read the cache"
+            keys, values = kept[self.shared]
+            queries = rope_queries(
+                qkv,
+                batch.positions.int(),
+                heads=spec.heads,
+                cos_sin=self.cos_sin,
+                q_norm=self.q_norm,
+                use_kernel=self.device.use_kernels,
+            )
+        masks = {} if self.index is None else packed_masks(self.index, spec, x, batch)
+        heads = attend(queries, keys, values, batch, spec, masks, sinks=self.sinks)
+        if self.gate is not None:
+            heads = heads.unflatten(1, (spec.heads, -1)) * self.gate(x).sigmoid().unflatten(1, (spec.heads, -1))
+            heads = heads.flatten(1)
+        return self.out(heads)
+
+    def _rotated(self, qkv: Tensor, batch: PackedPrompts) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, N, H], keys and values [T, K, H], normalised and rotated."""
+        spec, tokens = self.spec, len(qkv)
+        keys, values = (
+            qkv.new_empty(tokens // PAGE + 1, spec.kv_heads, PAGE, dim) for dim in (spec.head_dim, spec.value_width)
+        )
         queries = rope_and_cache(
             qkv,
             batch.positions.int(),
-            torch.arange(1, tokens + 1, dtype=torch.int32, device=x.device),
-            pages[0],
-            pages[1],
+            torch.arange(1, tokens + 1, dtype=torch.int32, device=qkv.device),
+            keys,
+            values,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             cos_sin=self.cos_sin,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
+            v_norm=self.v_norm,
+            values_are_keys=spec.values_are_keys,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )
-        keys, values = pages.transpose(2, 3).flatten(1, 2)[:, 1 : tokens + 1]
-        return self.out(attend(queries, keys, values, batch, spec))
+        if spec.query_growth is not None:
+            queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
+        keys, values = (pages.transpose(1, 2).flatten(0, 1)[1 : tokens + 1] for pages in (keys, values))
+        return queries, keys, values

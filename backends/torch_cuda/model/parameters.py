@@ -35,6 +35,20 @@ class RankParams:
         """Return an unpacked tensor, or None if the model has none."""
         return self[name] if name in self.by_name else None
 
+    def with_shared_blocks(self, owners: Mapping[int, int]) -> RankParams:
+        """Return the parameters with those of input blocks under the names of every layer that uses them.
+
+        `owners`: see `ModelSpec.shared_blocks`.
+        """
+        named = dict(self.by_name)
+        for layer, owner in owners.items():
+            for part in ("block.", "mixers.0."):
+                first, own = f"layers.{owner}.{part}", f"layers.{layer}.{part}"
+                for name, matrix in self.by_name.items():
+                    if name.startswith(first):
+                        named.setdefault(own + name.removeprefix(first), matrix)
+        return RankParams(named)
+
     def matrix(self, name: str) -> Matrix:
         """Return a matrix, packed or not. Raise KeyError if the model has none."""
         return self.by_name[name]
@@ -54,4 +68,4 @@ class RankParams:
 
 def packed_parts(name: str, packed: PackedMatrix) -> dict[str, Tensor]:
     """Return the tensors of a packed matrix by name."""
-    return {f"{name}.data": packed.data, f"{name}.scale": packed.scale}
+    return {f"{name}.{part}": tensor for part, tensor in packed.tensors.items()}

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
+from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
 from pagoda.backends.torch_cuda.kernels.norm import norm
-from pagoda.backends.torch_cuda.kernels.weight_only import weight_only_linear
+from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
 from pagoda.backends.torch_cuda.model.parameters import Matrix, RankParams
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.common.models.primitives import Norm
@@ -26,11 +27,42 @@ Linear = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
 
 
-def linear(weight: Matrix, bias: Tensor | None, device: Device) -> Linear:
-    """Return the map of weight [out, in], packed or not, and bias [out]; it follows in-place updates of both."""
+def linear(
+    weight: Matrix,
+    bias: Tensor | None,
+    device: Device,
+    *,
+    batch_invariant: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Linear:
+    """Return the map of weight [out, in], packed or not, and bias [out]; it follows in-place updates of both.
+
+    `batch_invariant`: a row's result does not depend on the others. `dtype`: of the result of a weight that is not
+    packed, the weight's or float32; default: the weight's.
+    """
+    if batch_invariant:
+        assert isinstance(weight, Tensor), "packed weights are refused with --batch-invariant"
+        return partial(
+            invariant_linear,
+            weight=weight,
+            bias=bias,
+            dtype=dtype,
+            use_kernel=device.use_kernels,
+            chip=device.chip,
+        )
     if isinstance(weight, Tensor):
-        return partial(F.linear, weight=weight, bias=bias)
-    return partial(weight_only_linear, packed=weight, bias=bias, use_kernel=device.use_kernels, chip=device.chip)
+        wider = dtype is not None and dtype != weight.dtype
+        return partial(_float32_linear if wider else F.linear, weight=weight, bias=bias)
+    return partial(packed_linear, packed=weight, bias=bias, use_kernel=device.use_kernels, chip=device.chip)
+
+
+def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `F.linear` in float32 of 16-bit x [T, in] and weight, whose products are summed without rounding."""
+    if x.is_cuda:
+        product: Tensor = torch.mm(x, weight.T, out_dtype=torch.float32)
+    else:
+        product = F.linear(x.float(), weight.float())
+    return product if bias is None else product + bias
 
 
 NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -39,12 +71,18 @@ NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CudaBuildContext:
-    """What a model's layers are built from: a rank's parameters, device, communication and prefill attention."""
+    """What a model's layers are built from: a rank's parameters, device, communication and attention kernels."""
 
     params: RankParams
     device: Device
     comm: Comm
-    prefill: PrefillAttention
+    attention: AttentionKernels
+    width: int  # of the residual stream
+    span: int | None = None  # positions per span of batch-invariant attention; None: without --batch-invariant
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.span is not None
 
     @property
     def shard(self) -> RankShard:
@@ -52,12 +90,28 @@ class CudaBuildContext:
 
     def linear(self, name: str) -> Linear:
         """Return the linear map `name`; where its outputs are sharded, this rank's part."""
-        return linear(self.params.matrix(name), self.params.get(f"{name}_bias"), self.device)
+        weight, bias = self.params.matrix(name), self.params.get(f"{name}_bias")
+        return linear(weight, bias, self.device, batch_invariant=self.batch_invariant)
 
     def summed(self, name: str) -> Linear:
         """Return the linear map `name`, whose inputs are sharded, all-reduced over the ranks."""
         partial_sum, comm = self.linear(name), self.comm
         return partial_sum if comm.size == 1 else lambda x: comm.all_reduce(partial_sum(x))
+
+    def adapted(self, layer: Linear, first: str, *seconds: str) -> Linear:
+        """Return a linear map with low-rank adapters; without any, the map itself.
+
+        `first`: the first factors of all, each with as many rows; `seconds`: the second ones, of consecutive outputs.
+        """
+        if self.params.get(first) is None:
+            return layer
+        down, ups = self.linear(first), [self.linear(name) for name in seconds]
+
+        def both(x: Tensor) -> Tensor:
+            parts = down(x).chunk(len(ups), -1)
+            return layer(x) + torch.cat([up(part) for up, part in zip(ups, parts)], -1)
+
+        return both
 
     def norm(self, spec: Norm | None, name: str) -> NormStep:
         """Return the norm `name`; without a spec, the sum alone."""
@@ -65,7 +119,7 @@ class CudaBuildContext:
             return _add
         normalise = partial(
             norm,
-            weight=self.params[name],
+            weight=self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),
             bias=self.params.get(f"{name}_bias"),
             eps=spec.eps,
             kind=spec.kind,
@@ -103,7 +157,7 @@ class CudaTokenEmbedding:
 
         `embedded`: replaces rows after lookup and scaling.
         """
-        x = self._rows(token_ids if embedded is None else embedded.mask_ids(token_ids))
+        x = lookup(self.table, token_ids if embedded is None else embedded.mask_ids(token_ids), self.comm)
         if self.scale != 1.0:
             x = x * self.scale
         if embedded is not None:
@@ -116,13 +170,15 @@ class CudaTokenEmbedding:
             x = x + (self.types[0] if token_types is None else F.embedding(token_types, self.types))
         return self.norm(x, None)[0]
 
-    def _rows(self, token_ids: Tensor) -> Tensor:
-        if self.comm.size == 1:
-            return F.embedding(token_ids, self.table)
-        rows = token_ids - self.comm.rank * len(self.table)
-        absent = (rows < 0) | (rows >= len(self.table))
-        x = F.embedding(rows.masked_fill(absent, 0), self.table)
-        return self.comm.all_reduce(x.masked_fill(absent[:, None], 0))
+
+def lookup(table: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
+    """Return the rows [T, n] of tokens [T], of a table whose rows are sharded over the ranks."""
+    if comm.size == 1:
+        return F.embedding(token_ids, table)
+    rows = token_ids - comm.rank * len(table)
+    absent = (rows < 0) | (rows >= len(table))
+    x = F.embedding(rows.masked_fill(absent, 0), table)
+    return comm.all_reduce(x.masked_fill(absent[:, None], 0))
 
 
 def rotary_tables(spec: ModelSpec, max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels import activation, norm, rope_cache
-from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, verdict, worst
+from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, figures, verdict, worst
 
 EPS = 1e-5
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -154,11 +154,10 @@ def speeds(bench: Bench) -> Iterator[Number]:
 
 def timed(bench: Bench, make: Callable[[], Callable[[], object]], moved: int) -> dict[str, float]:
     """Return microseconds and bytes per second of a kernel; `make()` returns a call over its own inputs."""
-    copy = copy_bandwidth(bench)
     calls = [make() for _ in range(bench.copies(moved, COLD_BYTES, 4))]
     replay = bench.recorded(calls)
     seconds = bench.median_ms(lambda _: replay()) / 1e3 / len(calls)
-    return {"us": seconds * 1e6, "bytes_per_s": moved / seconds, "of_copy": moved / seconds / copy}
+    return figures(bench, seconds, moved)
 
 
 def timed_kernels(bench: Bench, rows: int, width: int) -> dict[str, tuple[Callable, int]]:

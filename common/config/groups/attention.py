@@ -14,7 +14,10 @@ AUTO: Final = "AUTO"
 
 _CPU_KERNELS: Final = ("TORCH_SDPA", "CPU_ATTN")
 KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
-    "torch_cuda": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_VARLEN"),
+    "torch_cuda": (
+        *("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_VARLEN"),
+        *("TRITON_MLA", "FLASHMLA", "FLASHINFER_MLA"),
+    ),
     "reference": _CPU_KERNELS,
     "jax_tpu": _CPU_KERNELS,
     "simulated": _CPU_KERNELS,
@@ -23,7 +26,7 @@ KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _UNSUPPORTED: Final = (
     *("FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "CUSTOM", "NO_ATTENTION", "FLASH_ATTN_DIFFKV"),
-    *("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASHMLA", "FLASHMLA_SPARSE"),
+    *("FLASH_ATTN_MLA", "CUTLASS_MLA", "FLASHMLA_SPARSE"),
     *("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "IPEX"),
 )
 """vLLM's kernel names that no backend here supports."""
@@ -50,7 +53,9 @@ class AttentionConfig:
         None,
         "Attention kernel for prefill and mixed steps. torch_cuda: TRITON_ATTN (default), FLASH_ATTN "
         "(FlashAttention 3; needs the package flash_attn_interface), FLASHINFER (needs the package flashinfer) or "
-        "TORCH_VARLEN (FlashAttention 2 in PyTorch; needs --block-size 256). Other backends have one kernel: AUTO, "
+        "TORCH_VARLEN (FlashAttention 2 in PyTorch; needs --block-size 256). Decode steps of latent attention (MLA): "
+        "TRITON_MLA (default), FLASHMLA (Hopper; needs the package flash_mla and --block-size 64) or FLASHINFER_MLA "
+        "(Blackwell; needs the package flashinfer and --block-size 64). Other backends have one kernel: AUTO, "
         "TORCH_SDPA or CPU_ATTN.",
         parse=kernel_name,
     )

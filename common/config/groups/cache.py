@@ -11,7 +11,7 @@ from pagoda.common.errors import ConfigError
 CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 
 _EIGHT_BIT: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
-_NO_MAMBA: Final = "no supported model has Mamba layers"
+_FLOAT32_STATE: Final = "recurrent state is always float32, since its rounding errors add up over the sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,19 @@ class CacheConfig:
     kv_sharing_fast_prefill: bool = option(
         False,
         "Skip prefill of layers that share the KV cache of another layer.",
-        no_effect="no supported model shares KV caches between layers",
+        no_effect="the layers that share a cache are computed for every token of a prompt",
     )
     mamba_cache_dtype: Literal["auto", "float32", "float16"] = option(
-        "auto", "Data type of Mamba's convolution and SSM state.", no_effect=_NO_MAMBA
+        "auto", "Data type of Mamba's convolution and SSM state.", no_effect=_FLOAT32_STATE
     )
     mamba_ssm_cache_dtype: Literal["auto", "float32", "float16"] = option(
-        "auto", "Data type of Mamba's SSM state.", no_effect=_NO_MAMBA
+        "auto", "Data type of Mamba's SSM state.", no_effect=_FLOAT32_STATE
     )
-    mamba_block_size: int | None = option(None, "Tokens per block of the Mamba state cache.", no_effect=_NO_MAMBA)
+    mamba_block_size: int | None = option(
+        None,
+        "Tokens per block of the Mamba state cache.",
+        no_effect="the state of a sequence takes one block, and snapshots for prefix caching one each",
+    )
     kv_offloading_size: float | None = option(
         None,
         "Host memory for offloaded KV blocks, in GiB.",

@@ -11,12 +11,26 @@ from pagoda.common.errors import ConfigError
 
 DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
-RUNTIME_QUANTIZATIONS: Final = ("fp8", "fp8_per_channel", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4")
-"""--quantization methods that quantise an unquantised checkpoint while loading, with one scale per output channel
-(int4: one per 128 inputs of a channel)."""
+RUNTIME_QUANTIZATIONS: Final = (
+    *("fp8", "fp8_per_channel", "ptpc_fp8", "fp8_per_tensor", "fp8_per_block"),
+    *("int8", "int8_per_channel_weight_only", "tpu_int8", "experts_int8", "int4", "bitsandbytes"),
+)
+"""--quantization methods that quantise an unquantised checkpoint while loading: those of
+`common.weights.quantization.on_the_fly`."""
 
-PRE_QUANTIZED: Final = ("compressed-tensors",)
-"""--quantization methods of checkpoints that were quantised before, besides gguf; fp8 is one too."""
+PRE_QUANTIZED: Final = (
+    *("auto-round", "awq", "awq_marlin", "compressed-tensors", "cpu_awq", "fbgemm_fp8", "gptq"),
+    *("gptq_marlin", "inc", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16"),
+    *("mxfp4", "petit_nvfp4", "quark", "torchao"),
+)
+"""--quantization methods of checkpoints that were quantised before, besides gguf; fp8 and bitsandbytes are some,
+too. Those that choose a kernel of vLLM are other names of the checkpoint's method."""
+
+UNREAD_QUANTIZATIONS: Final = (
+    *("aqlm", "bitblas", "deepspeedfp", "fp_quant", "gptq_bitblas", "gptq_marlin_24", "hqq", "ipex", "neuron_quant"),
+    *("qqq", "quip", "squeezellm"),
+)
+"""--quantization methods of vLLM's, now or before, whose checkpoints are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +60,20 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(
         False,
-        "Trust remote code from the model repository.",
-        no_effect="code from model repositories is never executed",
+        "Allow --model-impl transformers to execute Python code of the model's folder. It allows nothing else.",
     )
-    dtype: DType = option("auto", "Data type of weights and activations; auto: the checkpoint's.")
+    dtype: DType = option(
+        "auto",
+        "Data type of weights and activations; auto: the checkpoint's if it has 16 bits, else bfloat16 (pooling "
+        "models: float16).",
+    )
     seed: int = option(0, "Random seed for requests that set none.")
     hf_config_path: str | None = option(None, "Directory or Hub id of the config.json to use instead of the model's.")
     revision: str | None = option(None, "Model revision on the Hub: branch, tag or commit.")
     code_revision: str | None = option(
         None,
         "Revision of the model code on the Hub: branch, tag or commit.",
-        no_effect="code from model repositories is never executed",
+        no_effect="the code is that of --revision, as the weights are",
     )
     tokenizer_revision: str | None = option(None, "Tokenizer revision on the Hub: branch, tag or commit.")
     max_model_len: int | None = option(
@@ -70,8 +87,9 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Quantization method: that of a quantised checkpoint (detected by itself: gguf, compressed-tensors or fp8), "
-        f"or, to quantise dense weights while loading (torch_cuda and jax_tpu), {', '.join(RUNTIME_QUANTIZATIONS)}.",
+        "Quantization method: that of a quantised checkpoint (detected: gguf, fp8, bitsandbytes, "
+        f"{', '.join(PRE_QUANTIZED)}), or, to quantise the matrices of a dense model's layers while loading, "
+        f"{', '.join(RUNTIME_QUANTIZATIONS)}.",
         aliases=("-q",),
     )
     max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
@@ -127,14 +145,19 @@ class ModelConfig:
         "Overrides of the generation config as JSON; with --generation-config vllm these are the only defaults.",
         parse=json_object,
     )
+    batch_invariant: bool = option(
+        False,
+        "Compute each token's numbers independently of the batch, of prompt chunks and of cached prefixes, slower, so "
+        "that a prompt has the same output in any batch. Models with softmax attention.",
+    )
     enable_sleep_mode: bool = option(
         False, "Enable sleep mode, which releases GPU memory: LLM.sleep, or POST /sleep with --server-dev-mode."
     )
-    model_impl: str = option(
+    model_impl: Literal["auto", "pagoda", "vllm", "transformers", "terratorch"] = option(
         "auto",
-        "Model implementation.",
-        refused="only pagoda's own model implementations are used; use auto",
-        accepts=("vllm", "pagoda"),
+        "Model implementation. pagoda or vllm: pagoda's own; transformers: the library's code over pagoda's KV cache "
+        "(reference and torch_cuda); auto: transformers for architectures that pagoda does not implement. terratorch "
+        "is refused.",
     )
     override_attention_dtype: str | None = option(
         None, "Data type of attention.", refused="attention computes in the model's data type; set --dtype"
@@ -154,12 +177,15 @@ class ModelConfig:
             raise ConfigError(
                 "--runner", "draft models need speculative decoding, which is not in this version; drop it"
             )
+        if self.model_impl == "terratorch":
+            raise ConfigError("--model-impl", "terratorch models are not supported; use auto")
         if self.quantization not in (None, "gguf", *PRE_QUANTIZED, *RUNTIME_QUANTIZATIONS):
+            known = "is not read by this version" if self.quantization in UNREAD_QUANTIZATIONS else "is not supported"
             raise ConfigError(
                 "--quantization",
-                f"{self.quantization!r} is not supported: quantised checkpoints are supported as GGUF, "
-                "compressed-tensors and fp8; use fp8, int8 or int4, or serve a GGUF file or unquantised weights of the "
-                "model",
+                f"{self.quantization!r} {known}: quantised checkpoints are supported as GGUF, fp8, bitsandbytes, "
+                f"{', '.join(PRE_QUANTIZED)}; use fp8, int8 or int4, or serve a GGUF file or unquantised weights of "
+                "the model",
             )
         if self.max_logprobs < -1:
             raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the vocabulary size")
@@ -259,6 +285,9 @@ _TEXT_ONLY: Final = "the supported models take text only"
 class MultiModalConfig:
     """Multimodal inputs: images, audio and video."""
 
+    language_model_only: bool = option(
+        False, "Serve the text model of a multimodal checkpoint without media; without this flag with a warning."
+    )
     allowed_local_media_path: str = option(
         "", "Directory from which requests may read local media files.", no_effect=_TEXT_ONLY
     )

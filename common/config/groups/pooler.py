@@ -11,18 +11,26 @@ from pagoda.common.errors import ConfigError
 
 PoolingKind: TypeAlias = Literal["first", "last", "mean", "all"]
 
-KINDS: Final[Mapping[str, PoolingKind]] = {"CLS": "first", "LAST": "last", "MEAN": "mean", "ALL": "all"}
+KINDS: Final[Mapping[str, PoolingKind]] = {
+    "CLS": "first",
+    "LAST": "last",
+    "MEAN": "mean",
+    "ALL": "all",
+    "STEP": "all",  # with step_tag_id
+}
 _FLAG: Final = "--pooler-config"
 _KIND_KEYS: Final = ("pooling_type", "seq_pooling_type", "tok_pooling_type")
 _ACTIVATION_KEYS: Final = ("use_activation", "normalize", "activation", "softmax")
 _REFUSED: Final = {
-    "step_tag_id": "step pooling",
-    "returned_token_ids": "step pooling",
+    "returned_token_ids": "a choice of labels",
     "enable_chunked_processing": "chunked processing of long inputs",
     "max_embed_len": "chunked processing of long inputs",
     "logit_bias": "a classifier logit bias",
     "logit_mean": "a classifier logit bias",
     "logit_sigma": "classifier logit scaling",
+}
+_INSTEAD: Final = {
+    "returned_token_ids": ", or make a classifier of the tokens by --hf-overrides classifier_from_token",
 }
 
 
@@ -33,14 +41,16 @@ class PoolerConfig:
     kind: PoolingKind | None = None
     use_activation: bool | None = None
     dimensions: int | None = None  # default embedding size, for requests that set none
+    step_tag: int | None = None  # id of the tokens that have an output, in tasks with one per token
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> PoolerConfig:
         """Parse vLLM's JSON keys. Raise ConfigError naming the key."""
-        known = (*_KIND_KEYS, *_ACTIVATION_KEYS, "dimensions", "task")
+        known = (*_KIND_KEYS, *_ACTIVATION_KEYS, "dimensions", "step_tag_id", "task")
         for key, value in keys.items():
             if key in _REFUSED and value is not None:
-                raise ConfigError(_FLAG, f"{key}: {_REFUSED[key]} is not in this version; drop it")
+                problem = f"{key}: {_REFUSED[key]} is not in this version; drop it"
+                raise ConfigError(_FLAG, problem + _INSTEAD.get(key, ""))
             if key not in known and key not in _REFUSED:
                 raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, known)}")
         if keys.get("task") is not None:
@@ -54,7 +64,8 @@ class PoolerConfig:
         return cls(
             kind=next(iter(kinds), None),
             use_activation=next(iter(switches), None),
-            dimensions=_dimensions(keys.get("dimensions")),
+            dimensions=_integer("dimensions", keys.get("dimensions"), 1),
+            step_tag=_integer("step_tag_id", keys.get("step_tag_id"), 0),
         )
 
 
@@ -71,7 +82,7 @@ def _switch(key: str, value: Any) -> bool:
     return value
 
 
-def _dimensions(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+def _integer(key: str, value: Any, least: int) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return value
-    raise ConfigError(_FLAG, f"dimensions is {value!r}; use an integer of at least 1")
+    raise ConfigError(_FLAG, f"{key} is {value!r}; use an integer of at least {least}")

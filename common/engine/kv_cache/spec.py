@@ -19,7 +19,7 @@ from typing import Final
 
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.transformers_spec import AnySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def block_kind(spec: CacheSpec) -> CacheSpec:
     return FullCache(spec.kv_heads, spec.head_dim) if isinstance(spec, WindowCache) else spec
 
 
-def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
+def kv_layout(spec: AnySpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
     """Return the groups of a model's layers; those of a pool have equal size, but for the last one of a kind.
 
     The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -34,77 +35,83 @@ class BlockType:
     elements: int
     bytes: int
 
+    @property
+    def is_quantized(self) -> bool:
+        """False for numbers of their own, which are blocks of one."""
+        return self.elements > 1
+
 
 def _q4_0(blocks: Bytes, out: Floats) -> None:
-    _nibbles(blocks[:, 2:18], out)
+    nibbles(blocks[:, 2:18], out)
     out -= 8
-    out *= _half(blocks, 0)
+    out *= half(blocks, 0)
 
 
 def _q4_1(blocks: Bytes, out: Floats) -> None:
-    _nibbles(blocks[:, 4:20], out)
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+    nibbles(blocks[:, 4:20], out)
+    out *= half(blocks, 0)
+    out += half(blocks, 2)
 
 
 def _q5_0(blocks: Bytes, out: Floats) -> None:
-    _nibbles(blocks[:, 6:22], out, fifth_bit=blocks[:, 2:6])
+    nibbles(blocks[:, 6:22], out, fifth_bit=blocks[:, 2:6])
     out -= 16
-    out *= _half(blocks, 0)
+    out *= half(blocks, 0)
 
 
 def _q5_1(blocks: Bytes, out: Floats) -> None:
-    _nibbles(blocks[:, 8:24], out, fifth_bit=blocks[:, 4:8])
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+    nibbles(blocks[:, 8:24], out, fifth_bit=blocks[:, 4:8])
+    out *= half(blocks, 0)
+    out += half(blocks, 2)
 
 
 def _q8_0(blocks: Bytes, out: Floats) -> None:
     out[...] = blocks[:, 2:34].view(np.int8)
-    out *= _half(blocks, 0)
+    out *= half(blocks, 0)
 
 
 def _q4_k(blocks: Bytes, out: Floats) -> None:
-    scale, minimum = _scales_and_minima(blocks)
-    quants, values = blocks[:, 16:144].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32)
-    values[:, :, 0] = quants & 15
-    values[:, :, 1] = quants >> 4
-    groups = out.reshape(-1, 8, 32)
-    groups *= scale
-    groups -= minimum
+    q4_k_numbers(blocks, out)
+    _scale_and_shift(blocks, out)
 
 
 def _q5_k(blocks: Bytes, out: Floats) -> None:
-    scale, minimum = _scales_and_minima(blocks)
-    high, quants, values = blocks[:, 16:48], blocks[:, 48:176].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32)
-    for pair in range(4):
-        values[:, pair, 0] = (quants[:, pair] & 15) | (high >> 2 * pair & 1) << 4
-        values[:, pair, 1] = quants[:, pair] >> 4 | (high >> 2 * pair + 1 & 1) << 4
+    q5_k_numbers(blocks, out)
+    _scale_and_shift(blocks, out)
+
+
+def _scale_and_shift(blocks: Bytes, out: Floats) -> None:
+    scale, minimum = scales_and_minima(blocks)
     groups = out.reshape(-1, 8, 32)
-    groups *= scale
-    groups -= minimum
+    groups *= scale[..., None]
+    groups -= minimum[..., None]
 
 
 def _q6_k(blocks: Bytes, out: Floats) -> None:
-    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 32)
-    quants = np.empty((len(blocks), 2, 4, 32), np.uint8)
-    np.bitwise_and(low, 15, out=quants[:, :, :2])
-    np.right_shift(low, 4, out=quants[:, :, 2:])
-    for quarter in range(4):
-        quants[:, :, quarter] |= (high >> 2 * quarter & 3) << 4
+    q6_k_numbers(blocks, out)
     groups = out.reshape(-1, 16, 16)
-    groups[...] = quants.reshape(-1, 16, 16)
     groups -= 32
-    groups *= (_half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))[..., None]
+    groups *= q6_k_scales(blocks)[..., None]
 
 
-def _half(blocks: Bytes, offset: int) -> Floats:
-    """The float16 at `offset` of every block, as a column."""
+def _mxfp4(blocks: Bytes, out: Floats) -> None:
+    nibbles(blocks[:, 1:], out)
+    out[...] = _E2M1_DOUBLED[out.astype(np.uint8)]
+    out *= np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+
+
+_E2M1_DOUBLED = np.array([sign * size for sign in (1, -1) for size in (0, 1, 2, 3, 4, 6, 8, 12)], np.float32)
+
+# Numbers and scales of blocks [n, bytes]. Numbers are unsigned, in order, written to `out` [n, elements] of any type.
+
+
+def half(blocks: Bytes, offset: int) -> Floats:
+    """Return the float16 at `offset` of every block, as a column."""
     return blocks[:, offset : offset + 2].copy().view(np.float16).astype(np.float32)
 
 
-def _nibbles(quants: Bytes, out: Floats, fifth_bit: Bytes | None = None) -> None:
-    """Unpack 16 bytes to 32 values: low nibbles, then high nibbles; `fifth_bit`: 32 packed bits for bit 4."""
+def nibbles(quants: Bytes, out: npt.NDArray[Any], fifth_bit: Bytes | None = None) -> None:
+    """Unpack 16 bytes to 32 numbers: low nibbles, then high nibbles; `fifth_bit`: 32 packed bits for bit 4."""
     low, high = quants & 15, quants >> 4
     if fifth_bit is not None:
         bits = np.unpackbits(fifth_bit, axis=1, bitorder="little") << 4
@@ -114,14 +121,40 @@ def _nibbles(quants: Bytes, out: Floats, fifth_bit: Bytes | None = None) -> None
     out[:, 16:] = high
 
 
-def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Eight 6-bit scales and minima of a K block (bytes 4 to 16) times its two float16 factors, [n, 8, 1] each."""
+def q4_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    quants, numbers = blocks[:, 16:144].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32)
+    numbers[:, :, 0] = quants & 15
+    numbers[:, :, 1] = quants >> 4
+
+
+def q5_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    high, quants, numbers = blocks[:, 16:48], blocks[:, 48:176].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32)
+    for pair in range(4):
+        numbers[:, pair, 0] = (quants[:, pair] & 15) | (high >> 2 * pair & 1) << 4
+        numbers[:, pair, 1] = quants[:, pair] >> 4 | (high >> 2 * pair + 1 & 1) << 4
+
+
+def q6_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 32)
+    quants = np.empty((len(blocks), 2, 4, 32), np.uint8)
+    np.bitwise_and(low, 15, out=quants[:, :, :2])
+    np.right_shift(low, 4, out=quants[:, :, 2:])
+    for quarter in range(4):
+        quants[:, :, quarter] |= (high >> 2 * quarter & 3) << 4
+    out[...] = quants.reshape(len(blocks), 256)
+
+
+def q6_k_scales(blocks: Bytes) -> Floats:
+    """Return the 16 scales of each block [n, 16]."""
+    return half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+
+
+def scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Return eight 6-bit scales and minima of a K block (bytes 4 to 16) times its two float16 factors, [n, 8] each."""
     first, second, packed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (packed & 15) | (first >> 2 & 48)], axis=1)
     minima = np.concatenate([second & 63, packed >> 4 | (second >> 2 & 48)], axis=1)
-    scale = _half(blocks, 0) * scales.astype(np.float32)
-    minimum = _half(blocks, 2) * minima.astype(np.float32)
-    return scale[..., None], minimum[..., None]
+    return half(blocks, 0) * scales.astype(np.float32), half(blocks, 2) * minima.astype(np.float32)
 
 
 _PLAIN: dict[BlockType, np.dtype[Any]] = {
@@ -143,6 +176,7 @@ _KERNELS: dict[BlockType, Callable[[Bytes, Floats], None]] = {
     BlockType(12, "Q4_K", 256, 144): _q4_k,
     BlockType(13, "Q5_K", 256, 176): _q5_k,
     BlockType(14, "Q6_K", 256, 210): _q6_k,
+    BlockType(39, "MXFP4", 32, 17): _mxfp4,
 }
 _KNOWN = {kind.number: kind for kind in (*_PLAIN, *_KERNELS)}
 
@@ -183,6 +217,16 @@ def dequantize(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> npt.NDAr
         kernel(blocks[start : start + step], out[start : start + step])
     assert out.size == prod(shape)
     return out.reshape(shape)
+
+
+@cache
+def can_dequantize(kind: BlockType) -> bool:
+    """Return False for a type that the `gguf` package cannot dequantise."""
+    try:
+        dequantize(np.zeros(kind.bytes, np.uint8), kind, (kind.elements,))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _gguf_kernel(kind: BlockType) -> Callable[[Bytes, Floats], None]:

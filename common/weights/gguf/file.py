@@ -6,24 +6,29 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.files import map_file
-from pagoda.common.weights.gguf.dequantize import BlockType, block_type, dequantize
+from pagoda.common.weights.gguf.dequantize import BlockType, block_type, can_dequantize, dequantize
+from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
+
+SPLIT_NAME: Final = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
+"""End of the name of one part of a split model."""
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -41,28 +46,67 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open file. `metadata` maps keys to int, float, bool, str or lists of those; tensors are read on demand."""
+    """An open model. `metadata` maps keys to int, float, bool, str or lists of those; tensors are read on demand.
+
+    A model split into several files (NAME-00001-of-00003.gguf ...) is opened by any of them. Raises WeightError if a
+    file is missing or corrupt.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._data = map_file(path)
-        reader = _Reader(path, self._data)
-        num_tensors, num_pairs = reader.start()
-        self.metadata: Mapping[str, Any] = reader.pairs(num_pairs)
-        if self.metadata.get("split.count", 1) > 1:
-            raise WeightError(f"{path}: is one part of a split model; merge it first (llama-gguf-split --merge)")
-        self.tensors: Mapping[str, GgufTensor] = reader.tensors(num_tensors, self.metadata)
+        opened = _Part(path)
+        count = opened.metadata.get("split.count", 1)
+        parts = [opened] if count <= 1 else _all_parts(opened, count)
+        self.path = parts[0].path
+        self.metadata: Mapping[str, Any] = parts[0].metadata
+        self._parts = {name: part for part in parts for name in part.tensors}
+        self.tensors: Mapping[str, GgufTensor] = {name: part.tensors[name] for name, part in self._parts.items()}
+        total = sum(len(part.tensors) for part in parts)
+        if not len(self.tensors) == total == self.metadata.get("split.tensors.count", total):
+            raise WeightError(f"{self.path}: the parts of the model do not belong together; download them again")
 
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
         """Return one tensor: float32 if it is quantised, else a view of the stored values.
 
         Raises KeyError for an unknown name, WeightError for an unsupported quantisation type.
         """
-        info = self.tensors[name]
-        try:
-            return dequantize(self._data[info.offset : info.offset + info.size], info.type, info.shape)
-        except NotImplementedError:
-            raise WeightError(f"{self.path}: tensor {name}: type {info.type.name} cannot be dequantised") from None
+        return dequantize(self._bytes(name), self.tensors[name].type, self.tensors[name].shape)
+
+    def blocks(self, name: str) -> QuantizedTensor:
+        """Return a tensor of blocks, a view of the file. Raises as `tensor`."""
+        *rows, _ = self.tensors[name].shape
+        data = self._bytes(name).reshape(*rows, -1)
+        return QuantizedTensor(Blocks(self.tensors[name].type), data, np.empty(0, np.float32), ())
+
+    def _bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        part, info = self._parts[name], self.tensors[name]
+        if not can_dequantize(info.type):
+            raise WeightError(f"{part.path}: tensor {name}: type {info.type.name} cannot be dequantised")
+        return part.data[info.offset : info.offset + info.size]
+
+
+class _Part:
+    """One file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data = map_file(path)
+        reader = _Reader(path, self.data)
+        num_tensors, num_pairs = reader.start()
+        self.metadata = reader.pairs(num_pairs)
+        self.tensors = reader.tensors(num_tensors, self.metadata)
+
+
+def _all_parts(opened: _Part, count: int) -> list[_Part]:
+    """Open the other parts of a split model, which lie beside this one; the first has the metadata."""
+    named = SPLIT_NAME.search(opened.path.name)
+    if named is None or int(named["count"]) != count:
+        raise WeightError(
+            f"{opened.path}: is one of {count} parts of a split model, but is not named NAME-00001-of-{count:05}.gguf; "
+            "give the parts their names again, or merge them (llama-gguf-split --merge)"
+        )
+    stem = opened.path.name[: named.start()]
+    paths = [opened.path.with_name(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+    return [opened if path == opened.path else _Part(path) for path in paths]
 
 
 class _Reader:

@@ -27,8 +27,8 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.cli.bench.client import Endpoint, Outcome
 from pagoda.server.cli.bench.offline import ordinary_tokens, write_results
 from pagoda.server.cli.http_client import ApiClient, ApiError
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.tokenizer import open_tokenizer
 
 SETTINGS: Final = OWN_SETTINGS["bench serve"]
 

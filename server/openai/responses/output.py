@@ -14,6 +14,7 @@ from typing import Any
 
 from pagoda.server.http.errors import http_error
 from pagoda.server.http.fields import TokenNames, chat_logprobs
+from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.openai.responses.input import encode_reasoning
 from pagoda.server.outputs import LogprobsOnePosition, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser, ParsedDelta
@@ -263,7 +264,7 @@ class ResponsesBuilder:
         yield self._response_event("response.in_progress")
 
     def _count(self, output: RequestOutput) -> None:
-        prompt, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
+        prompt, cached = num_prompt_tokens(output), output.num_cached_tokens or 0
         self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self._usage = {
             "input_tokens": prompt,

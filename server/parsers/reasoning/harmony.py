@@ -8,7 +8,9 @@ The first header lacks <|start|>assistant, since the prompt ends with it.
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Final, Literal
 
 from pagoda.server.parsers.parser import Content, DelimiterSet, Event, Parser, Reasoning
 
@@ -36,9 +38,54 @@ class HarmonyReasoning:
     def parser(self, prompt: str) -> Parser:
         return HarmonyParser(keep_markup=True, in_message=not self.thinks(prompt))
 
+    def adapted(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> tuple[list[Mapping[str, Any]], list[Any]]:
+        """Return messages and tools for the published template.
+
+        It takes one call per message, before its result; one text beside a call; tools with descriptions.
+        """
+        shown: list[Mapping[str, Any]] = []
+        at = 0
+        while at < len(messages):
+            message, calls = messages[at], messages[at].get("tool_calls")
+            at += 1
+            if not isinstance(calls, list) or not calls:
+                shown.append(message)
+                continue
+            results = list(takewhile(lambda later: later.get("role") == "tool", messages[at:]))
+            at += len(results)
+            for index, call in enumerate(calls):
+                before = _one_text(message) if index == 0 else {"role": message.get("role")}
+                own = [result for result in results if _is_result(result, call)]
+                shown += [{**before, "tool_calls": [call]}, *own]
+                results = [result for result in results if result not in own]
+            shown += results
+        return shown, [_described(tool) for tool in tools]
+
     def plain(self) -> Parser:
         """Return a parser that emits the text of all channels without markup."""
         return HarmonyParser(keep_markup=False)
+
+
+def _is_result(message: Mapping[str, Any], call: Any) -> bool:
+    return isinstance(call, Mapping) and message.get("tool_call_id") == call.get("id")
+
+
+def _one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its content appended to its reasoning, if it has both."""
+    content, thinking = message.get("content"), message.get("thinking")
+    if not isinstance(content, str) or not isinstance(thinking, str) or not content or not thinking:
+        return message
+    return {**{key: value for key, value in message.items() if key != "content"}, "thinking": f"{thinking}\n{content}"}
+
+
+def _described(tool: Any) -> Any:
+    """Return a function with a description, by default an empty one."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
 
 
 class HarmonyParser:

@@ -37,8 +37,12 @@ PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1)
 
 
-def driver(tensor: int = 1, data: int = 1, **cache) -> Driver:
-    make = {"cache": CacheConfig(**cache), "tensor": tensor, "data": data}
+STORED = {"layers.0.mixers.0.k_scale": 0.02, "layers.0.mixers.0.v_scale": 0.03, "layers.1.mixers.0.v_scale": 0.05}
+"""Scales of a checkpoint; those that are not there are 1."""
+
+
+def driver(tensor: int = 1, data: int = 1, weights=None, **cache) -> Driver:
+    make = {"cache": CacheConfig(**cache), "tensor": tensor, "data": data, "weights": weights}
     return Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", **make)
 
 
@@ -63,14 +67,20 @@ def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
     [
         ("bfloat16", "bfloat16", False),
         ("fp8", "float8_e4m3fn", False),
+        ("fp8", "float8_e4m3fn", "stored"),
         ("fp8_e5m2", "float8_e5m2", True),
         ("int8", "int8", True),
     ],
 )
 def test_outputs_equal_those_with_rounded_keys_and_values(
-    requested: str, stored: str, scaled: bool, tensor: int, monkeypatch: pytest.MonkeyPatch
+    requested: str, stored: str, scaled: bool | str, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = driver(tensor, cache_dtype=requested, calculate_kv_scales=scaled)
+    weights = list(random_weights(SPEC))
+    if scaled == "stored":
+        weights += [(name, np.array(scale, np.float32)) for name, scale in STORED.items()]
+    d = driver(tensor, weights=iter(weights), cache_dtype=requested, calculate_kv_scales=scaled is True)
+    if scaled == "stored":
+        np.testing.assert_allclose(scales(d), [[0.02, 0.03], [1, 0.05]])
     used = iter(scales(d).ravel().tolist() if requested != "bfloat16" else [1.0] * 4)  # K, V of each layer in turn
     spread = torch.Tensor.repeat_interleave
     monkeypatch.setattr(
@@ -122,7 +132,7 @@ def test_half_the_bytes_stored_and_read() -> None:
 def test_the_budget_of_a_smaller_cache(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny")
     words = ["--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8"]
-    words += ["--topology", "cpu", "--budget-only", "--num-gpu-blocks-override", "9"]
+    words += ["--topology", "cpu", "--budget-only", "--num-gpu-blocks-override", "9", "--dtype", "float32"]
     blocks = []
     for requested in ("auto", "fp8"):
         table = tmp_path / f"{requested}.json"

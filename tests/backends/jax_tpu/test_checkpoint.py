@@ -189,8 +189,8 @@ def test_a_model_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": 2}', "has format 2, this version reads 1; convert"),
-        ('{"format": 1}', "is no manifest of a sharded checkpoint; convert"),
+        ('{"format": 1}', "has format 1, this version reads 2; convert"),
+        ('{"format": 2}', "is no manifest of a sharded checkpoint; convert"),
         ("[]", "is no manifest"),
         ("\xff", "is no manifest"),
         (None, "no manifest.json, so no sharded checkpoint; make one with pagoda convert"),

@@ -14,6 +14,7 @@ pytest.importorskip("flax")
 
 import support.jax_devices  # noqa: F401
 from jax.experimental import topologies
+from support.hub_configs import GENERATORS
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, read_schedule
@@ -21,7 +22,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step,
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, plan_blocks, weight_bytes, with_devices
+from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -70,6 +71,35 @@ QWEN_32B = {
     "rope_theta": 1000000,
     "attention_bias": False,
 }
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+"""Shaped like DeepSeek-V3: latents, a dense layer, experts in groups."""
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
 BLOCKS = 600  # per device that shares the model: 10 GiB of cache on each
 DECODE, MIXED = StepShape(8, 8, 8, 1, True), StepShape(128, 8, 8, 1, False)
@@ -132,6 +162,36 @@ def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
 @pytest.mark.parametrize(("topology", "tensor", "shape"), MATRIX)
 def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:
     check_step(topology, tensor, shape)
+
+
+def check_latents(topology: str, tensor: int, decode_only: bool) -> None:
+    """All arrays of the cache are updated in place, by kernels, and no step holds a copy of one."""
+    model = model_on(find_target(topology), LATENT, tensor)
+    groups, blocks = len(model.layout.groups), (BLOCKS * tensor,) * len(model.layout.pools)
+    shape = replace(DECODE if decode_only else StepShape(256, 8, 8, 1, False), groups=groups)
+    program_set = StepProgramSet(model, StepShapes.of(LIMITS, groups), blocks, LIMITS.max_num_seqs)
+    (program,) = compile_programs(program_set, [Forward(shape)])
+    memory, schedule = program.executable.memory_analysis(), program.schedule
+    assert memory.alias_size_in_bytes >= sum(map(mul, blocks, model.block_bytes))
+    assert program.memory.temporary < min(map(mul, model.block_bytes, blocks)) // max(model.cache_index.depths)
+    assert schedule is not None
+    kernels = {"ragged_paged_attention_decode", "grouped_matmul", "latent_partners"}
+    if not decode_only:
+        kernels |= {"ragged_paged_attention_mixed", "latent_write"}
+    assert set(schedule.kernels) >= kernels
+
+
+@needs_libtpu
+def test_latents_are_updated_in_place() -> None:
+    check_latents("v6e:2x4", 8, decode_only=True)
+
+
+@needs_libtpu
+@pytest.mark.tpu_matrix
+@pytest.mark.parametrize("decode_only", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("topology", "tensor"), [("v6e:2x4", 8), ("v5e:2x4", 8), ("v5p:2x2x1", 4), ("v6e:1x1", 1)])
+def test_latents_are_updated_in_place_on_every_chip(topology: str, tensor: int, decode_only: bool) -> None:
+    check_latents(topology, tensor, decode_only)
 
 
 @needs_libtpu
@@ -225,6 +285,43 @@ def test_roofline_cost_of_a_step() -> None:
     assert half.bytes == pytest.approx(needed.bytes / 2, rel=0.01)
 
 
+def test_roofline_cost_of_experts() -> None:
+    """Of the routed experts a token reads its chosen ones; of the shared one, the router and the gate all."""
+    model = model_on(find_target("cpu"), GENERATORS["Qwen1.5-MoE-A2.7B"], 1)
+    needed = roofline_cost(model, Forward(StepShape(1, 1, 8, 1, True)), BatchLoad(1, 1))
+    layer = 4 * 2048 * 2048 + 3 * 2048 * (4 * 1408 + 5632) + 61 * 2048
+    assert needed.flops == pytest.approx(2 * (2 * layer + 151936 * 2048), rel=1e-3)
+    assert needed.bytes == pytest.approx(2 * (2 * layer + 151936 * 2048), rel=1e-3)
+
+
+def test_activations_count_the_shared_expert() -> None:
+    config = GENERATORS["Qwen1.5-MoE-A2.7B"]
+    limits = Limits(max_model_len=64, max_num_batched_tokens=100, max_num_seqs=1, block_size=16)
+    least, more = (
+        activation_bytes(model_on(find_target("cpu"), {**config, "shared_expert_intermediate_size": width}, 1), limits)
+        for width in (64, 5632)
+    )
+    assert more - least == 100 * 2 * (6 * 5632 - 8 * 2048)
+
+
+def test_a_shared_block_is_stored_once_and_read_by_every_layer() -> None:
+    config = {**GENERATORS["Zamba2-1.2B"], "num_hidden_layers": 3}
+    once, twice = (
+        model_on(find_target("cpu"), {**config, "layers_block_type": kinds}, 1)
+        for kinds in (["mamba", "mamba", "hybrid"], ["mamba", "hybrid", "hybrid"])
+    )
+    block = 3 * 4096 * 4096 + 4096 * 2048 + 3 * 2048 * 8192
+    own = 3 * 128 * 2 * 4096 + 128 * (2048 + 2 * 8192) + 2048 * 2048
+    assert weight_bytes(twice) - weight_bytes(once) == 2 * own
+    step, load = Forward(StepShape(1, 1, 8, 1, True)), BatchLoad(1, 1)
+    more = roofline_cost(twice, step, load).bytes - roofline_cost(once, step, load).bytes
+    assert more == pytest.approx(2 * (block + own), rel=1e-3)
+    limits = Limits(max_model_len=64, max_num_batched_tokens=100, max_num_seqs=1, block_size=16)
+    wide = model_on(find_target("cpu"), {**config, "layers_block_type": ["mamba"] * 2 + ["hybrid"]}, 1)
+    narrow = model_on(find_target("cpu"), {**config, "layers_block_type": ["mamba"] * 3}, 1)
+    assert activation_bytes(wide, limits) - activation_bytes(narrow, limits) == 100 * 2 * (6 * 8192 - 8 * 2048)
+
+
 def test_a_full_batch_fills_its_shape() -> None:
     assert full_step(StepShape(8, 8, 4, 1, True), 16, 1000) == BatchLoad(512, 512)
     assert full_step(StepShape(8, 8, 4, 1, True), 16, 10) == BatchLoad(160, 160)
@@ -232,11 +329,16 @@ def test_a_full_batch_fills_its_shape() -> None:
 
 
 def test_budget_limits() -> None:
-    sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "page": 20, "block_size": 16}
-    budget = Budget(total=1000, usable=900, weights=500, kv_cache=200, **sizes)
+    sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "block_size": 16, "longest": 4096}
+    budget = Budget(total=1000, usable=900, weights=500, kv_cache=200, page=20, state=0, **sizes)
     assert (budget.used, budget.spare, budget.max_blocks) == (730, 170, 37)
     assert budget.max_model_len == 18 * 16
-    assert budget.max_num_seqs(64) == 36 // (2 * 4)
+    assert budget.max_num_seqs(64) == 360 // (20 * 4)
+    with_state = replace(budget, state=30)
+    assert with_state.max_model_len == 330 // 20 * 16
+    assert with_state.max_num_seqs(64) == 360 // (30 + 20 * 4)
+    states_only = replace(budget, page=0, state=30)
+    assert (states_only.max_model_len, states_only.max_num_seqs(64)) == (4096, 360 // 30)
 
 
 HLO = """HloModule jit_step, is_scheduled=true

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("flax")
 
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, build_cache_index, segments
+from pagoda.backends.jax_tpu.model.layout import HeadLayout, KvStack, build_cache_index, segments
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
-from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
+from pagoda.common.models.spec import Blend, Layer, Mlp, ModelSpec, Norms
 
 
 def attention(heads: int, kv_heads: int, window: int | None = None) -> Attention:
@@ -79,10 +81,17 @@ def test_layers_are_cut_into_repeating_blocks(pattern: str, cuts: list[tuple[int
     assert np.concatenate([part.numbers.ravel() for part in parts]).tolist() == list(range(len(pattern)))
 
 
+def test_a_layer_with_a_blend_and_the_one_it_reads_begin_segments() -> None:
+    layers = list(model("ffffffff").layers)
+    layers[5] = replace(layers[5], blend=Blend(2, 0.8))
+    parts = segments(tuple(layers))
+    assert [(part.first, part.repeats) for part in parts] == [(0, 2), (2, 3), (5, 3)]
+
+
 def test_groups_of_one_shape_share_a_stack() -> None:
     spec = model("wwwwwf")
     positions = build_cache_index(spec, kv_layout(spec, 8), 1)
-    assert positions.shapes == ((2, 8),)
+    assert positions.stacks == (KvStack(2, 8, 8),)
     assert positions.depths == (1,)
     assert sorted(positions.group) == list(range(6))
     assert set(positions.index) == {0}

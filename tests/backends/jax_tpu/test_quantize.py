@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flax")
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import support.jax_devices  # noqa: F401
@@ -20,26 +22,37 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
-from pagoda.backends.jax_tpu.weights import placement
-from pagoda.backends.jax_tpu.weights.loading import _stored_matrix
-from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
+from pagoda.backends.jax_tpu.model.parameters import ChannelMatrix, JaxBuildContext, project, quantize
+from pagoda.backends.jax_tpu.weights.formats import MatrixFormat, matrix_formats
+from pagoda.backends.jax_tpu.weights.packing import quantize_groups, stored_numbers
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.shapes import StepShape, StepShapes
-from pagoda.common.errors import ConfigError
-from pagoda.common.models.primitives import Param
+from pagoda.common.errors import WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.quantization import Float8, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import (
+    Activations,
+    Codes4,
+    Float8,
+    Int4,
+    Int8,
+    Mxfp4,
+    Nvfp4,
+    QuantizedTensor,
+    Scheme,
+    random_quantized,
+)
 from pagoda.kernels_pallas.chips import CHIPS
+from pagoda.kernels_pallas.grouped_matmul.quantized import Numbers, QuantizedWeights
 from pagoda.server.cli import main
-from pagoda.server.llm import LLM
 
 SPEC = tiny_spec(window=6)
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1)
+TOKEN = Activations("int8", "row")
 MATRICES = ("mixers.0.q", "mixers.0.k", "mixers.0.v", "mixers.0.o", "ffn.gate", "ffn.up", "ffn.down")
 
 
@@ -82,9 +95,65 @@ def test_stored_float8_numbers_keep_their_values(chip: str) -> None:
     bits = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]).reshape(2, 127)
     scales = np.array([[0.5], [3]], np.float32)
     stored = QuantizedTensor(Float8("channel"), bits.view(dtypes.FLOAT8_E4M3FN), scales, (1, 127))
-    matrix = _stored_matrix(stored, CHIPS[chip].float8)
+    matrix = stored_numbers("w", stored, MatrixFormat(CHIPS[chip].float8))
     assert matrix is not None
-    np.testing.assert_array_equal(matrix[0].astype(np.float32) * matrix[1][:, None], stored.dequantize())
+    np.testing.assert_array_equal(matrix.numbers.astype(np.float32) * matrix.scales, stored.dequantize())
+
+
+GROUPED = {
+    "float8 blocks": (Float8((16, 32)), MatrixFormat("float8_e4m3b11fnuz", for_kernel=True, group=32)),
+    "int8 groups": (Int8((1, 32)), MatrixFormat("int8", for_kernel=True, group=32, shifted=True)),
+    "int4": (Int4((1, 32)), MatrixFormat("int4", for_kernel=True, group=32, shifted=True)),
+    "mxfp4": (Mxfp4(), MatrixFormat("e2m1", for_kernel=True, group=32)),
+    "nvfp4": (Nvfp4(), MatrixFormat("e2m1", for_kernel=True, group=16)),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_stored_groups_keep_their_values(name: str) -> None:
+    scheme, form = GROUPED[name]
+    tensor = random_quantized(scheme, (48, 64), 3, 0.5)
+    rng = np.random.default_rng(2)
+    tensor = replace(tensor, scales=tensor.scales * rng.uniform(1, 2, tensor.scales.shape).astype(np.float32))
+    if form.shifted:
+        tensor = replace(tensor, offsets=tensor.scales * rng.integers(-8, 9, tensor.scales.shape).astype(np.float32))
+    if tensor.row_scales is not None:
+        tensor = replace(tensor, row_scales=rng.uniform(1, 2, 48).astype(np.float32))
+    stored = stored_numbers("w", tensor, form)
+    assert stored is not None
+    numbers, scales, shifts = (
+        None if array is None else jnp.asarray(array.T)[None, None, None]
+        for array in (stored.numbers, stored.scales, stored.shifts)
+    )
+    weights = QuantizedWeights(numbers, scales, shifts, form.numbers, form.group)
+    np.testing.assert_allclose(weights.values(0)[0, 0].T, tensor.dequantize(), rtol=1e-5, atol=1e-6)
+    assert form == next(iter(matrix_formats(None, SPEC, CHIPS["v6e"], dict.fromkeys(NAMES, scheme)).values()))
+
+
+NAMES = [f"layers.0.ffn.{part}" for part in ("gate", "up")]
+
+
+def test_what_is_not_kept() -> None:
+    """An order of inputs, tables of 4 bits; zero points that are not whole numbers raise."""
+    for scheme in (Int4((1, 32), ordered=True), Codes4("nf4", (1, 32))):
+        assert not matrix_formats(None, SPEC, CHIPS["v6e"], dict.fromkeys(NAMES, scheme))
+    form, tensor = GROUPED["int4"][1], random_quantized(Int4((1, 32)), (48, 64), 3, 0.5)
+    assert stored_numbers("w", replace(tensor, order=np.arange(64, dtype=np.int32)), form) is None
+    with pytest.raises(WeightError, match="zero points that are whole numbers only"):
+        stored_numbers("w", replace(tensor, offsets=tensor.scales * np.float32(0.5)), form)
+
+
+@pytest.mark.parametrize("numbers", ["int4", "int8", "float8_e4m3b11fnuz"])
+def test_quantising_in_groups(numbers: Numbers) -> None:
+    """Within half a step of each number, or a sixteenth of a float8."""
+    x = np.random.default_rng(0).normal(size=(1, 2, 1, 64, 3, 4)).astype(np.float32)
+    stored, scales = quantize_groups(jnp.asarray(x), numbers, 32)
+    assert scales.shape == (1, 2, 1, 2, 3, 4)
+    flat = (array.reshape(*array.shape[:4], -1) for array in (stored, scales))
+    values = QuantizedWeights(*flat, None, numbers, 32).values(0).reshape(2, 1, 64, 3, 4)
+    steps = np.repeat(np.asarray(scales[0]), 32, 2) / 2
+    bound = np.abs(x[0]) / 16 + 1e-3 if numbers.startswith("float8") else steps * 1.001
+    assert (np.abs(values - x[0]) <= bound).all()
 
 
 def test_both_float8_dtypes_represent_the_same_values() -> None:
@@ -125,14 +194,48 @@ def model_on(topology: str, method: str | None, **config):
     return model_for(find_target(topology), spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, quantization=method)
 
 
-def test_only_matrices_decide_whether_stored_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    schemes = {f"layers.{layer}.{name}": Float8("channel") for layer in range(2) for name in MATRICES}
-    own = placement.params(SPEC)
-    other = Param("layers.0.mixers.0.conv", (64, 4), "..")
-    monkeypatch.setattr(placement, "params", lambda spec: own | {other.name: other})
-    assert matrix_dtype(None, SPEC, CHIPS["v6e"], schemes) == CHIPS["v6e"].float8
-    del schemes["layers.1.ffn.down"]
-    assert matrix_dtype(None, SPEC, CHIPS["v6e"], schemes) is None
+def test_each_matrix_has_the_format_of_its_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    schemes: dict[str, Scheme] = {
+        f"layers.{layer}.{name}": Float8("channel") for layer in range(2) for name in MATRICES
+    }
+    every = matrix_formats(None, SPEC, CHIPS["v6e"], schemes)
+    assert set(every.values()) == {MatrixFormat("float8_e4m3b11fnuz")}
+    assert {path[-1] for path in every} == {"qkv", "out", "inner", "down"}
+    del schemes["layers.1.ffn.up"]
+    schemes |= {f"layers.{layer}.ffn.down": Int8("channel", TOKEN) for layer in range(2)}
+    with caplog.at_level("INFO"):
+        some = matrix_formats(None, SPEC, CHIPS["v6e"], schemes)
+    assert every.keys() - some.keys() == {("segments", 1, "layers", 0, "ffn", "inner")}  # of layer 1
+    for path, form in some.items():
+        assert form == (MatrixFormat("int8", True) if path[-1] == "down" else every[path])
+    assert "layers.1.ffn.up in the same matrix is dense" in caplog.text
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_products_of_rounded_inputs(method: str, chip: str) -> None:
+    """One matrix [3, 8, 64] against float64 arithmetic with the same rounding of weights and inputs."""
+    form = next(iter(matrix_formats(method, SPEC, CHIPS[chip]).values()))
+    assert form.rounds_inputs == ((method, chip) in (("int8", "v6e"), ("fp8", "v7x")))
+    rng, largest = np.random.default_rng(1), 127 if method == "int8" else jnp.finfo(form.numbers).max.astype(float)
+    x, dense = rng.normal(size=(5, 64)).astype(np.float32), rng.normal(size=(3, 8, 64)).astype(np.float32)
+    x[3] = 0
+    matrix = ChannelMatrix(form, "...", dense.shape, JaxBuildContext(jnp.dtype("float32"), 1))
+    numbers, scales = quantize(jnp.asarray(dense), form.numbers)
+    matrix.numbers.set_value(numbers)
+    matrix.scales.set_value(scales)
+    inputs = x.astype(np.float64)
+    if form.rounds_inputs:
+        steps = np.abs(x).max(1, keepdims=True) / np.float32(largest)
+        steps[3] = 1
+        inputs = (np.round(x / steps) if method == "int8" else x / steps).astype(form.numbers).astype(
+            np.float64
+        ) * steps
+    weights = np.asarray(numbers).astype(np.float64) * np.asarray(scales, np.float64)[..., None]
+    expected = np.einsum("ti,koi->tko", inputs, weights)
+    np.testing.assert_allclose(project(jnp.asarray(x), matrix), expected, rtol=1e-5, atol=1e-5)
+    exact = np.einsum("ti,koi->tko", x, weights)
+    assert (np.abs(expected - exact).max() > 1e-3) == form.rounds_inputs
 
 
 def test_half_the_bytes_stored_and_read() -> None:
@@ -162,6 +265,7 @@ def test_the_compiler_widens_inside_the_product(method: str) -> None:
 def test_the_budget_of_smaller_weights(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny", hidden_size=64, intermediate_size=512)
     words = ["--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8"]
+    words += ["--dtype", "float32"]
     weights = []
     for method in ([], ["--quantization", "fp8"]):
         table = tmp_path / "table.json"
@@ -170,12 +274,3 @@ def test_the_budget_of_smaller_weights(tmp_path: Path) -> None:
         weights.append(json.loads(table.read_text())["budget"]["weights"])
     matrices = 2 * (64 * 64 * 3 + 3 * 64 * 512)
     assert weights[0] - weights[1] == pytest.approx(3 * matrices, rel=0.05)
-
-
-def test_errors_name_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization: fp8: jax_tpu cannot quantise experts; drop it"):
-        matrix_dtype("fp8", tiny_spec(moe=True), CHIPS["v6e"])
-    with pytest.raises(ConfigError, match="--quantization: tpu_int8: v7x has no int8; use fp8"):
-        matrix_dtype("tpu_int8", SPEC, CHIPS["v7x"])
-    with pytest.raises(ConfigError, match="--quantization: fp8 is not supported by reference; drop it, or use --back"):
-        LLM(str(write_model(tmp_path / "tiny")), quantization="fp8", backend="reference")

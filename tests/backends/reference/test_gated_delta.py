@@ -8,22 +8,21 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from support.backend_options import make_options, make_pooling_options
+from support.backend_options import make_options
 from support.reference_driver import random_weights, tiny_spec
 from support.reference_engine import LIMITS, engine, generate, greedy_request
 
 from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.backends.reference.memory import allocate, copy_states
-from pagoda.backends.reference.model.gated_delta import CHUNK, chunked_rule, recurrent_rule
 from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.backends.reference.model.recurrent.gated_delta import CHUNK, chunked_rule, recurrent_rule
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, kv_layout
-from pagoda.common.errors import ModelError
 from pagoda.common.models.caches import FullCache, StateCache
 from pagoda.common.models.mixers import Attention, GatedDelta, Mixer
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler, Router
+from pagoda.common.models.spec import ModelSpec
 
 DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, norm=Norm(1e-6))
 GATED = replace(tiny_spec().layers[0].attention, output_gate=True)
@@ -158,13 +157,17 @@ def test_requests_aborted_around_copies_leave_the_others_tokens() -> None:
         assert generate(core, PROMPTS[1:2], 9) == expected
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_gives_the_naive_models_tokens(seed: int) -> None:
+@pytest.mark.parametrize(("backend", "seed"), [*(("reference", seed) for seed in range(4)), ("torch_cuda", 4)])
+def test_random_traffic_gives_the_naive_models_tokens(backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts with common beginnings, which join, are aborted and are preempted at random, few blocks for snapshots."""
+    if backend == "torch_cuda":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     random = Random(seed)
     stem = [random.randrange(96) for _ in range(40)]
     prompts = [stem[: random.randrange(1, 40)] + [random.randrange(96) for _ in range(3)] for _ in range(12)]
-    core = engine(SPEC, (random.choice([8, 12, 30]), 26), snapshot_tokens=random.choice([4, 8, 12]))
+    blocks = random.choice([8, 12, 30]), 26
+    core = engine(SPEC, blocks, snapshot_tokens=random.choice([4, 8, 12]), name=backend)
     waiting, answers, ended = dict(enumerate(prompts)), {str(index): [] for index in range(12)}, set[str]()
     while waiting or core.has_work:
         if waiting and random.random() < 0.6:
@@ -192,31 +195,6 @@ def test_rows_reuse_blocks_of_states_that_are_not_cleared() -> None:
 
 
 # --- elsewhere ---
-
-
-@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
-def test_other_backends_refuse_it_by_name(backend: str) -> None:
-    pytest.importorskip("triton" if backend == "torch_cuda" else "flax")
-    attention = replace(GATED, output_gate=False)
-    shared = Moe(4, Mlp(24, "silu", True), Router(2, True), Mlp(8, "silu", True))
-    experts = model(attention)
-    experts = replace(experts, layers=(replace(experts.layers[0], ffn=shared),))
-    for spec, refused in (
-        (SPEC, "a mixer of kind GatedDelta"),
-        (model(GATED), "attention with an output gate"),
-        (experts, "a shared expert"),
-    ):
-        with pytest.raises(ModelError, match=f"layer 0 has {refused}, which {backend} does not support"):
-            load_backend(backend).create(make_options(spec, limits=LIMITS))
-
-
-def test_pooling_elsewhere_is_refused_by_name() -> None:
-    pytest.importorskip("triton")
-    from pagoda.backends.torch_cuda import pooling
-
-    spec = replace(SPEC, pooler=Pooler("last"), tied=True)
-    with pytest.raises(ModelError, match="GatedDelta, which torch_cuda does not support"):
-        pooling.create(make_pooling_options(spec, limits=LIMITS))
 
 
 def test_ranks_share_whole_key_heads() -> None:

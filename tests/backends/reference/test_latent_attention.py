@@ -11,19 +11,22 @@ import torch
 from support.backend_options import make_options, make_pooling_options
 from support.paged_model import PagedModel
 from support.reference_driver import random_weights, tiny_spec
-from support.reference_engine import LIMITS, engine, generate
+from support.reference_engine import LIMITS, assert_naive_tokens, engine, generate
+from support.refusals import SUPPORTED
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
+from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.caches import IndexCache, LatentCache
 from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.rope import Rope, YarnScaling
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import ModelSpec, Pooler
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler
+from pagoda.common.models.supported import Supported
 
 LATENT = LatentAttention(
     heads=4,
@@ -48,16 +51,6 @@ INDEXER = Indexer(heads=16, head_dim=12, top_k=9, rope=Rope(1e4, 8), norm=Norm(1
 SPARSE = model(replace(LATENT, indexer=INDEXER), LATENT, replace(LATENT, indexer=replace(INDEXER, top_k=5)))
 
 
-@pytest.mark.parametrize("blocks", [20, 90])
-def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens(blocks: int) -> None:
-    prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-    core = engine(SPEC, blocks)
-    naive = NaiveModel(SPEC, random_weights(SPEC), max_len=LIMITS.max_model_len)
-    assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
-    assert (core.stats.preemptions > 0) == (blocks == 20)
-    assert core.stats.prefix_hits > 0
-
-
 def test_the_cache_holds_one_latent_and_one_rotary_key_per_token() -> None:
     layout = kv_layout(SPEC, 4)
     assert layout.groups == (KvGroup(LatentCache(16, 8), (0, 1)),)
@@ -74,15 +67,10 @@ EVERY_CACHE = model(
 )
 
 
-@pytest.mark.parametrize("spec", [SPARSE, EVERY_CACHE], ids=["latent", "every cache"])
+@pytest.mark.parametrize("spec", [SPEC, SPARSE, EVERY_CACHE], ids=["latent", "with an indexer", "every cache"])
 @pytest.mark.parametrize("blocks", [20, 90])
-def test_an_indexer_under_chunked_prefill_preemption_and_prefix_hits(spec: ModelSpec, blocks: int) -> None:
-    prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-    core = engine(spec, blocks)
-    naive = NaiveModel(spec, random_weights(spec), max_len=LIMITS.max_model_len)
-    assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
-    assert (core.stats.preemptions > 0) == (blocks == 20)
-    assert core.stats.prefix_hits > 0
+def test_chunked_prefill_preemption_and_prefix_hits(spec: ModelSpec, blocks: int) -> None:
+    assert_naive_tokens(spec, PROMPT, blocks, preempts=blocks == 20)
 
 
 def test_the_selection_matters_in_the_step_loop() -> None:
@@ -136,15 +124,29 @@ def test_interleaved_rope_equals_half_split_rope_of_reordered_channels(implement
     assert not torch.allclose(ours, other, atol=1e-2)
 
 
-@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
-def test_other_backends_refuse_it_by_name(backend: str) -> None:
-    pytest.importorskip("triton" if backend == "torch_cuda" else "flax")
-    words = f"layer 0 has a mixer of kind LatentAttention, which {backend} does not support; use --backend reference"
-    with pytest.raises(ModelError, match=words):
-        load_backend(backend).create(make_options(SPEC, limits=LIMITS))
-    interleaved = model(Attention(4, 2, 16, 0.25, Rope(1e4, 12, interleaved=True)))
-    with pytest.raises(ModelError, match=f"RoPE on interleaved channels, which {backend} does not support"):
-        load_backend(backend).create(make_options(interleaved, limits=LIMITS))
+def test_an_engine_on_torch_cuda_gives_the_naive_models_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    prompts = [[(7 * i + j * j) % 96 for j in range(3 + 8 * i)] for i in range(4)]
+    oracle = NaiveModel(SPEC, random_weights(SPEC), max_len=LIMITS.max_model_len)
+    core = engine(SPEC, 60, name="torch_cuda")
+    assert generate(core, prompts, 6) == [oracle.greedy(prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"cache": CacheConfig(cache_dtype="fp8")}, "--kv-cache-dtype"),
+        ({"attention": "FLASH_ATTN"}, "--attention-backend"),
+    ],
+)
+def test_torch_cuda_refuses_settings_of_other_attention(
+    change: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    with pytest.raises(ConfigError, match=flag):
+        load_backend("torch_cuda").create(make_options(SPEC, limits=LIMITS, **change))
 
 
 V3 = {
@@ -205,13 +207,15 @@ V3 = {
 """deepseek-ai/DeepSeek-V3 without its quantization_config."""
 
 
-def test_mixture_of_experts_layers_of_the_family_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="first_k_dense_replace is 3 of 61 layers"):
-        spec_from_config(V3)
+@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+def test_the_accelerators_run_the_published_model_and_the_indexer_of_the_next(backend: str) -> None:
+    SUPPORTED[backend].check(spec_from_config(V3)[0])
+    SUPPORTED[backend].check(spec_from_config(V32)[0])
 
 
-def test_the_published_config_with_dense_layers() -> None:
-    spec, _ = spec_from_config({**V3, "first_k_dense_replace": 61})
+def test_the_published_config() -> None:
+    spec, _ = spec_from_config(V3)
+    assert [type(layer.ffn) for layer in spec.layers] == [Mlp] * 3 + [Moe] * 58
     (mixer,) = set(spec.mixers)
     assert isinstance(mixer, LatentAttention)
     assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
@@ -228,8 +232,9 @@ V32 = V3 | {
 }
 
 
-def test_the_published_config_with_an_indexer_and_dense_layers() -> None:
-    spec, _ = spec_from_config({**V32, "first_k_dense_replace": 61})
+def test_the_published_config_with_an_indexer() -> None:
+    spec, _ = spec_from_config(V32)
+    assert [type(layer.ffn) for layer in spec.layers] == [Mlp] * 3 + [Moe] * 58
     (mixer,) = set(spec.mixers)
     assert isinstance(mixer, LatentAttention)
     rope = Rope(1e4, 64, YarnScaling(40.0, 4096))
@@ -246,19 +251,20 @@ def test_the_published_config_with_an_indexer_and_dense_layers() -> None:
         ({"q_lora_rank": None}, "q_lora_rank is null; the indexer needs low-rank queries"),
         ({"rope_interleave": False}, "rope_interleave is False; only True is supported"),
         ({"layer_types": ["full_attention"] * 61}, "layer_types is "),
-        ({"mlp_layer_types": ["dense"] * 60 + ["sparse"]}, "mlp_layer_types is "),
-        ({"first_k_dense_replace": 3}, "first_k_dense_replace is 3 of 61 layers"),
+        ({"mlp_layer_types": ["dense"] * 60}, "mlp_layer_types is "),
+        ({"n_group": 7}, "4 of 7 groups cannot be formed of 256 experts"),
     ],
 )
 def test_configs_of_an_indexer_that_are_refused(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
-        spec_from_config({**V32, "first_k_dense_replace": 61, **change})
+        spec_from_config({**V32, **change})
 
 
-def test_pooling_elsewhere_is_refused_by_name() -> None:
+def test_pooling_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from pagoda.backends.torch_cuda import pooling
 
-    spec = replace(SPEC, pooler=Pooler("last"), tied=True)
-    with pytest.raises(ModelError, match="LatentAttention, which torch_cuda does not support"):
+    spec = replace(SPARSE, pooler=Pooler("last"), tied=True)
+    monkeypatch.setattr(pooling, "SUPPORTED", Supported("torch_cuda", mixers=(LatentAttention,)))
+    with pytest.raises(ModelError, match="an indexer, which torch_cuda does not support"):
         pooling.create(make_pooling_options(spec, limits=LIMITS))

@@ -81,7 +81,8 @@ def test_bfloat16_is_near_float32():
 
 def test_visible_tokens():
     assert visible(4, None).sum(-1).tolist() == [1, 2, 3, 4]
-    assert visible(4, 2).tolist()[3] == [False, False, True, True]
+    assert visible(4, replace(MIXER, window=2)).tolist()[3] == [False, False, True, True]
+    assert visible(4, replace(MIXER, chunk=2)).tolist()[2:] == [[False, False, True, False], [False, False, True, True]]
 
 
 def test_greedy_extends_by_the_best_token():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagoda.backends.reference.model import ops
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import Router
+from pagoda.common.models.spec import ExpertGroups, Router, SparseMixer
 from pagoda.common.weights import dtypes
 
 KINDS = {
@@ -73,6 +76,68 @@ def test_routing_weights():
     assert weights.sum().item() == pytest.approx(1.0)
     plain, _ = ops.route(logits, Router(2, renormalise=False))
     torch.testing.assert_close(plain, logits.softmax(-1)[:, 1:3])
+
+
+def sigmoids(*scores: float) -> torch.Tensor:
+    """Logits of one token whose sigmoids are `scores`."""
+    return torch.tensor([scores]).logit()
+
+
+def test_sigmoid_scores_are_scaled_after_renormalisation():
+    logits = sigmoids(0.1, 0.6, 0.2)
+    weights, experts = ops.route(logits, Router(2, renormalise=False, scores="sigmoid"))
+    assert experts.tolist() == [[1, 2]]
+    assert weights.tolist() == [pytest.approx([0.6, 0.2])]
+    weights, _ = ops.route(logits, Router(2, renormalise=True, scores="sigmoid", scale=2.5))
+    assert weights.tolist() == [pytest.approx([2.5 * 0.75, 2.5 * 0.25])]
+    weights, _ = ops.route(torch.full((1, 3), -200.0), Router(2, renormalise=True, scores="sigmoid"))
+    assert weights.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_a_score_correction_changes_the_choice_and_no_weight(kind: Literal["softmax", "sigmoid"]):
+    logits = torch.tensor([[1.0, 0.5, 0.0]])
+    scores = logits.softmax(-1) if kind == "softmax" else logits.sigmoid()
+    weights, experts = ops.route(logits, Router(1, False, kind, correction=True), torch.tensor([0.0, 0.0, 5.0]))
+    assert experts.tolist() == [[2]]
+    assert weights.item() == pytest.approx(scores[0, 2].item())
+
+
+@pytest.mark.parametrize(
+    ("rank_by", "used", "top_k", "expected"),
+    [
+        ("best", 1, 2, [4, 5]),  # groups of 0.6, 0.5 and 0.8
+        ("best_two", 1, 2, [2, 3]),  # 0.7, 1.0 and 0.9
+        ("best_two", 2, 3, [4, 2, 3]),
+        ("best", 3, 2, [4, 0]),
+    ],
+)
+def test_only_experts_of_the_best_groups_are_chosen(
+    rank_by: Literal["best", "best_two"], used: int, top_k: int, expected: list[int]
+):
+    logits = sigmoids(0.6, 0.1, 0.5, 0.5, 0.8, 0.1)
+    router = Router(top_k, False, "sigmoid", groups=ExpertGroups(3, used, rank_by))
+    assert sorted(ops.route(logits, router)[1][0].tolist()) == sorted(expected)
+
+
+def test_a_correction_counts_for_the_groups_too():
+    router = Router(1, False, "sigmoid", correction=True, groups=ExpertGroups(2, 1, "best_two"))
+    weights, experts = ops.route(sigmoids(0.6, 0.5, 0.3, 0.2), router, torch.tensor([0.0, 0.0, 0.0, 0.9]))
+    assert experts.tolist() == [[3]]
+    assert weights.tolist() == [[pytest.approx(0.2)]]
+
+
+def test_sparse_mixer():
+    """Experts whose logits differ from the largest by more than a fifth of the larger magnitude get no share."""
+    weights, experts = ops.route(torch.tensor([[2.0, 1.9, 1.5, -4.0]]), SparseMixer(2, jitter=0.1))
+    assert experts.tolist() == [[0, 1]]
+    assert weights.tolist() == [pytest.approx([1 / (1 + math.exp(-0.1)), 1.0])]
+    weights, _ = ops.route(torch.tensor([[2.0, 1.9, 1.7, -4.0]]), SparseMixer(2, jitter=0.1))
+    assert weights.tolist() == [pytest.approx([1 / (1 + math.exp(-0.1) + math.exp(-0.3)), 1 / (1 + math.exp(-0.2))])]
+    weights, _ = ops.route(torch.tensor([[0.5, -0.6]]), SparseMixer(1, jitter=0.95))
+    assert weights.tolist() == [[pytest.approx(1 / (1 + math.exp(-1.1)))]], "1.1 is less than 1.9 * 0.6"
+    weights, _ = ops.route(torch.tensor([[0.5, 0.1]]), SparseMixer(1, jitter=0.45))
+    assert weights.tolist() == [[pytest.approx(1 / (1 + math.exp(-0.4)))]], "0.4 is less than 0.9 * 0.5"
 
 
 def test_mix_experts_runs_each_on_its_own_rows():

@@ -14,7 +14,7 @@ from models import tiny
 from support.backend_options import make_options, make_pooling_options
 from support.paged_model import PagedModel
 from support.reference_driver import random_weights, tiny_spec
-from support.reference_engine import LIMITS, engine, generate
+from support.reference_engine import LIMITS, assert_naive_tokens
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend, load_pooling
@@ -58,7 +58,14 @@ class SharingCache(transformers.DynamicCache):
         return self.kept[self.owners.get(layer_idx, layer_idx)]
 
 
-@pytest.mark.parametrize("implementation", [NaiveModel, PagedModel])
+def torch_cuda(spec: ModelSpec, weights: Any, max_len: int) -> Any:
+    pytest.importorskip("triton")
+    from support.torch_cuda_model import TorchCudaModel
+
+    return TorchCudaModel(spec, weights, max_len)
+
+
+@pytest.mark.parametrize("implementation", [NaiveModel, PagedModel, torch_cuda])
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "llama-biased"])
 def test_transformers_agrees(implementation: Any, family: str, tmp_path: Path) -> None:
     """Of norms per head, norms of whole projections, and biases; full attention and windows."""
@@ -81,13 +88,8 @@ def test_transformers_agrees(implementation: Any, family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("blocks", [34, 160])
-def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens(blocks: int) -> None:
-    prompts = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
-    core = engine(SPEC, blocks)
-    naive = NaiveModel(SPEC, random_weights(SPEC), max_len=LIMITS.max_model_len)
-    assert generate(core, prompts, 9) == [naive.greedy(prompt, 9) for prompt in prompts]
-    assert (core.stats.preemptions > 0) == (blocks == 34)
-    assert core.stats.prefix_hits > 0
+def test_chunked_prefill_preemption_and_prefix_hits(blocks: int) -> None:
+    assert_naive_tokens(SPEC, PROMPT, blocks, preempts=blocks == 34)
 
 
 def test_a_layer_that_shares_a_cache_has_no_cache_and_no_key_and_value_parameters() -> None:
@@ -139,24 +141,21 @@ def test_a_cache_that_the_layer_cannot_read_is_an_error(layers: Any, owners: dic
         sharing(replace(tiny_spec(), layers=layers), owners)
 
 
-def test_pooling_reads_them_too() -> None:
+@pytest.mark.parametrize("backend", ["reference", "torch_cuda"])
+def test_pooling_reads_them_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "torch_cuda":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     spec = replace(SPEC, tied=True)
     weights = dict(random_weights(spec))
-    backend = load_pooling("reference").create(make_pooling_options(replace(spec, pooler=Pooler("all")), limits=LIMITS))
-    backend.load(weights.items())
+    options = make_pooling_options(replace(spec, pooler=Pooler("all")), limits=LIMITS)
+    pooling = load_pooling(backend).create(options)
+    pooling.load(weights.items())
     rules = PoolingRules(task="token_embed", use_activation=False)
     plan = PoolPlan(np.array(PROMPT + PROMPT[:7], np.int32), np.array([0, 13, 20], np.int32), None, (rules, rules))
-    vectors = backend.execute(plan).result().vectors
-    backend.close()
+    vectors = pooling.execute(plan).result().vectors
+    pooling.close()
     naive = NaiveModel(spec, weights.items(), max_len=LIMITS.max_model_len)
     for hidden, prompt in zip(vectors, (PROMPT, PROMPT[:7])):
         logits = torch.from_numpy(hidden @ weights["embed"].T)
         torch.testing.assert_close(logits, naive.logits(prompt), atol=3e-5, rtol=0)
-
-
-@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
-def test_other_backends_refuse_it_by_name(backend: str) -> None:
-    pytest.importorskip("triton" if backend == "torch_cuda" else "flax")
-    words = f"layer 3 has attention over the cache of layer 2, which {backend} does not support; use --backend referenc"
-    with pytest.raises(ModelError, match=words):
-        load_backend(backend).create(make_options(SPEC, limits=LIMITS))

@@ -16,20 +16,34 @@ from support.torch_cuda_model import TorchCudaModel
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from pagoda.backends.torch_cuda.attention_backends import flash_attn, flashinfer, torch_varlen
-from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
-from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
-from pagoda.backends.torch_cuda.backend import ATTENTION_MODULES, load_attention
+from pagoda.backends.torch_cuda.attention_backends import (
+    flash_attn,
+    flashinfer,
+    flashinfer_mla,
+    flashmla,
+    torch_varlen,
+)
+from pagoda.backends.torch_cuda.attention_backends.protocol import (
+    AttentionRequirements,
+    LatentDecode,
+    PrefillAttention,
+)
+from pagoda.backends.torch_cuda.attention_backends.triton import TritonAttn, TritonMla
+from pagoda.backends.torch_cuda.backend import LATENT_MODULES, PREFILL_MODULES, load_kernels
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.common.config.groups.attention import AUTO, KERNELS
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import Indexer, LatentAttention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 
 SPEC = tiny_spec()
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 11, 4, 50, 61, 72, 1, 90, 6, 13, 15, 44, 27]
 """Their first half ends with a page."""
 H200 = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H200")
-NEEDS = AttentionRequirements(SPEC.mixers, torch.bfloat16, torch.bfloat16, 256, H200)
+B200 = replace(H200, chip=CHIPS["sm_100"], name="B200")
+NEEDS = AttentionRequirements(SPEC.mixers, (), torch.bfloat16, torch.bfloat16, 256, H200)
 
 
 def paged(
@@ -143,6 +157,71 @@ class StandInFlashInfer:
         return paged(q, k, v, *self.arrays, *self.rules)
 
 
+class StandInFlashMla:
+    """Package flash_mla: a schedule per step, filled by its first call and good for the same lengths alone."""
+
+    def __init__(self) -> None:
+        self.schedules = 0
+
+    def get_mla_metadata(self) -> tuple[dict[str, list[int]], None]:
+        self.schedules += 1
+        return {}, None
+
+    @staticmethod
+    def flash_mla_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        head_dim_v: int,
+        tile_scheduler_metadata: dict[str, list[int]],
+        *,
+        softmax_scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        assert k_cache.shape[2] == 1
+        assert tile_scheduler_metadata.setdefault("lens", cache_seqlens.tolist()) == cache_seqlens.tolist()
+        assert causal
+        out = latents_of(q, k_cache[:, :, 0], block_table, cache_seqlens, head_dim_v, softmax_scale)
+        return out, out.new_empty(0)
+
+
+def stand_in_trtllm(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float,
+) -> Tensor:
+    """flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, by the names of its arguments that are used."""
+    assert kv_cache.shape[1] == 1
+    assert query.shape[3] == kv_cache.shape[3] == kv_lora_rank + qk_rope_head_dim
+    assert qk_nope_head_dim == MLA[0].nope_dim
+    assert workspace_buffer.dtype == torch.uint8
+    assert block_tables.shape[1] * kv_cache.shape[2] % 128 == 0
+    assert max_seq_len == block_tables.shape[1] * kv_cache.shape[2] >= seq_lens.max()
+    return latents_of(query, kv_cache[:, 0], block_tables, seq_lens, kv_lora_rank, bmm1_scale)
+
+
+def latents_of(q: Tensor, cache: Tensor, tables: Tensor, lens: Tensor, rank: int, scale: float) -> Tensor:
+    """Causal attention [S, Q, N, R] of q [S, Q, N, R+D], aligned to the last key, over pages [P, B, R+D]."""
+    assert len(q) == len(tables) == len(lens)
+    assert tables.dtype == lens.dtype == torch.int32
+    assert lens.min() > 0
+    out = torch.full_like(q[..., :rank], float("nan"))
+    for s, length in enumerate(lens.tolist()):
+        keys = torch.stack([cache[tables[s, at // cache.shape[1]], at % cache.shape[1]] for at in range(length)])
+        for j in range(q.shape[1]):
+            seen = keys[: length - (q.shape[1] - 1 - j)]
+            out[s, j] = (q[s, j] @ seen.T * scale).softmax(-1) @ seen[:, :rank]
+    return out
+
+
 KINDS: dict[str, PrefillAttention] = {
     "TORCH_VARLEN": torch_varlen.TorchVarlen(stand_in_varlen),
     "FLASH_ATTN": flash_attn.FlashAttn(stand_in_flash),
@@ -157,37 +236,82 @@ def test_the_decoder_computes_the_same(name: str) -> None:
     own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
     calls = []
     for layer in other.decoder.layers:
-        layer.mixer.prefill = lambda *args: (calls.append(args[1].num_decodes), KINDS[name](*args))
+        layer.mixers[0].prefill = lambda *args: (calls.append(args[1].num_decodes), KINDS[name](*args))
     torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
     assert {0, 1} <= set(calls), "with decodes before it and without"
     if name == "FLASHINFER":
         assert StandInFlashInfer.planned == len(calls) / len(spec.layers), "once a step"
 
 
+MLA = (LatentAttention(4, None, 20, 10, 6, 0.3, Rope(1e4, 8, interleaved=True), Norm(1e-5)),)
+DEEPSEEK = tuple(replace(mixer, latent_dim=512, nope_dim=128, rope=replace(mixer.rope, dim=64)) for mixer in MLA)
+
+
+@pytest.mark.parametrize("name", ["FLASHMLA", "FLASHINFER_MLA"])
+def test_latent_decodes_compute_the_same(name: str) -> None:
+    """As above, of a model with latent attention: the decodes of pure and mixed steps."""
+    layer = replace(SPEC.layers[0], mixers=MLA)
+    spec = replace(SPEC, layers=(layer, layer))
+    package, workspace = StandInFlashMla(), torch.zeros(1, dtype=torch.uint8)
+    shared: LatentDecode = (
+        flashmla.FlashMla(package) if name == "FLASHMLA" else flashinfer_mla.FlashInferMla(stand_in_trtllm, workspace)
+    )
+    own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
+    steps = []
+    for layer in other.decoder.layers:
+        layer.mixers[0].decode = lambda *args: (steps.append(args[2]), shared(*args))[1]
+    torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
+    assert {0, 1} == {int(step.tiles is None) for step in steps}, "with prefills beside them and without"
+    if name == "FLASHMLA":
+        assert package.schedules == len({id(step) for step in steps}) == len(steps) / len(spec.layers), "once a step"
+
+
+def test_installed_packages_of_latent_attention_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = replace(NEEDS, mixers=(), latents=DEEPSEEK, page=64)
+    package = ModuleType("flash_mla")
+    monkeypatch.setitem(sys.modules, "flash_mla", package)
+    kernels = load_kernels("FLASHMLA", needs)
+    assert kernels.latent_decode.package is package
+    assert isinstance(kernels.prefill, TritonAttn)
+    for module in ("flashinfer", "flashinfer.mla"):
+        monkeypatch.setitem(sys.modules, module, package)
+    package.trtllm_batch_decode_with_kv_cache_mla = stand_in_trtllm
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: (size, dtype, device))
+    kernel = load_kernels("FLASHINFER_MLA", replace(needs, device=B200)).latent_decode
+    assert (kernel.decode, kernel.workspace) == (stand_in_trtllm, (128 << 20, torch.uint8, H200.torch))
+
+
 def test_every_name_of_the_flag_has_a_kernel() -> None:
-    assert set(ATTENTION_MODULES) == {AUTO, *KERNELS["torch_cuda"]}
-    for name in (AUTO, "TRITON_ATTN"):
-        assert isinstance(load_attention(name, replace(NEEDS, device=CPU, dtype=torch.float32)), TritonAttn)
+    assert {*PREFILL_MODULES, *LATENT_MODULES} == {*KERNELS["torch_cuda"]}
+    for name, latents in ((AUTO, ()), ("TRITON_ATTN", ()), (AUTO, MLA), ("TRITON_MLA", MLA)):
+        kernels = load_kernels(name, replace(NEEDS, latents=latents, device=CPU, dtype=torch.float32))
+        assert isinstance(kernels.prefill, TritonAttn)
+        assert isinstance(kernels.latent_decode, TritonMla)
 
 
 def test_installed_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_attention("TORCH_VARLEN", NEEDS).varlen_attn is varlen.varlen_attn
+    assert load_kernels("TORCH_VARLEN", NEEDS).prefill.varlen_attn is varlen.varlen_attn
     package = ModuleType("flash_attn_interface")
     package.flash_attn_with_kvcache = stand_in_flash
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    assert load_attention("FLASH_ATTN", NEEDS).with_kvcache is stand_in_flash
+    assert load_kernels("FLASH_ATTN", NEEDS).prefill.with_kvcache is stand_in_flash
     wrappers = []
     package = ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: wrappers.append(args)
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: (size, dtype, device))
-    load_attention("FLASHINFER", replace(NEEDS, mixers=DIM_64)).make_wrapper()
+    load_kernels("FLASHINFER", replace(NEEDS, mixers=DIM_64)).prefill.make_wrapper()
     assert wrappers == [((128 << 20, torch.uint8, H200.torch), "HND")]
 
 
 DIM_64 = tuple(replace(mixer, head_dim=64) for mixer in NEEDS.mixers)
 SOFT = tuple({layer.attention for layer in tiny_spec(softcap=2.0).layers})
 WINDOW = tuple({layer.attention for layer in tiny_spec(window=6).layers})
+SINKS = tuple(replace(mixer, sinks=True) for mixer in NEEDS.mixers)
+SLOPES = tuple(replace(mixer, alibi_slopes=(0.5,) * mixer.heads) for mixer in NEEDS.mixers)
+CHUNKS = tuple(replace(mixer, chunk=6) for mixer in NEEDS.mixers)
+NARROW = tuple(replace(mixer, nope_dim=192) for mixer in DEEPSEEK)
+SELECTING = tuple(replace(mixer, query_rank=8, indexer=Indexer(2, 16, 4, mixer.rope, mixer.norm)) for mixer in DEEPSEEK)
 WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
 
 
@@ -205,22 +329,54 @@ WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
         ("TORCH_VARLEN", {"mixers": SOFT}, "does not support the logit soft cap"),
         ("FLASH_ATTN", {"mixers": WINDOW}, "sliding windows of this model"),
         ("TORCH_VARLEN", {"mixers": WINDOW}, "sliding windows of this model"),
+        ("FLASH_ATTN", {"mixers": CHUNKS}, "does not attend in chunks"),
+        ("FLASHINFER", {"mixers": CHUNKS}, "does not attend in chunks"),
+        ("FLASH_ATTN", {"mixers": SINKS}, "attention sinks of this model"),
+        ("FLASHINFER", {"mixers": SINKS}, "attention sinks of this model"),
+        ("TORCH_VARLEN", {"mixers": SLOPES}, "ALiBi slopes of this model"),
         ("TORCH_VARLEN", {"mixers": WIDE}, "heads of up to 256 channels, this model's have 512"),
         ("TORCH_VARLEN", {"page": 16}, "--block-size: TORCH_VARLEN reads pages of 256 tokens, not 16; use --block-"),
-        ("FLASH_ATTN", {"device": replace(H200, chip=CHIPS["sm_100"], name="B200")}, "Hopper GPUs, this is B200"),
+        ("FLASH_ATTN", {"device": B200}, "Hopper GPUs, this is B200"),
         ("FLASHINFER", {"device": CPU}, "--attention-backend: FLASHINFER needs a GPU; use auto, or drop the flag"),
         ("FLASHINFER", {}, "heads of 64, 128, 256 channels, this model's have "),
         ("FLASHINFER", {"mixers": DIM_64}, "needs the package flashinfer: pip install flashinfer-python"),
         ("FLASH_ATTN", {}, "needs the package flash_attn_interface: build it"),
+        ("FLASH_ATTN", {"latents": DEEPSEEK}, "FLASH_ATTN cannot compute latent attention; use auto, or drop the flag"),
+        ("TRITON_MLA", {}, "TRITON_MLA computes latent attention, which this model does not have; use auto"),
+        ("FLASHMLA", {}, "FLASHMLA computes latent attention, which this model does not have; use auto"),
+        ("FLASHMLA", {"latents": DEEPSEEK, "device": CPU}, "FLASHMLA needs a GPU"),
+        ("FLASHMLA", {"latents": DEEPSEEK, "dtype": torch.float32}, "bfloat16 and float16, not in float32"),
+        ("FLASHMLA", {"latents": MLA}, r"latents of 512 \+ 64 channels, this model's have 20 \+ 8"),
+        ("FLASHMLA", {"latents": SELECTING}, "the tokens that this model's indexer selects"),
+        (
+            "FLASHMLA",
+            {"latents": DEEPSEEK},
+            "--block-size: FLASHMLA reads pages of 64 tokens, not 256; use --block-size 64",
+        ),
+        ("FLASHMLA", {"latents": DEEPSEEK, "page": 64, "device": B200}, "Hopper GPUs, this is B200"),
+        ("FLASHMLA", {"latents": DEEPSEEK, "page": 64}, "needs the package flash_mla: build it from"),
+        ("FLASHINFER_MLA", {"latents": DEEPSEEK}, "pages of 32 or 64 tokens, not 256; use --block-size 64"),
+        ("FLASHINFER_MLA", {"latents": DEEPSEEK, "page": 32}, "Blackwell GPUs, this is NVIDIA H200"),
+        (
+            "FLASHINFER_MLA",
+            {"latents": DEEPSEEK, "page": 32, "device": B200, "dtype": torch.float16},
+            "computes in bfloat16, not in float16",
+        ),
+        (
+            "FLASHINFER_MLA",
+            {"latents": NARROW, "page": 32, "device": B200},
+            "keys of 128 channels without RoPE, this model's have 192",
+        ),
+        ("FLASHINFER_MLA", {"latents": DEEPSEEK, "page": 32, "device": B200}, "needs the package flashinfer"),
     ],
 )
 def test_unsupported_needs_are_refused(name: str, change: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line) as error:
-        load_attention(name, replace(NEEDS, **change))
+        load_kernels(name, replace(NEEDS, **change))
     assert "\n" not in str(error.value)
 
 
 def test_a_torch_without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
     with pytest.raises(ConfigError, match=r"TORCH_VARLEN needs torch 2.12 or later, this is "):
-        load_attention("TORCH_VARLEN", NEEDS)
+        load_kernels("TORCH_VARLEN", NEEDS)

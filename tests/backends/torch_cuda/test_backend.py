@@ -26,13 +26,25 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS
 from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.mixers import BlockIndexer
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
+
+
+def with_blocks() -> ModelSpec:
+    """Two layers of attention to blocks that an indexer selects."""
+    layer, _ = tiny_spec().layers
+    mixer = replace(layer.attention, blocks=BlockIndexer(12, 6, 3, 1, Rope(1e4, 8), Norm(1e-5)))
+    return replace(tiny_spec(), layers=(replace(layer, mixers=(mixer,)),) * 2)
+
 
 SPECS = {
     "full": tiny_spec(),
     "window": tiny_spec(window=6),
     "softcap": tiny_spec(window=6, softcap=2.0),
     "moe": tiny_spec(moe=True),
+    "blocks": with_blocks(),
 }
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1, prompt_logprobs=-1)
@@ -163,7 +175,7 @@ def test_an_engine_answers_like_reference(kind: str, plain: bool) -> None:
     """Chunked prefill, shared prefixes, preemption, every kind of rule: the same tokens and logprobs."""
     limits = {"async_scheduling": False, "prefix_caching": False} if plain else {}
     inputs = asked_for(seed=len(kind))
-    groups = len(kv_layout(SPECS[kind], 4).groups)
+    groups = max(map(len, kv_layout(SPECS[kind], 4).groups_by_pool))
     cores = [
         engine(name, SPECS[kind], blocks=1 + 30 * groups, limits=limits, **make)
         for name, make in (("reference", {}), ("torch_cuda", {"device": CPU}))
@@ -294,6 +306,19 @@ def test_an_8_bit_cache_stays_close() -> None:
         assert 1e-3 < error < 0.5
 
 
+def test_scales_of_the_checkpoint_are_those_of_an_8_bit_cache() -> None:
+    spec = SPECS["window"]
+    stored = {"layers.0.mixers.0.k_scale": 0.02, "layers.0.mixers.0.v_scale": 0.03, "layers.1.mixers.0.v_scale": 0.05}
+    weights = [*random_weights(spec), *((name, np.array(scale, np.float32)) for name, scale in stored.items())]
+    want = NaiveModel(spec, random_weights(spec)).logits(PROMPT).log_softmax(-1).numpy()
+    d = driver(spec, cache=CacheConfig(cache_dtype="fp8"), weights=iter(weights))
+    caches = d.backend._runner.programs.parts.caches
+    scales = [[cache.k_scale.item(), cache.v_scale.item()] for _, cache in sorted(caches.items())]
+    np.testing.assert_allclose(scales[:2], [[0.02, 0.03], [1, 0.05]])
+    _, result = d.step({3: PROMPT}, [d.start(3, PROMPT, EVERYTHING)])
+    assert 1e-3 < np.abs(by_token(result.prompt_logprobs[0]) - want[:-1]).max() < 0.5
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
     d = driver(SPECS["window"], sleep_mode=True)
@@ -328,6 +353,11 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
 def test_an_invalid_cache_configuration_is_refused(cache: CacheConfig, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         driver(SPECS["full"], cache=cache)
+
+
+def test_an_indexer_with_an_8_bit_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: the keys of an indexer have no 8-bit cache"):
+        driver(SPECS["blocks"], cache=CacheConfig(cache_dtype="fp8"))
 
 
 def test_weights_are_strict_both_ways() -> None:

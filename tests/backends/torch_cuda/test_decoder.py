@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +20,22 @@ from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm, RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ModelError
-from pagoda.common.models.caches import StateCache
 from pagoda.common.models.spec import ModelSpec
 
+
+def mixed_layers() -> ModelSpec:
+    """Two mixers side by side, one gated; a layer without ffn; a layer that reads the K and V of another."""
+    spec = tiny_spec(window=6)
+    full, windowed = spec.layers
+    gated = replace(full.attention, output_gate=True)
+    both = replace(full, mixers=(gated, windowed.attention))
+    bare = replace(windowed, ffn=None, norms=replace(windowed.norms, before_ffn=None, after_ffn=None))
+    reader = replace(full, mixers=(replace(full.attention, shares_cache_of=2, output_gate=True),))
+    return replace(spec, layers=(both, bare, full, reader))
+
+
 SPECS = {
+    "mixed layers": mixed_layers(),
     "window": tiny_spec(window=6, softcap=2.0),
     "experts": tiny_spec(moe=True),
 }
@@ -155,5 +168,5 @@ def test_groups_share_arrays() -> None:
 
 
 def test_an_unsupported_cache_kind_is_named() -> None:
-    with pytest.raises(ModelError, match="the torch_cuda backend has no cache for StateCache"):
-        cache.head_shape(StateCache(8), RankShard())
+    with pytest.raises(ModelError, match="the torch_cuda backend has no cache for SimpleNamespace"):
+        cache.array_shapes(SimpleNamespace(elements=8), 2, 16, RankShard())

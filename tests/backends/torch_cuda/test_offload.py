@@ -14,6 +14,8 @@ from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.kernels.weight_only import pack
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import InputBlock, Mlp
 
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 11, 30, 7, 7, 60]
 GIB = 1 << 30
@@ -37,6 +39,20 @@ def test_the_same_numbers_come_from_weights_on_the_host(moe, layers, share, chos
     want = whole.logits(TOKENS)
     for _ in range(2):
         torch.testing.assert_close(part.logits(TOKENS), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_that_layers_share_stays_on_the_device() -> None:
+    spec = tiny_spec()
+    attention = replace(spec.layers[0].attention, beside_embedding=True, adapter_rank=3)
+    block = InputBlock(Mlp(20, "silu", gated=True), Norm(1e-5), 0, 3)
+    layer = replace(spec.layers[0], mixers=(attention, spec.layers[0].attention), block=block)
+    spec = replace(spec, layers=(layer,) * 4)
+    weights = dict(random_weights(spec))
+    part = TorchCudaModel(spec, weights.items(), 16, offload=1.0)
+    assert not [name for name in part.on_host.layers[0] if ".block." in name]
+    assert part.on_host.layers.keys() == {0, 1, 2, 3}
+    want = TorchCudaModel(spec, weights.items(), 16).logits(TOKENS)
+    torch.testing.assert_close(part.logits(TOKENS), want, rtol=1e-5, atol=1e-5)
 
 
 def test_memory_on_the_device_shrinks_by_all_but_two_layers() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from support.reference_driver import Driver, random_weights, tiny_spec
-from support.tiny_folder import write_model
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
+from pagoda.backends.torch_cuda.kernels.quantize_rows import quantize_rows_reference
 from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack
 from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
@@ -20,6 +21,8 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.weights.quantization.on_the_fly import quantize_on_the_fly
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.server.llm import LLM
 
 SPECS = {"dense": tiny_spec(window=6), "moe": tiny_spec(moe=True)}
@@ -31,10 +34,12 @@ NEAR = {"int8": 0.1, "fp8": 0.3, "int4": 1.0}
 
 
 def rounded(spec: ModelSpec, method: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights with what is left of the matrices of layers."""
+    """The weights with what is left of the matrices of layers: as the host rounds them where its groups fit."""
     for name, array in random_weights(spec):
         if name.startswith("layers.") and name.endswith(MATRICES):
-            array = unpack(pack(torch.from_numpy(array), method)).numpy()
+            value = quantize_on_the_fly(name, array, method)
+            stored = isinstance(value, QuantizedTensor)
+            array = value.dequantize() if stored else unpack(pack(torch.from_numpy(array), method)).numpy()
         yield name, array
 
 
@@ -64,6 +69,27 @@ def test_names_of_a_scheme() -> None:
         np.testing.assert_array_equal(*(logprobs(SPECS["dense"], quantization=method) for method in (one, other)))
 
 
+METHODS = {
+    "fp8": "float8",
+    "fp8_per_channel": "float8",
+    "int8": "int8",
+    "int8_per_channel_weight_only": None,
+    "int4": None,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_many_rows_of_activations_are_rounded(method: str) -> None:
+    noise = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(70, 64, generator=noise), torch.randn(48, 64, generator=noise)
+    pack_matrix, numbers = packing(method), METHODS[method]
+    assert pack_matrix is not None
+    packed = pack_matrix(weight)
+    values = x if numbers is None else quantize_rows_reference(x, numbers).values()
+    actual = packed_linear(x, packed, None, use_kernel=False, chip=CPU.chip)
+    torch.testing.assert_close(actual, values @ unpack(packed).T)
+
+
 def answer(model: Path, method: str) -> str:
     question = {"role": "user", "content": "What is the capital of France? Answer in one short sentence."}
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "enforce_eager": True}
@@ -84,7 +110,6 @@ def test_a_real_model_in_fewer_bits(method: str, model_file: Path, monkeypatch: 
     assert answer(model_file, method).startswith("The capital of France is Paris")
 
 
-def test_a_quantization_of_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
-    with pytest.raises(ConfigError, match="--quantization: torch_cuda does not support tpu_int8; use fp8, "):
-        answer(write_model(tmp_path / "tiny"), "tpu_int8")
+def test_a_method_without_packing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--quantization: torch_cuda does not support fp8_per_block; use fp8, "):
+        packing("fp8_per_block")

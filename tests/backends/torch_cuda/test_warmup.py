@@ -22,12 +22,17 @@ MIB = 1 << 20
     [
         ("windows", None, {}),
         ("experts", "int8", {}),
+        ("latents", None, {"max_num_batched_tokens": 150}),
         ("full norms", "int4", {}),
+        ("blocks", None, {"max_drafts": 3}),
+        ("states", None, {}),
         # Few sequences: no decode step has as many rows as short prompts, whose products have tiles of their own.
         ("windows", "fp8", {"max_num_seqs": 1}),
         ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
         ("full norms", "int4", {"max_num_seqs": 8, "max_model_len": 48}),
         ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
+        ("windows", "fp8-small-blocks", {"max_num_seqs": 9}),
+        ("full norms", "int4-ordered", {"max_num_seqs": 5}),
         ("windows", None, {"max_drafts": 3}),
         ("experts", "int8", {"max_drafts": 7, "max_num_seqs": 5}),
     ],

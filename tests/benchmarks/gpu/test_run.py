@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from support.bare_machine import bare, carry
 
 from pagoda.benchmarks.gpu import run
 from pagoda.benchmarks.gpu.run import Results, best
-from pagoda.benchmarks.gpu.stages import STAGES
+from pagoda.benchmarks.gpu.stages import STAGES, TRIALS
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "abc1234"
@@ -122,7 +123,7 @@ def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
     assert f"WRONG {report['wrong'][0]}" in printed
 
 
-@pytest.mark.parametrize("stage", ["decode", "prefill", "throughput", "tune"])
+@pytest.mark.parametrize("stage", ["decode", "prefill", "throughput", "invariance", "mixers", "experts", *TRIALS])
 def test_the_other_stages_complete(machine: Machine, stage: str) -> None:
     status, printed, report = machine.run(stage)
     assert (status, report["complete"], report["failed"]) == (0, True, {}), printed
@@ -133,6 +134,9 @@ def test_the_other_stages_complete(machine: Machine, stage: str) -> None:
             assert any(name in number for name in ("step_ms", "seconds", "us", "ms"))
     if stage == "tune":
         assert {"16bit_h128_r16", "h128_b2", "weight_only int8-8", "moe plain-16"} <= report["best"].keys()
+    if stage == "tune_mixers":
+        kernels = {"latent_attention 16bit", "latent_prefill h128_b2", "invariant_linear b2"}
+        assert report["best"].keys() == kernels | {f"invariant_attention h{dim}_b2" for dim in (64, 128)}
 
 
 def test_missing_peer_packages_are_reported_as_absent(machine: Machine) -> None:
@@ -218,6 +222,13 @@ def test_a_part_of_another_stage_is_refused(machine: Machine) -> None:
     status, printed, _ = machine.run("--only", "gemm.checks", "decode")
     assert status == 2
     assert "--only: gemm.checks is not of decode; its parts are engine.decode" in printed
+
+
+def test_the_guide_lists_the_stages() -> None:
+    guide = (ROOT / "docs" / "guides" / "nvidia.md").read_text()
+    assert re.findall(r"^\$ benchmarks/gpu.sh .* (\w+)$", guide, re.MULTILINE) == list(STAGES)
+    described = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", guide.partition("| stage |")[2], re.MULTILINE)
+    assert [name.strip("`") for row in described for name in row.split(", ")] == list(STAGES)
 
 
 def test_results_are_reused_for_the_same_code_and_machine_only(tmp_path: Path) -> None:

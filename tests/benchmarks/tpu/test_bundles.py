@@ -71,7 +71,8 @@ def listing(tmp_path: Path) -> Listing:
 def dumped(dump: Path, text: str) -> Listing:
     bundles = [line for line in text.splitlines() if "{" in line]
     (dump / "1-attend-03-final_bundles.txt").write_text(text)
-    table = "== CAPACITY:\n1 1\n== UTILIZATION:\n" + "\n".join(" ".join(["1"] + ["0"] * 10) for _ in bundles)
+    units = "MXU, VLOAD, VLOAD:FILL"
+    table = f"== CAPACITY:\n{units}\n 2 3 3\n== UTILIZATION:\n" + "\n".join("1 0 2" for _ in bundles)
     (dump / "1-attend-01-final_hlo-static-per-bundle-utilization.txt").write_text(table)
     return Listing(dump, "attend")
 
@@ -80,7 +81,8 @@ def dumped(dump: Path, text: str) -> Listing:
 def test_bundles_are_counted_as_the_operands_branch(listing: Listing, values: list[int], taken: int) -> None:
     trace = listing.run([np.array([2], np.int32), np.array(values, np.int32)])
     assert trace.cycles == 5 + 2 * 14 + taken + 1  # every branch has four delay slots
-    assert trace.use(listing, "MATMUL") == trace.cycles
+    assert trace.use(listing, "MXU") == trace.cycles
+    assert trace.use(listing, "FILL") == 2 * trace.cycles
     assert trace.moved["hbm_to_vmem"] == 32 * sum(x for x in values if x > 3)
     assert listing.in_vmem == {1: 8, 2: 64}
 

@@ -175,6 +175,16 @@ def test_a_length_beyond_the_model_needs_to_be_allowed(
 
 
 @pytest.mark.setting("--block-size")
+def test_batch_invariant_steps_of_a_tpu_are_small() -> None:
+    """Each is computed as if it were full."""
+    tpu, settings = Platform("tpu", 95 * GIB, "V5P"), {"batch_invariant": True}
+    chosen = limits(tpu, "llm", **settings)
+    assert (chosen.max_num_batched_tokens, chosen.max_num_seqs) == (256, 256)
+    assert limits(tpu, max_num_seqs=300, **settings).max_num_batched_tokens == 300
+    assert limits(tpu, max_num_batched_tokens=64, **settings).max_num_batched_tokens == 64
+    assert limits(**settings).max_num_batched_tokens == 8192
+
+
 def test_block_size() -> None:
     assert limits().block_size == 16
     assert limits(block_size=64).block_size == 64

@@ -127,7 +127,7 @@ def test_variables_without_effect_are_logged_at_start(
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     EngineArgs()
     assert [record.message for record in caplog.records] == [
-        "VLLM_MLA_DISABLE has no effect: no supported model uses latent attention"
+        "VLLM_MLA_DISABLE has no effect: latent attention is always computed on the latent cache"
     ]
 
 

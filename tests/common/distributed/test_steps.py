@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
+from support.engine_runs import drained_tokens
 from support.replaying import Replaying, drafting
 from support.scripted_masks import add_masked
 
@@ -106,11 +107,7 @@ def answers(engine: EngineCore) -> dict[str, list[int]]:
             engine.add_request(engine_request)
         else:
             add_masked(engine, engine_request, 64)
-    tokens_of: dict[str, list[int]] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            tokens_of.setdefault(output.request_id, []).extend(output.new_token_ids)
-    return tokens_of
+    return drained_tokens(engine)
 
 
 def answers_for_ever(engine: EngineCore) -> None:

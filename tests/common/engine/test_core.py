@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from fakes import FakeBackend, full_layout, hybrid_layout, scrambled
+from support.engine_runs import drain, new_tokens
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import core as core_module
 from pagoda.common.engine.core import EngineCore, generation_core
-from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, RequestError
 
@@ -28,26 +29,13 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **settings) -> En
     )
 
 
-def drain(engine: EngineCore) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-    engine.check_integrity()
-    return outputs
-
-
-def tokens(outputs: list[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_many_requests_of_many_sizes_all_end(ahead):
     engine = core(FakeBackend(hybrid_layout(), num_blocks=24), async_scheduling=ahead)
     for number in range(12):
         engine.add_request(request(str(number), [100] * (1 + 3 * number), max_tokens=1 + number))
     outputs = drain(engine)
-    assert {name: tokens(news) for name, news in outputs.items()} == {
+    assert {name: new_tokens(news) for name, news in outputs.items()} == {
         str(number): [101 + step for step in range(1 + number)] for number in range(12)
     }
     assert all(news[-1].finish_reason == "length" for news in outputs.values())
@@ -60,12 +48,12 @@ def test_the_next_step_starts_before_the_result_of_the_first():
     backend = FakeBackend(full_layout())
     engine = core(backend)
     engine.add_request(request("a", [1, 2, 3]))
-    assert tokens(engine.step().outputs) == [4]
+    assert new_tokens(engine.step().outputs) == [4]
     assert len(backend.plans) == 2
     backend = FakeBackend(full_layout())
     engine = core(backend, async_scheduling=False)
     engine.add_request(request("a", [1, 2, 3]))
-    assert tokens(engine.step().outputs) == [4]
+    assert new_tokens(engine.step().outputs) == [4]
     assert len(backend.plans) == 1
 
 
@@ -99,7 +87,7 @@ def test_the_engine_serves_on_after_a_refusal():
     with pytest.raises(RequestError):
         engine.add_request(request("a", []))
     engine.add_request(request("a", [1]))
-    assert len(tokens(drain(engine)["a"])) == 8
+    assert len(new_tokens(drain(engine)["a"])) == 8
 
 
 def test_logprobs_arrive_per_token_and_prompt_logprobs_once():
@@ -139,7 +127,7 @@ def test_the_cache_can_be_reset_under_running_requests():
         engine.step()
     engine.reset_prefix_cache()
     engine.add_request(request("b", [1] * 9, 20))
-    assert len(tokens(drain(engine)["b"])) == 20
+    assert len(new_tokens(drain(engine)["b"])) == 20
 
 
 @pytest.mark.parametrize("ahead", [False, True])

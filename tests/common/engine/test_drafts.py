@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeBackend, counting, full_layout, hybrid_layout, pools_layout
+from support.engine_runs import drain, new_tokens
 from support.replaying import Replaying, drafting
 from support.scripted_masks import FINAL, add_masked, allowed
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core, make_kv_manager
 from pagoda.common.engine.kv_cache.sizing import split_bytes
-from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 from pagoda.common.engine.structured_output.grammar import Thinking
@@ -37,19 +38,6 @@ def add(engine: EngineCore, name: str, prompt: list[int], max_tokens: int = 12, 
     engine.add_request(
         EngineRequest(request_id=name, prompt_token_ids=prompt, rules=rules, max_tokens=max_tokens, **settings)
     )
-
-
-def drain(engine: EngineCore) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.check_integrity()
-    return outputs
-
-
-def tokens(outputs: list[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
 
 
 def ids(plan: StepPlan, index: int) -> list[int]:
@@ -139,7 +127,7 @@ def test_without_drafts_the_proposer_is_not_asked() -> None:
     proposer = Replaying(TEXTS)
     engine, backend = start(proposer, 0)
     add(engine, "a", [10])
-    assert tokens(drain(engine)["a"]) == TEXTS["a"][:12]
+    assert new_tokens(drain(engine)["a"]) == TEXTS["a"][:12]
     assert not proposer.contexts
     assert all(plan.num_drafts is None for plan in backend.plans)
 
@@ -157,11 +145,11 @@ def test_what_follows_a_stop_token_is_dropped(ahead: bool) -> None:
     add(engine, "a", [10], rules=SamplingRules(logprobs=0), stop_token_ids=frozenset({14}))
     add(engine, "b", [10], rules=SamplingRules(min_tokens=5, stop_ids=(14,)), stop_token_ids=frozenset({14, 16}))
     outputs = drain(engine)
-    assert tokens(outputs["a"]) == [11, 12, 13, 14]
+    assert new_tokens(outputs["a"]) == [11, 12, 13, 14]
     assert sum(len(output.logprobs) for output in outputs["a"]) == 4
     last = outputs["a"][-1]
     assert (last.finish_reason, last.stop_reason) == ("stop", 14)
-    assert tokens(outputs["b"]) == [11, 12, 13, 14, 15, 16]
+    assert new_tokens(outputs["b"]) == [11, 12, 13, 14, 15, 16]
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 7])
@@ -176,8 +164,8 @@ def test_what_follows_the_last_token_of_a_grammar_is_dropped(drafts: int) -> Non
         )
         outputs = drain(engine)["a"]
         assert outputs[-1].finish_reason == "stop"
-        assert want in ([], tokens(outputs))
-        want = tokens(outputs)
+        assert want in ([], new_tokens(outputs))
+        want = new_tokens(outputs)
         assert want.index(FINAL) == len(want) - 1 > 6
         texts["a"] = want + [7] * 40
     assert len(outputs) <= 1 + -(-len(want) // (1 + drafts))
@@ -189,7 +177,7 @@ def test_what_follows_the_last_token_of_a_grammar_is_dropped(drafts: int) -> Non
 def test_there_are_masks_up_to_the_first_draft_that_the_grammar_forbids() -> None:
     engine, backend = start(Replaying({"a": [20, 21, 23, 25, 30] * 20}), 3)
     add_masked(engine, EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=30), 64)
-    answer = tokens(drain(engine)["a"])
+    answer = new_tokens(drain(engine)["a"])
     numbers = []
     for plan in backend.plans[1:]:
         known, drafts, number = answer[: plan.context[0]], ids(plan, 0)[1:], 0
@@ -209,7 +197,7 @@ def test_a_reasoning_budget_ends_among_drafts(drafts: int, ahead: bool) -> None:
     engine, _ = start(Replaying(TEXTS), drafts, async_scheduling=ahead)
     request = EngineRequest(request_id="a", prompt_token_ids=[10], rules=SamplingRules(), max_tokens=9)
     engine._grammars._add(request, TokenMaskState(request.rules, 64, (), thinking=thinking))
-    assert tokens(drain(engine)["a"]) == [11, 12, 13, 14, 15, 7, 8, 9, 10]
+    assert new_tokens(drain(engine)["a"]) == [11, 12, 13, 14, 15, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +217,7 @@ def test_no_drafts_while_a_rule_depends_on_the_number_of_tokens(rules: SamplingR
     propose = proposer.propose
     proposer.propose = lambda contexts: seen.extend(len(each.outputs) for each in contexts) or propose(contexts)
     add(engine, "a", [10], rules=rules)
-    assert tokens(drain(engine)["a"]) == TEXTS["a"][:12]
+    assert new_tokens(drain(engine)["a"]) == TEXTS["a"][:12]
     assert min(seen) == max(first, 0 if ahead else 1)
 
 
@@ -237,7 +225,7 @@ def test_drafts_end_where_the_request_does() -> None:
     engine, backend = start(Replaying(TEXTS), 3, max_model_len=10)
     for name, prompt, max_tokens in (("a", 1, 4), ("b", 6, 40), ("c", 1, 6)):
         add(engine, name, [10] * prompt, max_tokens=max_tokens)
-    assert {name: len(tokens(each)) for name, each in drain(engine).items()} == {"a": 4, "b": 4, "c": 6}
+    assert {name: len(new_tokens(each)) for name, each in drain(engine).items()} == {"a": 4, "b": 4, "c": 6}
     assert drafts_per_step(backend) == [[], [2, 2, 3], []]
 
 
@@ -262,7 +250,10 @@ def test_drafts_preempt_nobody() -> None:
     assert [output.new_token_ids for output in outputs] == [[12, 13, 14, 15], [12, 13]]
     assert engine.stats.preemptions == 1, "of b, for its next token"
     assert [context.drafts for context in proposer.contexts] == [[], [], [12, 13, 14], [12]]
-    assert {name: tokens(each) for name, each in drain(engine).items()} == {"a": [16, 17, 18], "b": list(range(14, 19))}
+    assert {name: new_tokens(each) for name, each in drain(engine).items()} == {
+        "a": [16, 17, 18],
+        "b": list(range(14, 19)),
+    }
 
 
 def test_pages_of_accepted_drafts_are_cached_and_those_of_rejected_ones_are_not() -> None:
@@ -297,7 +288,7 @@ def test_drafts_outside_the_vocabulary_turn_them_off(token: int, ahead: bool, ca
     for name in "ab":
         add(engine, name, [10])
     outputs = drain(engine)
-    assert {name: tokens(each) for name, each in outputs.items()} == {name: TEXTS[name][:12] for name in "ab"}
+    assert {name: new_tokens(each) for name, each in outputs.items()} == {name: TEXTS[name][:12] for name in "ab"}
     assert proposer.calls == 1
     assert all(plan.num_drafts is None for plan in backend.plans)
     assert [(record.levelname, record.message) for record in caplog.records] == [
@@ -312,7 +303,7 @@ def test_drafts_outside_the_vocabulary_turn_them_off(token: int, ahead: bool, ca
 def test_a_proposer_may_return_more_than_it_was_asked_for() -> None:
     engine, backend = start(Fixed(*[VOCAB - 1] * 40), 3)
     add(engine, "a", [10])
-    assert tokens(drain(engine)["a"]) == TEXTS["a"][:12]
+    assert new_tokens(drain(engine)["a"]) == TEXTS["a"][:12]
     assert max(map(max, filter(None, drafts_per_step(backend)))) == 3
 
 

@@ -15,6 +15,7 @@ from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import RequestError
+from pagoda.common.models.spec import TokenSelection
 
 EMBED = PoolingRules(task="embed", use_activation=True)
 
@@ -64,6 +65,35 @@ def test_outputs_carry_the_schedule_time():
     assert [(output.request_id, output.scheduled) for output in results] == [
         *(("a", 1.0), ("b", 1.0), ("c", 2.0), ("d", 2.0), ("e", 3.0)),
     ]
+
+
+def test_the_parts_of_a_task_are_joined():
+    """Each part is a step's work of its own, for prompts up to the longest."""
+    backend = FakePooling()
+    limits = Limits(max_model_len=8, max_num_batched_tokens=8, max_num_seqs=4, block_size=1)
+    engine = pooling_core(backend, limits, ("embed", "token_classify", "embed&token_classify"))
+    selection = TokenSelection(skip_first=1)
+    joined = PoolingRules(task="embed&token_classify", use_activation=True, selection=selection)
+    engine.add_request(ask("joined", 8, rules=joined))
+    engine.add_request(ask("alone", 3))
+    outputs = {output.request_id: output.pooled.array for output in drain(engine)}
+    assert outputs["alone"].shape == (3, 2)
+    assert outputs["joined"].reshape(-1, 2)[:, 0].tolist() == [*range(1, 9), *range(2, 9)]
+    tasks = [[rules.task for rules in plan.rules] for plan in backend.plans]
+    assert tasks == [["embed"], ["embed"], ["token_classify"]]  # the second step is planned before the first has ended
+    engine.check_integrity()
+
+
+def test_a_request_between_its_parts_is_aborted():
+    engine, rules = core()[0], PoolingRules(task="embed&token_classify", use_activation=True)
+    engine = pooling_core(FakePooling(), engine.limits, ("embed&token_classify",))
+    engine.add_request(ask("a", rules=rules))
+    engine.step()
+    engine.abort(["a"])
+    assert drain(engine) == []
+    engine.add_request(ask("a", 2, rules=rules))
+    (output,) = drain(engine)
+    assert output.pooled.array.shape == (8,)
 
 
 def test_every_prompt_gets_its_vector_once():

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from support.hub_configs import GENERATORS, LEGACY, POOLERS, SAVED
+from support.real_models import REAL
 
 from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.spec import ModelSpec, Moe, Router
 
 ONE_EACH = {str(config["model_type"]): config for config in GENERATORS.values()}
 
@@ -24,6 +25,28 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_published_generators(name: str) -> None:
     assert spec(GENERATORS[name]).vocab == GENERATORS[name]["vocab_size"]
+
+
+def test_layers_that_a_search_has_sized_one_by_one() -> None:
+    assert [layer.attention.kv_heads for layer in spec(GENERATORS["DeciLM-7B"]).layers] == [4, 2]
+    first, second = spec(GENERATORS["Llama-3_3-Nemotron-Super-49B-v1"]).layers
+    assert (first.attention.kv_heads, second.mixers) == (1, ())
+    assert [layer.ffn.width for layer in (first, second)] == [1792, 768]  # 2/3 of the multiple, in steps of 256
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "words"),
+    [
+        ("attention", {"replace_with_linear": True}, "replace_with_linear is True; only False is supported"),
+        ("attention", {"n_heads_in_group": 3}, "n_heads_in_group is 3, which does not divide 8 heads"),
+        ("ffn", {"swirl": 1}, "swirl unknown key"),
+    ],
+)
+def test_blocks_that_are_not_computed_are_refused(part: str, key: dict[str, Any], words: str) -> None:
+    config = GENERATORS["Llama-3_3-Nemotron-Super-49B-v1"]
+    first, second = config["block_configs"]
+    with pytest.raises(ModelError, match=words):
+        spec({**config, "block_configs": [{**first, part: {**first[part], **key}}, second]})
 
 
 @pytest.mark.parametrize("name", POOLERS)
@@ -75,6 +98,63 @@ def test_keys_that_change_the_computation_are_refused(name: str, key: str, value
 def test_biases_that_are_read_are_built(key: str) -> None:
     plain, biased = (spec({**GENERATORS["Llama-2-7b-hf"], key: value}) for value in (False, True))
     assert plain == spec(GENERATORS["Llama-2-7b-hf"]) != biased
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_type": "llama", "tokenizer_name": "org/model"},
+        {"_pre_quantization_dtype": "bfloat16", "use_flash_attention": True, "use_xformers": False},
+        {"num_logits_to_keep": 1, "max_seq_length": 4096, "model_name": "m", "pipeline_tag": "text-generation"},
+        {"router_z_loss_coef": 0.001, "aux_loss_coeff": 0.1, "neftune_noise_alpha": 5, "custom_pipelines": {}},
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"num_experts": 0, "n_shared_experts": 0, "num_nextn_predict_layers": 0, "use_mup": False, "alibi": False},
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1, "logits_scaling": 1.0, "use_parallel_residual": False},
+    ],
+)
+def test_bookkeeping_keys_and_mechanisms_that_are_off_do_not_change_the_spec(extra: dict[str, Any]) -> None:
+    plain = GENERATORS["Llama-2-7b-hf"]
+    assert spec({**plain, **extra}) == spec(plain)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window is True; only False .*--hf-overrides"),
+        ({"sliding_window": 4096}, "sliding_window unknown key that could change the result .*--hf-overrides"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types unknown key .*--hf-overrides"),
+        ({"num_experts": 8}, "num_experts is 8; only 0"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0; only 1.0"),
+        ({"alibi": True}, "alibi is True; only False .* not change the result: --hf-overrides '.\"alibi\": null.'"),
+    ],
+)
+def test_mechanisms_that_are_on_are_refused_by_families_without_them(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec({**GENERATORS["Llama-2-7b-hf"], **extra})
+
+
+def test_families_with_the_same_layers_under_other_names() -> None:
+    """dots.ocr's text model is a Qwen2; Param 2 and Sarvam 30B are Ling 2's, but for the shared experts' width."""
+    qwen = GENERATORS["Qwen2-7B-Instruct"]
+    media = {"vision_config": {"hidden_size": 1536}, "image_token_id": 151665, "video_token_id": 151656}
+    assert spec({**qwen, **media, "architectures": ["DotsOCRForCausalLM"]}) == spec(qwen)
+    ling = {**REAL["Ling-mini-2.0"].config, "num_shared_experts": 2}
+    shared = {}
+    for name in ("BailingMoeV2", "SarvamMoE", "Param2MoE"):
+        last = spec({**ling, "architectures": [f"{name}ForCausalLM"]}).layers[-1].ffn
+        assert isinstance(last, Moe)
+        assert last.shared is not None
+        shared[name] = last.shared.width
+    assert shared == {"BailingMoeV2": 1024, "SarvamMoE": 1024, "Param2MoE": 512}
+
+
+def test_a_softmax_router_has_no_correction() -> None:
+    first = {"architectures": ["BailingMoeForCausalLM"], "score_function": None, "moe_router_enable_expert_bias": None}
+    off = {"n_group": None, "topk_group": None, "routed_scaling_factor": None}
+    moe = spec({**REAL["Ling-mini-2.0"].config, **first, **off}).layers[-1].ffn
+    assert isinstance(moe, Moe)
+    assert moe.router == Router(8, renormalise=True)
 
 
 NESTED = "gemma-3 of transformers 5"

@@ -307,10 +307,20 @@ def test_every_architecture_has_its_family():
         assert family(architecture).rules
 
 
-def test_unknown_architecture_lists_the_supported():
-    words = r"PebbleForCausalLM is not supported; supported: DeepseekV2ForCausalLM, .*LlamaFor"
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("Llama7ForCausalLM", "LlamaForCausalLM"),
+        ("StarCoder2ForCausalLM", "Starcoder2ForCausalLM"),
+        ("BertForTokenisation", "BertForSequenceClassification"),
+    ],
+)
+def test_an_unknown_architecture_names_the_three_nearest(unknown: str, nearest: str):
+    words = (
+        rf"architecture {unknown} is not supported; the nearest supported ones are {nearest}, \w+, \w+; --model-impl"
+    )
     with pytest.raises(ModelError, match=words):
-        spec({**LLAMA, "architectures": ["PebbleForCausalLM"]})
+        spec({**LLAMA, "architectures": [unknown]})
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM", "OPTForCausalLM"], "LlamaForCausalLM"])

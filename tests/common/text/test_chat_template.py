@@ -195,7 +195,7 @@ def test_text_parts_are_joined():
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\].content\[0\] has type 'image_url'",
+            r"messages\[0\].content\[0\] has type 'image_url'; the model is served text-only",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text"),
         ([{"role": "user", "content": [{"text": "x"}]}], "with a type"),

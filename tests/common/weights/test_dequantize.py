@@ -13,9 +13,11 @@ from gguf.constants import GGML_QUANT_SIZES
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.gguf.dequantize import block_type, dequantize, stored_dtype
+from pagoda.common.weights.gguf.groups import as_groups, group_format
+from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, QuantizedTensor
 
 DEQUANTISABLE = sorted(gguf.quants._type_traits, key=int)
-OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.MXFP4)
 
 
 def _blocks(kind: Type, rows: int, blocks_per_row: int) -> np.ndarray:
@@ -63,6 +65,52 @@ def test_empty_tensor() -> None:
     known = block_type(int(Type.Q4_K))
     assert known is not None
     assert dequantize(np.empty(0, np.uint8), known, (0, 256)).shape == (0, 256)
+
+
+GROUPS = {
+    **dict.fromkeys((Type.Q4_0, Type.Q4_1, Type.Q4_K), Int4((1, 32))),
+    **dict.fromkeys((Type.Q5_0, Type.Q5_1, Type.Q5_K, Type.Q8_0), Int8((1, 32))),
+    Type.Q6_K: Int8((1, 16)),
+    Type.MXFP4: Mxfp4(),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: kind.name)
+def test_blocks_become_numbers_with_scales(kind: Type) -> None:
+    known = block_type(int(kind))
+    assert known is not None
+    blocks = _blocks(kind, 40, 130).reshape(-1, known.bytes)
+    with np.errstate(all="ignore"):
+        values = dequantize(blocks.reshape(-1), known, (len(blocks), known.elements))
+    finite = (blocks[:, 0] < 250) if kind is Type.MXFP4 else np.isfinite(values).all(-1)
+    count = int(finite.sum()) // 12 * 12
+    assert count > 3000  # several chunks of the longer blocks
+    expected = values[finite][:count].reshape(2, 3, -1)
+    stored = blocks[finite][:count].reshape(2, 3, -1)
+    tensor = QuantizedTensor(Blocks(known), stored, np.empty(0, np.float32), ())
+    got = as_groups(tensor)
+    assert got is not None
+    form = group_format(known)
+    assert form is not None
+    assert got.scheme == form.scheme == GROUPS[kind]
+    assert (got.offsets is None) == (form.offsets is None)
+    assert got.shape == tensor.shape == expected.shape
+    assert got.group_shape == (1, 1, got.scheme.group[1])
+    assert got.data.size == expected.size // (1 if isinstance(got.scheme, Int8) else 2)
+    if kind not in (Type.Q4_1, Type.Q4_K):
+        np.testing.assert_array_equal(got.dequantize(), expected)
+        return
+    error = np.abs(got.dequantize() - expected).reshape(*got.scales.shape, -1).max(-1)
+    ends = np.stack([got.offsets + number * got.scales for number in (-8, 7)])
+    assert (error <= 2.0**-22 * np.abs(ends).max(0)).all()
+    assert (error == 0).mean() > 0.2  # with random scales, few of which are near their offsets
+
+
+def test_other_blocks_do_not() -> None:
+    known = block_type(int(Type.IQ4_NL))
+    assert known is not None
+    assert group_format(known) is None
+    assert as_groups(QuantizedTensor(Blocks(known), _blocks(Type.IQ4_NL, 2, 3), np.empty(0, np.float32), ())) is None
 
 
 def test_unknown_number() -> None:

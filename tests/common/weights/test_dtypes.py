@@ -9,7 +9,7 @@ import pytest
 from pagoda.common.models.family import Rename, Split, Stack
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.gguf.checkpoint import LAYOUTS
+from pagoda.common.weights.gguf.architectures import LAYOUTS
 from pagoda.common.weights.rules import apply_rules
 
 TAGS = [getattr(dtypes, name) for name in dir(dtypes) if name.startswith(("BFLOAT", "FLOAT"))]
@@ -38,6 +38,14 @@ def test_float32_to_bfloat16_rounds_to_nearest_even() -> None:
     numbers = ~np.isnan(values)
     np.testing.assert_array_equal(dtypes.as_uint(got)[numbers], expected.view(np.uint16)[numbers])
     assert np.isnan(dtypes.to_float32(got)[~numbers]).all()
+
+
+def test_float32_to_float8_rounds_to_nearest_even() -> None:
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0xFFFF], np.uint32)
+    values = ((EVERY.astype(np.uint32) << 16)[:, None] | low).view(np.float32)
+    values = values[np.abs(values) <= 448]
+    expected = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_array_equal(dtypes.as_uint(dtypes.to_float8(values)), expected)
 
 
 def test_scalars_and_other_types_convert_too() -> None:

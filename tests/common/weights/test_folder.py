@@ -75,6 +75,13 @@ def test_torch_file_and_preference_for_safetensors(folder: Path) -> None:
     _check(folder, "pt")
 
 
+def test_a_fairseq2_file_is_read_where_there_is_no_other(folder: Path) -> None:
+    torch.save({"model_key": "m", "m": TENSORS}, folder / "model.pt")
+    _check(folder)
+    torch.save({"other": TENSORS["a"]}, folder / "pytorch_model.bin")
+    assert [name for name, _ in open_checkpoint(folder).tensors()] == ["other"]
+
+
 def test_generation_config(folder: Path) -> None:
     assert open_checkpoint(folder, "dummy").generation_config() == {}
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')

@@ -139,12 +139,56 @@ U32, STRING, ARRAY = (struct.pack("<I", kind) for kind in (4, 8, 9))
         (_head(_text(b"k") + STRING + _text(b"\xff\xfe"), num_pairs=1), "not UTF-8"),
         (_head((_text(b"k") + U32 + b"\1\0\0\0") * 2, num_pairs=2), "key k occurs twice"),
         (_head(_text(b"general.alignment") + U32 + b"\0\0\0\0", num_pairs=1), "alignment 0"),
-        (_head(_text(b"split.count") + U32 + b"\2\0\0\0", num_pairs=1), "one part of a split model"),
+        (
+            _head(_text(b"split.count") + U32 + b"\2\0\0\0", num_pairs=1),
+            "is one of 2 parts of a split model, but is not named NAME-00001-of-00002",
+        ),
     ],
 )
 def test_corrupt_files_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(data)
     _refused(tmp_path / "m.gguf", message)
+
+
+def split_model(folder: Path, extra: int = 0) -> dict[str, np.ndarray]:
+    """Write a model in three parts as llama-gguf-split does: metadata in the first, tensors in all."""
+    rng = np.random.default_rng(1)
+    tensors = {f"t{i}": rng.standard_normal((2, 3), dtype=np.float32) for i in range(5)}
+    for part, names in enumerate((["t3"], ["t0", "t4"], ["t1", "t2"])):
+        writer = gguf.GGUFWriter(folder / f"m-Q8_0-{part + 1:05}-of-00003.gguf", "llama")
+        if part == 0:
+            writer.add_string("a.key", "value")
+        writer.add_uint16("split.no", part)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", 5 + extra)
+        for name in names:
+            writer.add_tensor(name, tensors[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return tensors
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_a_split_model_is_opened_by_any_of_its_parts(part: int, tmp_path: Path) -> None:
+    tensors = split_model(tmp_path)
+    file = GgufFile(tmp_path / f"m-Q8_0-{part:05}-of-00003.gguf")
+    assert file.path.name == "m-Q8_0-00001-of-00003.gguf"
+    assert file.metadata["a.key"] == "value"
+    assert file.tensors.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(file.tensor(name), array)
+
+
+def test_a_split_model_needs_all_its_parts(tmp_path: Path) -> None:
+    split_model(tmp_path)
+    (tmp_path / "m-Q8_0-00002-of-00003.gguf").unlink()
+    with pytest.raises(WeightError, match=r"m-Q8_0-00002-of-00003.gguf: no such file; the checkpoint is incomplete"):
+        GgufFile(tmp_path / "m-Q8_0-00001-of-00003.gguf")
+    split_model(tmp_path, extra=1)
+    with pytest.raises(WeightError, match="do not belong together"):
+        GgufFile(tmp_path / "m-Q8_0-00001-of-00003.gguf")
 
 
 def test_an_unsupported_type_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.weights.hub import DownloadPlan, is_local, pick_gguf, plan_download, resolve_model
+from pagoda.common.weights.hub import DownloadPlan, gguf_in, is_local, pick_gguf, plan_download, resolve_model
 
 
 class Hub:
@@ -111,6 +111,21 @@ def test_a_quantisation_names_the_file() -> None:
         plan_download(["model.safetensors"], "auto", quant="Q8_0")
 
 
+@pytest.mark.parametrize("quant", ["Q2_K", "Model-1B-Q2_K-00001-of-00002"])
+def test_all_parts_of_a_split_model_are_downloaded(quant: str) -> None:
+    first, second = (f"Q2_K/Model-1B-Q2_K-0000{part}-of-00002.gguf" for part in (1, 2))
+    assert plan_download(FILES, "auto", quant=quant) == DownloadPlan((*COMMON, first, second), first)
+
+
+def test_a_folder_with_a_split_model_is_one_model(tmp_path: Path) -> None:
+    for part in (1, 2):
+        (tmp_path / f"m-0000{part}-of-00002.gguf").touch()
+    assert gguf_in(tmp_path) == tmp_path / "m-00001-of-00002.gguf"
+    (tmp_path / "n.gguf").touch()
+    with pytest.raises(ModelError, match="several GGUF files"):
+        gguf_in(tmp_path)
+
+
 def test_an_ambiguous_gguf_error_names_the_model(hub: Hub) -> None:
     hub.files = ("x.gguf", "y.gguf")
     with pytest.raises(ModelError, match=r"^org/name: it has several GGUF files; name one .*: x.gguf, y.gguf$"):
@@ -190,6 +205,8 @@ FILES = [
         ("BF16", "BF16/Model-1B-BF16.gguf"),
         ("Model-1B-Q4_K_M", "Model-1B-Q4_K_M.gguf"),
         ("Model-1B.Q8_0.gguf", "Model-1B.Q8_0.gguf"),
+        ("Q2_K", "Q2_K/Model-1B-Q2_K-00001-of-00002.gguf"),
+        ("Model-1B-Q2_K-00002-of-00002", "Q2_K/Model-1B-Q2_K-00002-of-00002.gguf"),
     ],
 )
 def test_a_quantisation_names_one_file(quant: str, file: str) -> None:
@@ -200,7 +217,6 @@ def test_a_quantisation_names_one_file(quant: str, file: str) -> None:
     ("names", "quant", "words"),
     [
         (FILES, "Q4_K", "no GGUF file in it is Q4_K; there are: Model-1B-Q4_K_M.gguf, "),
-        (FILES, "Q2_K", r"split into 2 parts; merge them \(llama-gguf-split --merge\)"),
         (FILES, "", "several GGUF files; name one after a colon, like :Model-1B-Q4_K_M: "),
         (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "several GGUF files; .*: a-Q8_0.gguf, b-Q8_0.gguf$"),
         (["config.json", "mmproj.gguf"], "", "it has no GGUF file; drop --load-format gguf"),

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support.quantized_folder import compressed_tensors, fp8
+from support.quantized_folder import awq, compressed_tensors, fp8, gptq
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Rename, Split, Stack, linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.quantization import (
+from pagoda.common.weights.gguf.dequantize import BlockType
+from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes, with_inputs
+from pagoda.common.weights.quantization.kv_scales import (
+    Scales,
+    kv_scale_weights,
+    scales_of_caches,
+    take_kv_scales,
+    without_kv_scales,
+)
+from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
+from pagoda.common.weights.quantization.tensors import (
+    TABLES,
+    Activations,
+    Blocks,
+    Codes4,
     Float8,
+    Int4,
     Int8,
-    QuantizationConfig,
+    Mxfp4,
+    Nvfp4,
     QuantizedTensor,
     Value,
+    concatenate,
     dequantized,
-    join_scales,
-    parameter_schemes,
-    read_quantization,
+    random_quantized,
+    scaled,
     stack,
-    without_quantization,
+    take_rows,
 )
-from pagoda.common.weights.rules import apply_rules, sources
+from pagoda.common.weights.rules import apply_rules, quantised_pieces, sources
 
 BLOCKS = {"tensor": (10, 12), "channel": (1, 12), "block": (4, 8), "columns": (10, 1)}
 
@@ -44,6 +63,49 @@ def random_tensor(kind: str, seed: int = 0) -> tuple[QuantizedTensor, np.ndarray
 def values(weight: Value) -> np.ndarray:
     assert isinstance(weight, QuantizedTensor)
     return weight.dequantize()
+
+
+def fours(experts: int = 2, rows: int = 6, groups: int = 3) -> tuple[Value, np.ndarray]:
+    """A stack in MXFP4 as it is stored, and its values, number by number."""
+    noise = np.random.default_rng(0)
+    blocks = noise.integers(256, size=(experts, rows, groups, 16), dtype=np.uint8)
+    scales = noise.integers(0, 200, size=(experts, rows, groups), dtype=np.uint8)
+    halves = np.stack((blocks & 15, blocks >> 4), -1).reshape(experts, rows, groups, 32)
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[halves & 7] * np.where(halves & 8, -1, 1)
+    expected = sizes * 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+    config = read_quantization({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["a"]}})
+    assert config is not None
+    ((name, value),) = join_scales([("m.w_scales", scales), ("m.w_blocks", blocks)], config)
+    assert name == "m.w_blocks"
+    return value, expected.reshape(experts, rows, -1).astype(np.float32)
+
+
+def test_numbers_of_four_bits_and_parts_of_them() -> None:
+    value, expected = fours()
+    assert isinstance(value, QuantizedTensor)
+    assert value.shape == expected.shape == (2, 6, 96)
+    assert value.nbytes == 2 * 6 * (48 + 3 * 4)
+    np.testing.assert_array_equal(values(value), expected)
+    for columns in (slice(0, 32), slice(48, 96), slice(0, 20), slice(24, 72)):
+        np.testing.assert_array_equal(values(value[slice(1), slice(2, 5), columns]), expected[:1, 2:5, columns])
+    np.testing.assert_array_equal(values(value[:, 1::2]), expected[:, 1::2])
+    with pytest.raises(WeightError, match="4-bit weights cannot be divided at input 0 or 7; use fewer ranks"):
+        value[slice(2), slice(6), slice(7)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"w_blocks": (2, 4, 16)}, "tensor w_blocks: the checkpoint lacks its scales; download it again"),
+        ({"w_scales": (2, 4)}, "tensor w_scales: the checkpoint lacks its blocks; download it again"),
+        ({"w_scales": (2, 4), "w_blocks": (2, 4, 8)}, r"tensor w_blocks uint8 \[2, 4, 8\] .* are not MXFP4"),
+    ],
+)
+def test_blocks_without_scales_that_fit(tensors: dict[str, tuple[int, ...]], problem: str) -> None:
+    config = read_quantization({"quantization_config": {"quant_method": "mxfp4"}})
+    assert config is not None
+    with pytest.raises(WeightError, match=problem):
+        list(join_scales([(name, np.zeros(shape, np.uint8)) for name, shape in tensors.items()], config))
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -77,22 +139,31 @@ def test_channel_scales_where_inputs_share_them() -> None:
         np.testing.assert_array_equal(half, [scales[2:7]] * 2)
 
 
+ROWS = Activations("float8", "row")
+
+
 @pytest.mark.parametrize(
     ("config", "scheme", "scale"),
     [
-        (compressed_tensors(), Float8("channel"), "weight_scale"),
-        (compressed_tensors(strategy="tensor"), Float8("tensor"), "weight_scale"),
-        (compressed_tensors(strategy="block"), Float8((16, 8)), "weight_scale"),
-        (compressed_tensors("int"), Int8("channel"), "weight_scale"),
-        (compressed_tensors(sparsity_config={"format": "dense"}), Float8("channel"), "weight_scale"),
-        (fp8(), Float8("tensor"), "weight_scale"),
-        (fp8(True, scale_fmt="ue8m0"), Float8((16, 8)), "weight_scale_inv"),
+        (compressed_tensors(), Float8("channel", ROWS), "weight_scale"),
+        (compressed_tensors(strategy="tensor"), Float8("tensor", ROWS), "weight_scale"),
+        (compressed_tensors(strategy="block"), Float8((16, 8), ROWS), "weight_scale"),
+        (compressed_tensors("int"), Int8("channel", Activations("int8", "row")), "weight_scale"),
+        (compressed_tensors(sparsity_config={"format": "dense"}), Float8("channel", ROWS), "weight_scale"),
+        (fp8(), Float8("tensor", ROWS), "weight_scale"),
+        (fp8(True, scale_fmt="ue8m0"), Float8((16, 8), Activations("float8", 8)), "weight_scale_inv"),
+        (
+            fp8(activation_scheme="static"),
+            Float8("tensor", Activations("float8", "tensor", static=True)),
+            "weight_scale input_scale",
+        ),
     ],
 )
 def test_schemes_of_published_configs(config: dict[str, Any], scheme: Float8 | Int8, scale: str) -> None:
     read = read_quantization({"model_type": "llama", "quantization_config": config})
     assert read is not None
-    assert (read.method, read.scale) == (config["quant_method"], scale)
+    assert read.method == config["quant_method"]
+    assert read.parts == {"weight", *scale.split()}
     assert read.scheme("model.layers.3.mlp.up_proj") == scheme
     assert read.scheme("lm_head") is None
     assert without_quantization({"a": 1, "quantization_config": config, "compression_config": None}) == {"a": 1}
@@ -114,7 +185,7 @@ def test_ignored_layers(key: str) -> None:
     ]
     assert [read.scheme(name) for name in ignored] == [None] * 5
     others = ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.v_proj", "model.layers.20.mlp.up_proj"]
-    assert [read.scheme(name) for name in (*others, "model.layers.5.mlp.gate_proj")] == [Float8("tensor")] * 4
+    assert [read.scheme(name) for name in (*others, "model.layers.5.mlp.gate_proj")] == [Float8("tensor", ROWS)] * 4
 
 
 def test_targets_choose_the_group() -> None:
@@ -127,7 +198,7 @@ def test_targets_choose_the_group() -> None:
     read = read_quantization({"quantization_config": config})
     assert read is not None
     names = ("layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
-    assert [read.scheme(name) for name in names] == [Float8("tensor"), Float8("channel"), None]
+    assert [read.scheme(name) for name in names] == [Float8("tensor", ROWS), Float8("channel", ROWS), None]
 
 
 def weights_with(**changes: Any) -> dict[str, Any]:
@@ -145,34 +216,86 @@ def group_with(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: the weights are quantised by gptq, "),
-        ({"compression_config": {"quant_method": "x", "format": "y"}}, r"compression_config: .* by x \(y\), which"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: the weights are quantised by aqlm, "),
+        ({"compression_config": {"quant_method": "x", "format": "y"}}, r"compression_config: .* by x, which"),
         ({"quantization_config": []}, "a method it does not name"),
         ({"quantization_config": {}}, "a method it does not name, which this version does not read"),
-        ({"quantization_config": weights_with(num_bits=4, type="int", strategy="group")}, "group_0 has 4-bit int we"),
-        ({"quantization_config": weights_with(num_bits=4, type="int")}, "group_0 has 4-bit int weights, strategy chan"),
-        ({"quantization_config": weights_with(strategy="block")}, "group_0 has 8-bit float weights, strategy block"),
-        ({"quantization_config": weights_with(symmetric=False)}, "asymmetric, reordered or quantised dynamically"),
-        ({"quantization_config": weights_with(actorder="group")}, "asymmetric, reordered or quantised dynamically"),
-        ({"quantization_config": group_with(input_activations={"num_bits": 4})}, "activations of 4 bits"),
+        (
+            {"quantization_config": weights_with(num_bits=4, type="int", strategy="group")},
+            "weights: strategy is group, but group_size is None",
+        ),
+        (
+            {"quantization_config": weights_with(num_bits=9, type="int")},
+            "9-bit int weights, strategy channel, in format float-quantized",
+        ),
+        (
+            {"quantization_config": weights_with(num_bits=4)},
+            "4-bit float weights, strategy channel, in format float-qu",
+        ),
+        ({"quantization_config": compressed_tensors(format="marlin-24")}, "format is marlin-24, only int-quantized, "),
+        ({"quantization_config": weights_with(strategy="block")}, "group_0: its weights have strategy block, but no"),
+        ({"quantization_config": weights_with(symmetric=False)}, "asymmetric weights, which are read of integers"),
+        ({"quantization_config": weights_with(actorder="group")}, "weights that are reordered .actorder., which is"),
+        ({"quantization_config": weights_with(dynamic=True)}, "weights that are quantised dynamically"),
+        ({"quantization_config": group_with(input_activations={"num_bits": 4})}, "activations of 4 bits, type None"),
         (
             {"quantization_config": group_with(input_activations=[8])},
-            "input_activations that are no object",
+            "group_0: input_activations is not an object",
         ),
-        ({"quantization_config": group_with(output_activations={"num_bits": 8})}, "group_0 has output_activations"),
-        ({"quantization_config": group_with(targets="Linear")}, "targets of group_0 is not a list of layers"),
+        (
+            {"quantization_config": group_with(output_activations={"num_bits": 8})},
+            "group_0: output_activations is",
+        ),
+        ({"quantization_config": group_with(targets="Linear")}, "group_0: targets is not a list of layers"),
         (
             {"quantization_config": group_with(targets=["re:("])},
-            r"targets .* has 're:\(', which is not a pattern",
+            r"targets has 're:\(', which is not a pattern",
         ),
-        ({"quantization_config": group_with(weights=None)}, "group_0 describes no weights"),
+        ({"quantization_config": group_with(weights=None)}, "group_0: it describes no weights"),
         ({"quantization_config": compressed_tensors(config_groups={})}, "config_groups is missing"),
-        ({"quantization_config": compressed_tensors(kv_cache_scheme={"num_bits": 8})}, "has kv_cache_scheme"),
-        ({"quantization_config": compressed_tensors(sparsity_config={"format": "24"})}, "has sparsity_config"),
+        ({"quantization_config": compressed_tensors(hadamard=True)}, "hadamard is True, which this version does not"),
+        ({"quantization_config": gptq(bits=5)}, "5-bit weights, only 2, 3, 4, 8 are read"),
+        ({"quantization_config": gptq(group_size=0)}, "group_size is 0"),
+        (
+            {"quantization_config": gptq(checkpoint_format="marlin")},
+            "checkpoint_format is marlin, only gptq and gptq_v2",
+        ),
+        ({"quantization_config": gptq(pack_dtype="int16")}, "pack_dtype is int16, only int32"),
+        (
+            {"quantization_config": gptq(dynamic={"+:.*q_proj": {"bits": 7}})},
+            r"dynamic.\+:.*q_proj: it has 7-bit weights",
+        ),
+        ({"quantization_config": gptq(is_marlin_format=True)}, "is_marlin_format is True"),
+        ({"quantization_config": awq(bits=8)}, "8-bit weights, AWQ is read with 4 only"),
+        ({"quantization_config": awq(version="gemv_fast")}, "version is gemv_fast, only gemm and gemv"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}},
+            "quant_algo is W4A8_AWQ, only",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}},
+            "bnb_4bit_quant_storage is bfloat16, only uint8",
+        ),
+        (
+            {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}},
+            "whose tensors are pickled; save the model again with torchao 0.14 or later",
+        ),
+        (
+            {"quantization_config": {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}},
+            "data_type is mx_fp, only int is read",
+        ),
+        (
+            {"quantization_config": {"quant_method": "quark", "algo_config": {"name": "rotation"}}},
+            "rotates activations",
+        ),
+        (
+            {"quantization_config": compressed_tensors(sparsity_config={"format": "24"})},
+            "sparsity_config is",
+        ),
         ({"quantization_config": compressed_tensors(ignore="lm_head")}, "ignore is not a list of layers"),
         ({"quantization_config": fp8(fmt="e5m2")}, "fmt is e5m2"),
         ({"quantization_config": fp8(weight_block_size=[128])}, r"weight_block_size is \[128\]"),
-        ({"quantization_config": fp8(zero_point=True)}, "quantization_config has zero_point"),
+        ({"quantization_config": fp8(zero_point=True)}, "quantization_config: zero_point is True, which"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(config: dict[str, Any], words: str) -> None:
@@ -206,14 +329,16 @@ def test_scales_join_their_matrix_in_any_order(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(values(together[f"{NAME}.weight"]), 2 * dtypes.to_float32(DATA))
 
 
-def test_static_scales_of_activations_are_dropped_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_static_scales_that_no_config_states_are_dropped_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scale = np.ones(1, np.float32)
     tensors = {"weight": DATA, "weight_scale": scale, "input_scale": scale, "input_zero_point": scale}
     with caplog.at_level("INFO"):
         assert list(joined(**tensors)) == [f"{NAME}.weight"]
         assert list(joined(weight=DATA, weight_scale=scale)) == [f"{NAME}.weight"]
     (line,) = caplog.messages
-    assert line.startswith(f"{NAME}.input_scale and 1 more: static scales of activations are not used: ")
+    assert line.startswith(f"{NAME}.input_scale and 1 more: not used: ")
 
 
 def test_dense_matrices_pass_through() -> None:
@@ -227,30 +352,159 @@ def test_blocks_join_their_scales() -> None:
     np.testing.assert_array_equal(values(weight), dtypes.to_float32(DATA) * [1, 1, 2])
 
 
+def test_pieces_of_a_fused_matrix_have_scales_and_rows_of_all_parameters() -> None:
+    """Two pieces, each of four rows of q, two of k and one of v, in blocks of five; dense rows are q, k, then v."""
+    parts = ("q", "k", "v")
+    rules = (Split("layers.{l}.qkv.weight", parts, quantised_pieces=2),)
+    params = {name: Param(name, (rows, 3), "..") for name, rows in zip(parts, (8, 4, 2))}
+    data = np.arange(42, dtype=np.uint8).reshape(14, 3).view(dtypes.FLOAT8_E4M3FN)
+    scales = np.array([[1], [2], [4], [8]], np.float32)
+    tensors = [("layers.0.qkv.weight", data), ("layers.0.qkv.weight_scale_inv", scales)]
+    config = config_of(fp8(weight_block_size=[5, 4]))
+    filled = dict(apply_rules(rules, params, join_scales(tensors, config, partial(quantised_pieces, rules))))
+    numbers = dtypes.to_float32(data) * np.repeat([1, 2, 4, 8], [5, 2, 5, 2])[:, None]
+    for name, rows in (("q", [*range(4), *range(7, 11)]), ("k", [4, 5, 11, 12]), ("v", [6, 13])):
+        np.testing.assert_array_equal(values(filled[name]), numbers[rows])
+    dense = dict(apply_rules(rules, params, [("layers.0.qkv.weight", numbers)]))
+    assert [len(dense[name]) for name in parts] == [8, 4, 2]
+    np.testing.assert_array_equal(np.concatenate([dense[name] for name in parts]), numbers)
+    with pytest.raises(WeightError, match="does not fit"):
+        list(join_scales(tensors, config))
+
+
 def test_numbers_of_an_ignored_layer_are_read_by_their_dtype() -> None:
     config = config_of(compressed_tensors(ignore=[NAME]))
     weight = joined(config, weight=DATA, weight_scale=np.ones((2, 1), np.float32))[f"{NAME}.weight"]
     assert isinstance(weight, QuantizedTensor)
-    assert weight.scheme == Float8("channel")
+    assert weight.scheme == Float8("channel", ROWS)
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
         ({"weight": DATA}, r"layers.0.out.weight: the checkpoint lacks its weight_scale; download"),
-        ({"weight_scale": DATA}, r"layers.0.out.weight_scale: the checkpoint lacks its quantised weight; download"),
+        ({"weight_scale": DATA}, r"layers.0.out.weight_scale: the checkpoint lacks its weight; download"),
         (
             {"weight": DATA, "weight_scale": np.ones(3, np.float32)},
-            r"_scale has shape \[3\], .* fit \[2, 3\] num",
+            r"_scale has shape \[3\], .* fit \[2, 3\] float8_e4m3fn num",
         ),
         ({"weight": DATA.view(np.int8), "weight_scale": np.ones(2)}, "weight is int8, which quantization_conf"),
         ({"weight": DATA[None], "weight_scale": np.ones(2)}, r"weight \[1, 2, 3\] is quantised, but not a matrix"),
-        ({"weight": DATA, "weight_scale": DATA[:, 0].view(dtypes.FLOAT8_E8M0FNU)}, "float8_e8m0fnu cannot be conv"),
+        ({"weight": DATA, "weight_scale": DATA[:, 0].view(dtypes.FLOAT8_E5M2FNUZ)}, "float8_e5m2fnuz cannot be conv"),
     ],
 )
 def test_tensors_that_do_not_fit(tensors: dict[str, np.ndarray], message: str) -> None:
     with pytest.raises(WeightError, match=message):
         joined(**tensors)
+
+
+def words(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(-(2**31), 2**31, size=shape, dtype=np.int64).astype(np.int32)
+
+
+def gptq_tensors(**changes: Any) -> dict[str, Any]:
+    """A layer of 16 outputs and 32 inputs, in groups of 8."""
+    groups = np.arange(32, dtype=np.int32) // 8
+    tensors = {"qweight": words(4, 16), "qzeros": np.full((4, 2), 0x77777777, np.int32), "g_idx": groups}
+    return {**tensors, "scales": np.ones((4, 16), np.float16), **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        (
+            gptq(),
+            {"qweight": words(4, 8)},
+            r"out.qweight is int32 \[4, 8\], but 4-bit gptq weights have int32 \[4, 16\]",
+        ),
+        (gptq(), {"qweight": words(4, 16).view(np.float32)}, r"out.qweight is float32 \[4, 16\], but .* have int32"),
+        (gptq(), {"qzeros": words(4, 3)}, r"out.qzeros is int32 \[4, 3\], but 4-bit gptq weights have int32 \[4, 2\]"),
+        (gptq(), {"qzeros": words(4, 2)}, "layer layers.0.out: 4-bit weights have zero points, but .* symmetric; down"),
+        (
+            gptq(),
+            {"g_idx": np.arange(32, dtype=np.int32) % 4},
+            "g_idx reorders the inputs, but .* says that they are n",
+        ),
+        (gptq(desc_act=True), {"g_idx": np.zeros(32, np.int32)}, "g_idx does not divide 32 inputs into groups of 8"),
+        (gptq(group_size=24), {}, "layer layers.0.out: groups of 24 inputs do not divide its 32; quantise it again"),
+        (
+            gptq(group_size=16),
+            {"g_idx": None},
+            r"scales \[16, 4\] do not fit 4-bit weights \[16, 32\] in groups of 16 inputs; down",
+        ),
+        (gptq(), {"scales": None}, "out.qweight: the checkpoint lacks its scales; download it again"),
+        (gptq(desc_act=True), {"g_idx": None}, "out.qweight: the checkpoint lacks its g_idx; download it again"),
+        (awq(), {"g_idx": None}, r"out.qweight is int32 \[4, 16\], but packed 4-bit weights have int32 \[4, 2\]"),
+    ],
+)
+def test_integers_that_do_not_fit(config: dict[str, Any], tensors: dict[str, Any], message: str) -> None:
+    whole = {name: tensor for name, tensor in gptq_tensors(**tensors).items() if tensor is not None}
+    with pytest.raises(WeightError, match=message) as error:
+        joined(config_of(config), **whole)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_that_the_config_does_not_state_is_named() -> None:
+    config = compressed_tensors()
+    config["config_groups"]["group_1"] = {**weights_with(type="int", symmetric=False)["config_groups"]["group_0"]}
+    config["config_groups"]["group_1"]["targets"] = ["other"]
+    tensors = {"weight_zero_point": DATA, "weight": DATA, "weight_scale": np.ones(2, np.float32)}
+    for order in (tensors, dict(reversed(tensors.items()))):
+        with pytest.raises(
+            WeightError, match=r"tensor layers.0.out.weight_zero_point: compressed-tensors weights have no"
+        ):
+            joined(config_of(config), **order)
+
+
+def test_layers_wait_for_the_tensors_that_the_file_has() -> None:
+    """`g_idx` may be missing; layers come as soon as they are whole where the names are known."""
+    config, tensors = config_of(gptq()), gptq_tensors()
+    stream = [*((f"a.{name}", tensors[name]) for name in ("qweight", "qzeros", "scales")), ("b.weight", DATA)]
+    assert [name for name, _ in join_scales(stream, config)] == ["b.weight", "a.weight"]
+    names = [name for name, _ in stream]
+    assert [name for name, _ in join_scales(stream, config, stored=names)] == ["a.weight", "b.weight"]
+    more = [*stream, ("a.g_idx", tensors["g_idx"])]
+    assert [name for name, _ in join_scales(more, config, stored=[*names, "a.g_idx"])] == ["b.weight", "a.weight"]
+
+
+def test_schemes_of_single_layers_and_patterns() -> None:
+    mixed = {"quantized_layers": {"a.q": {"quant_algo": "FP8"}, "a.k": {"quant_algo": "NVFP4"}}}
+    config = config_of({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["*.q.b*"], **mixed})
+    static = Activations("float8", "tensor", static=True)
+    assert config.scheme("a.q") == Float8("tensor", static)
+    assert config.scheme("a.k") == Nvfp4(Activations("fp4", 16, static=True))
+    assert [config.scheme(name) for name in ("a.v", "a.q.bc")] == [None, None]
+    nested = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    assert config_of({"quant_method": "modelopt", **nested}).scheme("a.q") == Float8("tensor", static)
+    extra = {"a.q": {"bits": 8}, "a.v": {"bits": 16}, "lm_head": {"bits": 4}}
+    rounds = config_of({"quant_method": "inc", "bits": 4, "group_size": 8, "sym": True, "extra_config": extra})
+    names = ("a.q", "a.v", "a.k", "lm_head")
+    assert [rounds.scheme(name) for name in names] == [Int8((1, 8)), None, Int4((1, 8)), Int4((1, 8))]
+
+
+def test_rows_that_are_not_whole_blocks_are_dequantised() -> None:
+    """bitsandbytes counts blocks over the flat matrix: here of rows of 96."""
+    config = config_of({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
+    codes = np.random.default_rng(0).integers(256, size=(96, 1), dtype=np.uint8)
+    state = np.frombuffer(json.dumps({"shape": [2, 96], "blocksize": 64}).encode(), np.uint8)
+    tensors = {"weight": codes, "weight.absmax": np.array([1, 2, 4], np.float32), "weight.quant_map": TABLES["nf4"]}
+    dense = joined(config, **tensors, **{"weight.quant_state.bitsandbytes__nf4": state})[f"{NAME}.weight"]
+    numbers = TABLES["nf4"][np.stack((codes >> 4, codes & 15), -1).reshape(-1)]
+    np.testing.assert_array_equal(dense, (numbers * np.repeat([1, 2, 4], 64)).reshape(2, 96).astype(np.float32))
+    assert with_inputs(Codes4("nf4", (1, 64)), 96) is None
+    with pytest.raises(WeightError, match=r"out.weight.quant_state.bitsandbytes__nf4 is not a JSON object; download"):
+        joined(config, **tensors, **{"weight.quant_state.bitsandbytes__nf4": codes.reshape(-1)})
+
+
+def test_rules_for_some_layers_of_gptq() -> None:
+    dynamic = {"+:.*layers\\.0\\.": {"bits": 8, "group_size": 16}, "-:.*down_proj": {}, ".*up_proj": {"desc_act": True}}
+    config = config_of(gptq(dynamic=dynamic))
+    assert config.scheme("model.layers.0.out") == Int8((1, 16))
+    assert config.scheme("model.layers.1.down_proj") is None
+    assert config.scheme("model.layers.1.up_proj") == Int4((1, 8), ordered=True)
+    assert config.scheme("model.layers.1.q_proj") == Int4((1, 8))
+    assert config.scheme("lm_head") is None
+    assert config_of(gptq(lm_head=True, sym=False)).scheme("lm_head") == Int4((1, 8), offsets=True)
 
 
 RULES = (
@@ -297,14 +551,70 @@ def test_schemes_of_parameters() -> None:
     assert names["layers.1.experts"] == [(RULES[-1], "layers.1.experts.0.w.weight")]
     config = config_of(compressed_tensors(ignore=["model.layers.1.out"]))
     quantised = ("layers.0.o", "layers.0.x", "layers.0.y", "layers.0.experts", "layers.1.experts")
-    assert parameter_schemes(config, params, names) == dict.fromkeys(quantised, Float8("channel"))
+    assert parameter_schemes(config, params, names) == dict.fromkeys(quantised, Float8("channel", ROWS))
+
+
+def test_layers_without_scales_in_the_file_are_dense() -> None:
+    config, names = config_of(gptq(group_size=-1)), sources(RULES, PARAMS)
+    stored = ["layers.0.out.qweight", "model.layers.0.turned.qweight", "layers.0.both.weight", "layers.0.both.bias"]
+    assert parameter_schemes(config, PARAMS, names, stored) == {"layers.0.o": Int4((1, 12))}
+
+
+ATTENTION = (
+    *linear("[model.]layers.{l}.attn.k_proj", "layers.{l}.mixers.0.k"),
+    Split("layers.{l}.attn.qkv_proj.weight", ("layers.{l}.mixers.0.k", "layers.{l}.mixers.0.v")),
+)
+KV = sources(ATTENTION, {f"layers.{each}.mixers.0.k": Param("", (2, 2), "..") for each in range(2)})
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["attn.k_proj.k_scale", "attn.v_proj.v_scale"], "kv"),
+        (["attn.attn.k_scale", "attn.attn.v_scale", "attn.attn.q_scale", "attn.prob_scale"], "kv"),
+        (["attn.k_proj.output_scale", "attn.v_proj.output_scale", "attn.q_proj.output_scale"], "kv"),
+        (["attn.qkv_proj.k_scale"], "k"),
+        (["attn.kv_scale"], "kv"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_scales_of_k_and_v(names: list[str], found: str, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    stream = [(f"{prefix}layers.1.{name}", np.full(1, 2, np.float32)) for name in names]
+    scales: Scales = {}
+    assert [name for name, _ in without_kv_scales([*stream, ("a.weight", DATA)], scales)] == ["a.weight"]
+    named = list(kv_scale_weights(scales, KV, used=True))
+    assert named == [(f"layers.1.mixers.0.{part}_scale", 2) for part in found]
+    taken: dict[str, float] = {}
+    assert [name for name, _ in take_kv_scales([*named, ("embed", DATA)], taken)] == ["embed"]
+    numbers = [[(0,)], [(1, 4)], [(4,)]]  # the last layer reads a cache of the one before
+    both = (2.0, 2.0 if found == "kv" else 1.0)
+    assert scales_of_caches(numbers, taken) == {1: both, 4: both}
+    with caplog.at_level("INFO"):
+        assert not list(kv_scale_weights(scales, KV, used=False))
+    (line,) = caplog.messages
+    assert line.startswith(stream[0][0])
+    assert "not used: --kv-cache-dtype is not fp8" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "problem"),
+    [
+        ("layers.1.attn.k_scale", (2,), "layers.1.attn.k_scale has 2 scales, only one per layer is supported; use"),
+        ("layers.7.attn.k_scale", (), "layers.7.attn.k_scale belongs to no attention of this model; use --kv-cache-d"),
+    ],
+)
+def test_scales_of_k_and_v_that_do_not_fit(name: str, shape: tuple[int, ...], problem: str) -> None:
+    scales: Scales = {}
+    assert not list(without_kv_scales([(name, np.ones(shape, np.float32))], scales))
+    with pytest.raises(WeightError, match=problem):
+        list(kv_scale_weights(scales, KV, used=True))
 
 
 def test_a_parameter_of_several_sources_is_dense_if_one_is_ignored() -> None:
     rules = (*linear("layers.{l}.q", "layers.{l}.o"), Split("layers.{l}.qkv.weight", ("layers.{l}.o", "layers.{l}.x")))
     params = {name: PARAMS[name] for name in ("layers.0.o", "layers.0.x")}
     config = config_of(compressed_tensors(ignore=["layers.0.q"]))
-    assert parameter_schemes(config, params, sources(rules, params)) == {"layers.0.x": Float8("channel")}
+    assert parameter_schemes(config, params, sources(rules, params)) == {"layers.0.x": Float8("channel", ROWS)}
 
 
 def test_dequantised_parameters_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -314,3 +624,86 @@ def test_dequantised_parameters_are_logged(caplog: pytest.LogCaptureFixture) -> 
     assert weights["a"] is expected
     np.testing.assert_array_equal(weights["b"], expected)
     assert caplog.messages == ["reference: dequantised b and 1 more: it does not compute with their scheme"]
+
+
+def test_static_scales_join_their_matrix_and_the_largest_counts() -> None:
+    config = config_of(fp8(activation_scheme="static"))
+    tensors = {"weight": DATA, "weight_scale": np.ones(1, np.float32)}
+    first, second = (joined(config, **tensors, input_scale=np.array(scale, np.float32)) for scale in (2, 3))
+    both = concatenate([first[f"{NAME}.weight"], second[f"{NAME}.weight"]])
+    assert isinstance(both, QuantizedTensor)
+    assert both.input_scale == 3
+    with pytest.raises(WeightError, match=r"out.weight: the checkpoint lacks its input_scale; download it again"):
+        joined(config, **tensors)
+    with pytest.raises(WeightError, match=r"out.input_scale \[2\] is not one scale"):
+        joined(config, **tensors, input_scale=np.ones(2, np.float32))
+
+
+def grouped(scheme: Any, seed: int = 0) -> tuple[QuantizedTensor, np.ndarray]:
+    """A matrix [6, 32] of 4-bit numbers in groups of 8 inputs with every field, and its values, number by number."""
+    noise = np.random.default_rng(seed)
+    data = noise.integers(256, size=(6, 16), dtype=np.uint8)
+    numbers = np.stack((data & 15, data >> 4), -1).reshape(6, 32).astype(np.int64)
+    scales, offsets = (noise.normal(size=(6, 4)).astype(np.float32) for _ in range(2))
+    rows, order = noise.uniform(1, 2, size=6).astype(np.float32), noise.permutation(32).astype(np.int32)
+    table = TABLES["nf4"] if isinstance(scheme, Codes4) else np.arange(-8, 8, dtype=np.float32)
+    expected = np.empty((6, 32), np.float32)
+    for row in range(6):
+        for column in range(32):
+            value = table[numbers[row, column]] * scales[row, column // 8] + offsets[row, column // 8]
+            expected[row, order[column]] = value * rows[row]
+    return QuantizedTensor(scheme, data, scales, (1, 8), offsets, rows, order), expected
+
+
+@pytest.mark.parametrize("scheme", [Int4((1, 8), ordered=True), Codes4("nf4", (1, 8))])
+def test_every_field_of_a_quantised_matrix(scheme: Any) -> None:
+    tensor, expected = grouped(scheme)
+    np.testing.assert_array_equal(tensor.dequantize(), expected)
+    assert tensor.nbytes == 6 * 16 + 4 * (24 + 24 + 6 + 32)
+    np.testing.assert_array_equal(tensor[(slice(1, 5),)].dequantize(), expected[1:5])
+    np.testing.assert_array_equal(values(stack([tensor, tensor])[slice(1, 2), slice(2, 4)])[0], expected[2:4])
+    np.testing.assert_array_equal(values(concatenate([tensor, tensor])), np.concatenate([expected, expected]))
+    np.testing.assert_array_equal(take_rows(tensor, np.array([3, 0])).dequantize(), expected[[3, 0]])
+    np.testing.assert_array_equal(values(scaled(tensor, 0.5)), expected / 2)
+    with pytest.raises(WeightError, match="reordered"):
+        tensor[slice(0, 6), slice(0, 8)]
+    plain = replace(tensor, order=None)
+    np.testing.assert_array_equal(plain[slice(0, 6), slice(4, 12)].dequantize(), plain.dequantize()[:, 4:12])
+    assert plain.channel_scales() is None
+
+
+def test_blocks_of_a_gguf_file() -> None:
+    kind = BlockType(8, "Q8_0", 32, 34)
+    noise = np.random.default_rng(0)
+    data = noise.integers(256, size=(3, 2 * 34), dtype=np.uint8)
+    data[:, [1, 35]] &= 0x3F  # finite scales
+    tensor = QuantizedTensor(Blocks(kind), data, np.empty(0, np.float32), ())
+    blocks = data.reshape(3, 2, 34)
+    scales = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+    expected = (blocks[..., 2:].view(np.int8).astype(np.float32) * scales).reshape(3, 64)
+    assert tensor.shape == (3, 64)
+    np.testing.assert_array_equal(tensor.dequantize(), expected)
+    np.testing.assert_array_equal(tensor[slice(1, 3), slice(32, 64)].dequantize(), expected[1:, 32:])
+    np.testing.assert_array_equal(take_rows(tensor, np.array([2, 0])).dequantize(), expected[[2, 0]])
+    np.testing.assert_array_equal(values(stack([tensor, tensor])[slice(1, 2), slice(0, 1)])[0], expected[:1])
+    with pytest.raises(WeightError, match="Q8_0 blocks cannot be divided at input 0 or 16; use fewer ranks"):
+        tensor[slice(0, 3), slice(0, 16)]
+    np.testing.assert_array_equal(tensor.values((slice(0, 3), slice(5, 50))), expected[:, 5:50])
+    half = scaled(scaled(tensor, 0.25), 2)
+    np.testing.assert_array_equal(values(half), expected / 2)
+    np.testing.assert_array_equal(values(stack([half, half])), np.stack([expected, expected]) / 2)
+    np.testing.assert_array_equal(values(concatenate([half, half])), np.concatenate([expected, expected]) / 2)
+    rows = [replace(tensor, data=row[None]) for row in data]
+    assert np.shares_memory(stack(rows).data, data)
+    np.testing.assert_array_equal(values(stack(rows)), expected[:, None])
+    np.testing.assert_array_equal(values(stack(rows[::2])), expected[::2, None])
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [Float8("channel"), Int8((1, 8)), Int4((1, 8), ordered=True), Mxfp4(), Nvfp4(), Codes4("fp4", (1, 8))],
+)
+def test_random_values_have_the_deviation_asked_for(scheme: Any) -> None:
+    tensor = random_quantized(scheme, (2, 64, 128), 0, 0.5)
+    assert tensor.shape == (2, 64, 128)
+    assert tensor.dequantize().std() == pytest.approx(0.5, rel=0.05)

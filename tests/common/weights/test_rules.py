@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pagoda.common.errors import WeightError
-from pagoda.common.models.family import Rename, Rule, Split, Stack, fused_linear, linear
+from pagoda.common.models.family import Normalise, Rename, Reshape, Rule, Shift, Split, Stack, fused_linear, linear
 from pagoda.common.models.primitives import Param
-from pagoda.common.weights.quantization import Int8, QuantizedTensor
+from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
+from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor
 from pagoda.common.weights.rules import apply_rules
 
 RULES: tuple[Rule, ...] = (
@@ -19,6 +20,12 @@ RULES: tuple[Rule, ...] = (
     Split("layers.{l}.both", ("layers.{l}.x", "layers.{l}.y"), transpose=True),
     Split("layers.{l}.pairs", ("layers.{l}.x", "layers.{l}.y"), interleaved=True),
     Stack("layers.{l}.experts.{e}.w", "layers.{l}.experts"),
+    Split("layers.{l}.stacked", ("layers.{l}.x", "layers.{l}.y"), axis=1),
+    Reshape("layers.{l}.rows", "layers.{l}.stack"),
+    Reshape("layers.{l}.turned_rows", "layers.{l}.stack", transpose=True),
+    Normalise("columns", "unit", axis=0),
+    Normalise("rows", "unit", axis=1),
+    Shift("layers.{l}.small", "layers.{l}.norm", 0.2),
     Rename("[model.]layers.{l}.parts.{i}.weight", "layers.{l}.mixers.{i}.p"),
     Rename("layers.{l}.others.{i}.weight", "layers.{l}.mixers.{i}.p"),
 )
@@ -47,11 +54,70 @@ def test_numbers_are_carried_over():
     assert filled["layers.0.o"][0, 0] == 0
 
 
+def test_a_number_in_a_rule_stands_for_itself():
+    rules = [Rename("layers.{l}.parts.1.weight", "layers.{l}.o"), Rename("[x.]layers.3.parts.0.weight", "layers.5.o")]
+    params = {f"layers.{n}.o": Param(f"layers.{n}.o", (1, 2), "..") for n in (3, 5)}
+    tensors = {"layers.3.parts.1.weight": array(1, 2), "x.layers.3.parts.0.weight": array(1, 2) + 9}
+    filled = dict(apply_rules(rules, params, tensors.items()))
+    assert (filled["layers.3.o"][0, 0], filled["layers.5.o"][0, 0]) == (0, 9)
+    with pytest.raises(WeightError, match=r"tensor x\.layers\.4\.parts\.0\.weight .* belongs to no parameter"):
+        dict(apply_rules(rules, params, [("x.layers.4.parts.0.weight", array(1, 2))]))
+
+
 def test_split_takes_sizes_from_the_shapes():
     fused = array(5, 2)
     filled = run({"layers.0.q": (3, 2), "layers.0.k": (2, 2)}, {"layers.0.qk.weight": fused})
     np.testing.assert_array_equal(filled["layers.0.q"], fused[:3])
     np.testing.assert_array_equal(filled["layers.0.k"], fused[3:])
+
+
+def test_split_along_another_axis():
+    stacked = array(2, 5, 3)
+    filled = run({"layers.0.x": (2, 1, 3), "layers.0.y": (2, 4, 3)}, {"layers.0.stacked": stacked})
+    np.testing.assert_array_equal(filled["layers.0.x"], stacked[:, :1])
+    np.testing.assert_array_equal(filled["layers.0.y"], stacked[:, 1:])
+    with pytest.raises(WeightError, match=r"stacked has shape \[2, 4, 3\], .* needs \[2, 5, 3\]"):
+        run({"layers.0.x": (2, 1, 3), "layers.0.y": (2, 4, 3)}, {"layers.0.stacked": array(2, 4, 3)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_are_changed_at_load_keep_their_dtype(dtype: str):
+    tensor = np.array([[3.0, 0.0], [4.0, 0.0]], np.float32)
+    stored = to_bfloat16(tensor) if dtype == "bfloat16" else tensor
+    shapes = {"unit": (2, 2)}
+    by_axis = [run(shapes, {name: stored})["unit"] for name in ("columns", "rows")]
+    assert [dtype_name(values.dtype) for values in by_axis] == [dtype] * 2
+    columns, rows = (to_float32(values) for values in by_axis)
+    np.testing.assert_allclose(columns, [[0.6, 0.0], [0.8, 0.0]], rtol=4e-3)  # a vector of zeros stays one
+    np.testing.assert_array_equal(rows, [[1.0, 0.0], [1.0, 0.0]])
+    shifted = run({"layers.3.norm": (2, 2)}, {"layers.3.small": stored})["layers.3.norm"]
+    np.testing.assert_allclose(to_float32(shifted), tensor + 0.2, rtol=4e-3)
+
+
+@pytest.mark.parametrize(("tensor", "target"), [("rows", "unit"), ("layers.0.small", "layers.0.norm")])
+def test_values_that_are_changed_at_load_are_not_quantised_and_have_the_shape(tensor: str, target: str):
+    quantised = QuantizedTensor(Int8("tensor"), np.ones((2, 2), np.int8), np.ones((1, 1), np.float32), (2, 2))
+    with pytest.raises(WeightError, match=rf"tensor {tensor} is quantised, which is not supported for {target}"):
+        run({target: (2, 2)}, {tensor: quantised})
+    with pytest.raises(WeightError, match=r"has shape \[1, 4\], .* needs \[2, 2\]"):
+        run({target: (2, 2)}, {tensor: array(1, 4)})
+
+
+def test_reshape_keeps_the_order_of_numbers():
+    rows = array(6, 4)
+    filled = run({"layers.0.stack": (2, 3, 4)}, {"layers.0.rows": rows})
+    np.testing.assert_array_equal(filled["layers.0.stack"], [rows[:3], rows[3:]])
+    filled = run({"layers.0.stack": (2, 4, 3)}, {"layers.0.turned_rows": rows})
+    np.testing.assert_array_equal(filled["layers.0.stack"], [rows[:3].T, rows[3:].T])
+    with pytest.raises(WeightError, match=r"layers.0.rows has shape \[5, 4\], .* needs 24 numbers"):
+        run({"layers.0.stack": (2, 3, 4)}, {"layers.0.rows": array(5, 4)})
+
+
+def test_reshape_of_a_quantised_tensor_is_refused():
+    quantised = QuantizedTensor(Int8("tensor"), np.ones((6, 4), np.int8), np.ones((1, 1), np.float32), (6, 4))
+    param = Param("layers.0.stack", (2, 3, 4), "EFD")
+    with pytest.raises(WeightError, match="rows is quantised, which is not supported for layers"):
+        list(apply_rules(RULES, {param.name: param}, [("layers.0.rows", quantised)]))
 
 
 def test_interleaved_split_takes_the_groups_of_heads_from_the_parameters():
@@ -61,6 +127,15 @@ def test_interleaved_split_takes_the_groups_of_heads_from_the_parameters():
     filled = dict(apply_rules(RULES, params, [("layers.0.pairs", pairs)]))
     np.testing.assert_array_equal(filled["layers.0.x"], pairs[[0, 3]])
     np.testing.assert_array_equal(filled["layers.0.y"], pairs[[1, 2, 4, 5]])
+
+
+def test_interleaved_split_with_several_query_heads_per_group():
+    """Two KV heads; each group has two rows of x (a query head each) and one of y."""
+    params = {"layers.0.x": Param("layers.0.x", (4, 3), "ND", 4), "layers.0.y": Param("layers.0.y", (2, 3), "KD", 2)}
+    pairs = array(6, 3)
+    filled = dict(apply_rules(RULES, params, [("layers.0.pairs", pairs)]))
+    np.testing.assert_array_equal(filled["layers.0.x"], pairs[[0, 1, 3, 4]])
+    np.testing.assert_array_equal(filled["layers.0.y"], pairs[[2, 5]])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 12])
@@ -77,6 +152,21 @@ def test_interleaved_split_of_quantised_rows_takes_their_scales(rows: int, colum
         assert isinstance(value, QuantizedTensor)
         np.testing.assert_array_equal(value.dequantize(), pairs.dequantize()[chosen])
         assert value.group_shape[0] == rows or rows > 2
+
+
+def test_a_scaled_parameter_keeps_its_dtype_and_a_quantised_one_its_numbers() -> None:
+    values = np.array([[1.0, -2.0], [0.5, 3.0]], np.float32)
+    quantised = QuantizedTensor(Int8("channel"), values.astype(np.int8), np.array([[0.5], [2.0]], np.float32), (1, 2))
+    params = {name: Param(name, (2, 2), "..", scale=0.75) for name in ("a", "b", "c")}
+    tensors = [("a", values.astype(np.float16)), ("b", to_bfloat16(values)), ("c", quantised)]
+    ours = dict(apply_rules([Rename(name, name) for name in params], params, tensors))
+    assert ours["a"].dtype == np.float16
+    np.testing.assert_array_equal(ours["a"], (0.75 * values).astype(np.float16))
+    assert ours["b"].dtype == BFLOAT16
+    np.testing.assert_array_equal(to_float32(ours["b"]), 0.75 * values)
+    assert isinstance(ours["c"], QuantizedTensor)
+    assert ours["c"].data is quantised.data
+    np.testing.assert_allclose(ours["c"].dequantize(), 0.75 * quantised.dequantize())
 
 
 def test_transpose_and_transposed_split():

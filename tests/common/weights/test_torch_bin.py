@@ -63,6 +63,13 @@ def test_state_dict_of_a_module(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.tensor(name), tensor.numpy())
 
 
+def test_a_state_dict_beside_its_name_is_found(tmp_path: Path) -> None:
+    state = {"model_key": "model", "model": {"a": torch.ones(2)}, "step": 5}
+    assert list(TorchFile(_save(tmp_path, state)).sizes) == ["a"]
+    with pytest.raises(WeightError, match="contains no state dict but a int"):
+        TorchFile(_save(tmp_path, {**state, "model_key": "step"}))
+
+
 def test_values_are_mapped_and_private(tmp_path: Path) -> None:
     path = _save(tmp_path, {"a": torch.ones(4)})
     file, before = TorchFile(path), path.read_bytes()

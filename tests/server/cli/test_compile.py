@@ -115,9 +115,9 @@ FACTS = {
     "data_parallel_size": 2,
     "devices": [1, 0],
     "model": "another",
-    "dtype": "bfloat16",
+    "dtype": "float32",
     "quantization": "int8",
-    "kv_cache_dtype": "bfloat16",
+    "kv_cache_dtype": "float32",
     "logprobs_mode": "raw_logits",
     "max_model_len": 64,
     "max_num_batched_tokens": 32,
@@ -185,7 +185,7 @@ def test_the_second_start_compiles_nothing(
     assert f"{files[0]} is damaged" in caplog.text
     assert start() == first
     assert f", {count} of them" in cached(caplog)
-    assert start(dtype="bfloat16")
+    assert start(dtype="float32")
     assert len(list(tmp_path.glob("*.xla"))) > count
     start(xla_cache_path="")
     assert ", 0 of them" in cached(caplog)

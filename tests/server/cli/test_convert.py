@@ -48,12 +48,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("converted") / "deep" / "out"
-    assert main.main(["convert", str(model), str(out), "--tensor-parallel-size", "4"]) == 0
+    assert main.main(["convert", str(model), str(out), "--tensor-parallel-size", "4", "--dtype", "float32"]) == 0
     return out
 
 
 def tokens(folder: Path, **more: Any) -> list[int]:
-    llm = LLM(str(folder), **SETTINGS | more)
+    llm = LLM(str(folder), dtype="float32", **SETTINGS | more)
     try:
         return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     finally:
@@ -120,8 +120,8 @@ def test_other_backends_refuse_converted_models(converted: Path, model: Path, tm
         resolved(tmp_path / "tiny.gguf", backend="jax_tpu", load_format="sharded_state")
     shutil.copytree(converted, tmp_path / "newer")
     manifest = tmp_path / "newer" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 7'))
-    with pytest.raises(ModelError, match="has format 7, this version reads 1; convert the model again"):
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 7'))
+    with pytest.raises(ModelError, match="has format 7, this version reads 2; convert the model again"):
         resolved(tmp_path / "newer", backend="jax_tpu")
 
 

@@ -245,7 +245,7 @@ CONFIG = {
 def test_a_model_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert one(doctor.model, model=str(tmp_path)).text.endswith("float32, up to 128 tokens")
+    assert one(doctor.model, model=str(tmp_path)).text.endswith("bfloat16, up to 128 tokens")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["NoSuchForCausalLM"]}))
     finding = one(doctor.model, model=str(tmp_path))
     assert finding.level == "fail"

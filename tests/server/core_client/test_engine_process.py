@@ -233,14 +233,15 @@ def test_engine_ends_when_its_client_is_garbage_collected() -> None:
         "client.itself = client; left = weakref.ref(client); del client; gc.collect(); print(left())"
     )
     process = running(forgetful)
+    assert process.stdout is not None
     try:
-        printed, _ = process.communicate(timeout=GRACE)
+        engine = int(process.stdout.readline())
+        left, _ = process.communicate(timeout=GRACE)
     finally:
         process.kill()
         process.wait()
-    engine, left = printed.split()
-    assert left == "None"
-    assert gone(int(engine))
+    assert left == "None\n"
+    assert gone(engine)
 
 
 def test_no_orphan_when_the_parent_is_killed() -> None:

@@ -48,6 +48,13 @@ def bare() -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def harmony() -> Iterator[LiveServer]:
+    """A model whose family has a format of its own."""
+    with live_server("fake:harmony") as server:
+        yield server
+
+
 def choice_of(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
     """Return the choice of a whole response, which must equal the streamed one."""
     status, answer = server.post(CHAT, asking(text, **more))
@@ -168,6 +175,47 @@ def test_auto_needs_both_flags(bare: LiveServer) -> None:
         assert half.post(CHAT, asking("x", tools=[WEATHER], tool_choice="none"))[0] == 200
     with pytest.raises(ConfigError, match=r"--enable-auto-tool-choice: needs --tool-call-parser"):
         ServerConfig(enable_auto_tool_choice=True)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    "header", ["commentary to=functions.weather <|constrain|>json", "analysis to=functions.weather"]
+)
+def test_a_model_with_a_format_of_its_own_needs_no_flags(harmony: LiveServer, header: str) -> None:
+    choice = choice_of(
+        harmony, f'{ANALYSIS}<|channel|>{header}<|message|>{{"city": "Zürich"}}', tools=[WEATHER], tool_choice="auto"
+    )
+    message = choice["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == (None, *["Hm, <b>."] * 2)
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Zürich"}'}
+    assert choice["finish_reason"] == "tool_calls"
+    for more in ({}, {"tools": [WEATHER]}):
+        choice = choice_of(harmony, f"{ANALYSIS}{FINAL}5 < 6", **more)
+        assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("5 < 6", "Hm, <b>.")
+
+
+def test_the_template_of_harmony_gets_what_it_takes() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.thinking }}{{ m.tool_calls | length }};{% endfor %}"
+        "{% for t in tools or [] %}{{ '//' + t.function.description }}{% endfor %}[[x]]" + TAIL
+    )
+    calls = [{"id": name, "type": "function", "function": {"name": "clock", "arguments": "{}"}} for name in "ab"]
+    turn = {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": calls}
+    with live_server("fake:harmony", chat_template=template) as server:
+        body = {"messages": [{"role": "user", "content": "?"}, turn], "tools": [CLOCK], "return_prompt_text": True}
+        status, answer = server.post(CHAT, {**body, "max_tokens": 4})
+    assert status == 200, answer
+    assert answer["prompt_text"].startswith("user:0;assistant:Hm.\nWait.1;assistant:1;//[[x]]")
+
+
+def test_flags_override_the_format_of_the_model() -> None:
+    with live_server("fake:harmony", engine={"reasoning_parser": "identity"}, tool_call_parser="hermes") as server:
+        assert choice_of(server, f"{ANALYSIS}{FINAL}5")["message"]["content"] == f"{ANALYSIS}{FINAL}5"
+        assert refused(server, asking("x", tools=[WEATHER]))[0] == "tool_choice"
 
 
 BAD_TOOLS: list[tuple[Any, str]] = [

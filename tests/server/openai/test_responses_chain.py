@@ -46,6 +46,25 @@ def test_responses_api(server: LiveServer) -> None:
     assert later.usage.input_tokens > final.usage.input_tokens
 
 
+def test_responses_of_a_model_with_a_format_of_its_own() -> None:
+    said = (
+        "<|channel|>analysis<|message|>so é<|end|><|start|>assistant<|channel|>commentary<|message|>It is<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "𝄞"}'
+    )
+    tools: Any = [TOOL]
+    with live_server("fake:harmony") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with client.responses.stream(model="fake", input=f"[[{said}]]", tools=tools) as stream:
+            final = stream.get_final_response()
+        for response in (client.responses.create(model="fake", input=f"[[{said}]]", tools=tools), final):
+            reasoning, _, call = response.output
+            assert reasoning.type == "reasoning"
+            assert reasoning.content is not None
+            assert (reasoning.content[0].text, response.output_text) == ("so é", "It is")
+            assert call.type == "function_call"
+            assert (call.name, call.arguments) == ("f", '{"a": "𝄞"}')
+
+
 def test_logprobs_match_the_visible_text(server: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     response = client.responses.create(

@@ -1,11 +1,14 @@
 """Reasoning formats: parsed reasoning for every split, and whether a prompt opens the reasoning."""
 
+from typing import Any
+
 import pytest
 from support.splits import events_of, read_all_splits, splits
 
 from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, merge_events
 from pagoda.server.parsers.reasoning.formats import MAX_SPACE
+from pagoda.server.parsers.reasoning.harmony import HARMONY
 from pagoda.server.parsers.registry import REASONING_FORMATS, reasoning_format
 
 CHATML = "<|im_start|>user\nHELLO<|im_end|>\n<|im_start|>assistant\n"
@@ -297,6 +300,25 @@ def test_harmony_cases(text: str, events: list[Event]) -> None:
 def test_harmony_completes_the_header_of_a_recipient() -> None:
     call = " to=functions.f<|channel|>commentary<|message|>{}"
     assert read("openai_gptoss", "<|start|>assistant", call) == [Content("<|start|>assistant" + call)]
+
+
+def test_harmony_shows_one_call_per_message_and_one_text_beside_it() -> None:
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "ba"]
+    asked = {"role": "assistant", "content": "Wait.", "thinking": "Hm.", "reasoning": "Hm.", "tool_calls": calls}
+    user: dict[str, Any] = {"role": "user", "content": "?"}
+    messages, tools = HARMONY.adapted(
+        [user, asked, *results, {**asked, "tool_calls": calls[:1]}, results[1]],
+        [{"type": "function", "function": {"name": "a"}}, {"function": {"name": "b", "description": "B"}}, "wrong"],
+    )
+    first = {"role": "assistant", "thinking": "Hm.\nWait.", "reasoning": "Hm.", "tool_calls": calls[:1]}
+    second = {"role": "assistant", "tool_calls": calls[1:]}
+    assert messages[:5] == [user, first, results[1], second, results[0]]
+    assert messages[5:] == [first, results[1]]
+    assert [tool["function"]["description"] for tool in tools[:2]] == ["", "B"]
+    assert tools[2] == "wrong"
+    plain = [user, {"role": "assistant", "content": "5", "thinking": "Hm."}]
+    assert HARMONY.adapted(plain, []) == (plain, [])
 
 
 def test_harmony_prompts() -> None:

@@ -2,6 +2,7 @@ import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from support.byte_text import EOS, byte_tokenizer
 from support.fake_engine import MAX_LEN, build
@@ -9,6 +10,7 @@ from support.fake_engine import MAX_LEN, build
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import RequestError
+from pagoda.common.models.family import AnswerFormat
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.processing import inputs as inputs_module
 from pagoda.server.processing.inputs import InputProcessor, Prompt, PromptType
@@ -158,10 +160,20 @@ def test_end_of_sequence_and_stop_ids() -> None:
 def test_a_second_end_of_sequence_id_is_a_stop_reason() -> None:
     class TwoEnds:
         vocab_size, eos_token_ids, sampling_defaults, pooling = 257, (9, EOS), {}, None
-        limits = INFO.limits
+        limits, answers, encoder = INFO.limits, INFO.answers, None
 
     made = InputProcessor(ModelConfig(), TwoEnds(), TOKENIZER).prepare("r", "abc", SamplingParams()).children[0]
     assert (made.stop_token_ids, made.eos_token_ids) == (frozenset({9, EOS}), frozenset({EOS}))
+
+
+def test_the_ends_of_the_format_of_the_model_are_stop_tokens() -> None:
+    info = msgspec.structs.replace(INFO, answers=AnswerFormat(ends=("z", "no token")))
+    made = InputProcessor(ModelConfig(), info, TOKENIZER).prepare("r", "abc", SamplingParams()).children[0]
+    assert (made.stop_token_ids, made.eos_token_ids) == (frozenset({ord("z"), EOS}), frozenset({EOS}))
+    with_eos_ignored = InputProcessor(ModelConfig(), info, TOKENIZER).prepare(
+        "r", "abc", SamplingParams(ignore_eos=True)
+    )
+    assert with_eos_ignored.children[0].stop_token_ids == frozenset()
 
 
 @pytest.mark.field("SamplingParams.n")

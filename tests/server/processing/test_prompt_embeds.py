@@ -52,7 +52,7 @@ def make(folder: Path, backend: str) -> Iterator[Make]:
 
     def make(**args: Any) -> LLM:
         given = {"backend": backend, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8}
-        given |= {"enable_prompt_embeds": True, "max_model_len": 64}
+        given |= {"enable_prompt_embeds": True, "max_model_len": 64, "dtype": "float32"}
         made.append(LLM(str(folder), **(given | args)))
         return made[-1]
 

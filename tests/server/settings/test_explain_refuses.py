@@ -90,7 +90,7 @@ ENGINE = [
     ("--distributed-executor-backend ray", "--distributed-executor-backend: reference drives all devices"),
     ("--enable-sleep-mode", "--enable-sleep-mode: reference cannot move its weights"),
     ("--cpu-offload-gb 1", "--cpu-offload-gb: reference cannot move its weights"),
-    ("--quantization fp8", "--quantization: fp8 is not supported by reference"),
+    ("--quantization mxfp4", "--quantization: mxfp4: the checkpoint is not quantised by it"),
     ("--quantization gguf", "--quantization: the model is not a GGUF file"),
     ("--load-format sharded_state", "manifest"),
     ("--kv-cache-dtype fp8", "--kv-cache-dtype: the reference backend's cache"),
@@ -114,7 +114,7 @@ ENGINE = [
         "--max-model-len: a sequence of 128 tokens does not fit the KV",
     ),
     (
-        "--max-model-len 128 --kv-cache-memory-bytes 40000",
+        "--max-model-len 128 --kv-cache-memory-bytes 20000",
         "--max-model-len: a sequence of 128 tokens does not fit the KV",
     ),
     ("--kv-cache-memory-bytes 1000", "--kv-cache-memory-bytes: 0 KV blocks of"),
@@ -219,7 +219,7 @@ def test_ray_that_is_not_installed(
         ("--backend torch_cuda -tp 2 --attention-backend FLASHINFER", "--attention-backend: FLASHINFER"),
         ("--backend torch_cuda -tp 3", "--tensor-parallel-size: 3 ranks cannot share"),
         ("--backend torch_cuda --kv-cache-dtype int8", "--kv-cache-dtype: int8 needs scales"),
-        ("--backend torch_cuda --quantization tpu_int8", "--quantization: torch_cuda does not support tpu_int8"),
+        ("--backend torch_cuda --quantization fp4", "--quantization: 'fp4' is not supported"),
     ],
 )
 def test_torch_cuda(

@@ -24,9 +24,9 @@ from pagoda.server.cli import main
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import build_engine
 from pagoda.tests.common.weights.gguf_writing import convert
 
@@ -112,8 +112,10 @@ def test_quantization_gguf_wants_a_gguf_file(folder: Path) -> None:
 
 
 def test_an_unsupported_quantization_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--quantization: 'awq' is not supported: .*; use fp8, int8 or int4, or"):
-        EngineArgs("m", quantization="awq").create_engine_config()
+    with pytest.raises(ConfigError, match=r"^--quantization: 'aqlm' is not read by this version: .*; use fp8,"):
+        EngineArgs("m", quantization="aqlm").create_engine_config()
+    with pytest.raises(ConfigError, match=r"^--quantization: 'abc' is not supported: .*; use fp8, int8 or int4, or"):
+        EngineArgs("m", quantization="abc").create_engine_config()
 
 
 # --- the hub ---
@@ -126,8 +128,8 @@ def hub(folder: Path, quants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     repositories = {
         "org/tiny": {"main": files, "old": older},
         "org/tiny-GGUF": {"main": {path.name: path.read_bytes() for path in quants.iterdir()}},
-        "org/awq": {
-            "main": {**files, "config.json": _quantised(folder, {"quant_method": "awq", "bits": 4, "group_size": 128})}
+        "org/aqlm": {
+            "main": {**files, "config.json": _quantised(folder, {"quant_method": "aqlm", "bits": 4, "group_size": 128})}
         },
     }
     with HubServer(repositories) as server:
@@ -172,8 +174,10 @@ def test_a_gguf_repository_and_a_quantisation(hub: HubServer) -> None:
 
 
 def test_quantised_weights_are_refused_before_they_are_fetched(hub: HubServer) -> None:
-    with pytest.raises(ModelError, match=r"^org/awq: .*quantised by awq, which this version does not read; serve a GG"):
-        info("org/awq")
+    with pytest.raises(
+        ModelError, match=r"^org/aqlm: .*quantised by aqlm, which this version does not read .it reads .*; serve a GG"
+    ):
+        info("org/aqlm")
     assert "model.safetensors" not in hub.fetched
 
 
@@ -261,13 +265,9 @@ def test_hf_config_path(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("details", "method"),
     [
-        (
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            r"compressed-tensors \(float-quantized\)",
-        ),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "aqlm", "bits": 2}, "aqlm"),
+        ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "quip", "bits": 4}, "quip"),
         ({}, "a method it does not name"),
     ],
 )
@@ -279,16 +279,21 @@ def test_quantised_weights_name_method_and_remedy(details: dict[str, Any], metho
 
 
 @pytest.mark.parametrize(
-    "details", [{"quant_method": "newquant", "bits": 3}, ["newquant"], {"quant_method": "fp8", "surprise": 1}]
+    ("details", "problem"),
+    [
+        ({"quant_method": "newquant", "bits": 3}, "the weights are quantised by newquant, "),
+        (["newquant"], "the weights are quantised by a method it does not name, "),
+        ({"quant_method": "fp8", "surprise": 1}, "surprise is 1, which this version does not read; "),
+    ],
 )
 def test_a_quantisation_nobody_knows_is_one_line(
-    details: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    details: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(write_model(tmp_path, quantization_config=details))
     with pytest.raises(ModelError) as caught:
         LLM(folder)
     error = str(caught.value)
-    assert error.startswith(f"{folder}: config.json: quantization_config: the weights are quantised by ")
+    assert error.startswith(f"{folder}: config.json: quantization_config: {problem}")
     assert error.endswith("; serve a GGUF file of the model (org/name:Q4_K_M), or its unquantised weights")
     for flags in ([], ["--explain-config"]):
         assert main.main(["serve", folder, *flags]) == 1
@@ -506,7 +511,7 @@ def test_code_of_a_repository_is_not_executed(trusted: bool, tmp_path: Path, cap
         ),
         ("m --tokenizer-mode mistral", 2, "--tokenizer-mode: 'mistral' is not supported: "),
         ("m --tokenizer-mode slow", 2, "--tokenizer-mode: 'slow' is not supported: "),
-        ("m --quantization awq", 2, "--quantization: 'awq' is not supported: "),
+        ("m --quantization qqq", 2, "--quantization: 'qqq' is not read by this version: "),
         ("m --load-format runai_streamer", 2, "--load-format: runai_streamer is not supported: "),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.tiny_folder import write_model
 from pagoda.common.config.defaults import ResolvedRow, Usage
 from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.models.caches import WindowCache
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved, resolve
 from pagoda.server.startup.engine import build_engine
@@ -42,7 +44,7 @@ def test_every_setting_of_the_engine_has_one_row(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "source", "why"),
     [
-        ("dtype", "float32", "model", "the checkpoint's dtype is float32"),
+        ("dtype", "bfloat16", "model", "the checkpoint's dtype is float32, which auto serves in 16 bits"),
         ("max_model_len", 128, "model", "the model's maximum context length, if the KV cache is large enough"),
         ("max_num_batched_tokens", 2048, "platform default", "for an API server on a CPU"),
         ("max_num_seqs", 128, "platform default", "for an API server on a CPU"),
@@ -110,17 +112,37 @@ def test_row_of_the_generation_config(tmp_path: Path) -> None:
     assert rows(resolved(tmp_path))["generation_config"].reason == "sets temperature 0.6, max_tokens 9"
 
 
+IN_16_BITS = "the checkpoint's dtype is float32, which auto serves in 16 bits"
+
+
 @pytest.mark.parametrize(
-    ("stated", "dtype", "why"),
+    ("stated", "backend", "dtype", "why"),
     [
-        ("float64", "bfloat16", "the checkpoint's dtype is float64, which is not supported"),
-        (None, "bfloat16", "the checkpoint names no dtype"),
-        ("float16", "float16", "the checkpoint's dtype is float16"),
+        ("float64", "reference", "bfloat16", "the checkpoint's dtype is float64, which reference does not support"),
+        (None, "reference", "bfloat16", "the checkpoint names no dtype"),
+        ("float16", "reference", "float16", "the checkpoint's dtype is float16"),
+        ("float32", "reference", "bfloat16", IN_16_BITS),
+        ("float32", "jax_tpu", "bfloat16", IN_16_BITS),
+        ("float16", "jax_tpu", "bfloat16", "the checkpoint's dtype is float16, which jax_tpu does not support"),
     ],
 )
-def test_dtype_of_the_checkpoint(stated: str | None, dtype: str, why: str, tmp_path: Path) -> None:
-    found = resolved(write_model(tmp_path, torch_dtype=stated))
+def test_dtype_of_the_checkpoint(stated: str | None, backend: str, dtype: str, why: str, tmp_path: Path) -> None:
+    found = resolved(write_model(tmp_path, torch_dtype=stated), backend=backend)
     assert (found.dtype, rows(found)["dtype"].reason) == (dtype, why)
+
+
+@pytest.mark.parametrize(
+    ("stated", "backend", "dtype"),
+    [
+        ("float32", "reference", "float32"),
+        (None, "reference", "float32"),
+        ("bfloat16", "reference", "bfloat16"),
+        ("float32", "jax_tpu", "bfloat16"),
+    ],
+)
+def test_dtype_of_a_pooling_model(stated: str | None, backend: str, dtype: str, tmp_path: Path) -> None:
+    found = resolved(write_model(tmp_path, torch_dtype=stated), backend=backend, runner="pooling")
+    assert found.dtype == dtype
 
 
 @pytest.mark.parametrize("usage", ["llm", "server"])
@@ -163,3 +185,39 @@ def test_resolve_raises_what_the_start_would(
 ) -> None:
     with pytest.raises(error, match=words):
         resolved(folder, **settings)
+
+
+LLAMA4 = {
+    **{"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "vocab_size": 257, "hidden_size": 32},
+    **{"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 128, "head_dim": 8, "attention_chunk_size": 64, "no_rope_layers": [1, 0]},
+    **{"floor_scale": 100, "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(("length", "chunk", "grows"), [(128, 64, True), (99, 64, False), (64, None, False)])
+def test_what_matters_in_longer_contexts_only_is_left_out(
+    tmp_path: Path, length: int, chunk: int | None, grows: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA4))
+    found = resolved(tmp_path, load_format="dummy", max_model_len=length)
+    first, second = (layer.attention for layer in found.spec.layers)
+    assert (first.chunk, second.query_growth is not None) == (chunk, grows)
+    assert [group.spec.window for group in found.layout.groups if isinstance(group.spec, WindowCache)] == (
+        [] if chunk is None else [chunk]
+    )
+
+
+GEMMA4 = {
+    **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "vocab_size": 257, "hidden_size": 32},
+    **{"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 128, "head_dim": 8, "global_head_dim": 16},
+}
+
+
+def test_prompt_embeddings_do_not_suffice_for_a_model_with_an_embedding_per_layer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4))
+    with pytest.raises(ConfigError, match="--enable-prompt-embeds: each layer of the model embeds the token ids, too"):
+        resolved(tmp_path, load_format="dummy", enable_prompt_embeds=True)
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, "hidden_size_per_layer_input": 0}))
+    resolved(tmp_path, load_format="dummy", enable_prompt_embeds=True)

@@ -9,6 +9,7 @@ from support import tiny_folder
 from support.byte_text import byte_tokenizer
 from support.fake_engine import build
 
+from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.sampling import USUAL
 from pagoda.common.errors import ConfigError, ModelError
@@ -150,7 +151,7 @@ def test_num_gpu_blocks_override(folder: Path) -> None:
 
 @pytest.mark.setting("--kv-cache-memory-bytes")
 def test_kv_cache_memory_bytes(folder: Path) -> None:
-    engine = tiny(folder, "--kv-cache-memory-bytes", "1m")
+    engine = tiny(folder, "--kv-cache-memory-bytes", "1m", "--dtype", "float32")
     assert engine.stats.kv_blocks_total == 1_000_000 // TINY_BLOCK_BYTES - 1
     engine.shutdown()
     with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: 0 KV blocks .* leave no room for a request"):
@@ -179,7 +180,7 @@ def test_dtype(folder: Path) -> None:
         assert output.outputs[0].logprobs is not None
         return [best.logprob for _, best in sorted(output.outputs[0].logprobs[0].items())]
 
-    assert logprobs("auto") == logprobs("float32") == logprobs("float")
+    assert logprobs("auto") == logprobs("bfloat16") != logprobs("float32") == logprobs("float")
     assert logprobs("half") == logprobs("float16") != logprobs("float32")
     assert logprobs("bfloat16") != logprobs("float16")
 
@@ -224,11 +225,11 @@ def test_skip_tokenizer_init(folder: Path) -> None:
     ],
 )
 def test_attention_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: bool) -> None:
-    from pagoda.backends.torch_cuda.attention_backends import torch_varlen, triton_attn
+    from pagoda.backends.torch_cuda.attention_backends import torch_varlen, triton
 
     created = []
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
-    monkeypatch.setattr(torch_varlen, "create", lambda needs: created.append(needs) or triton_attn.create(needs))
+    monkeypatch.setattr(torch_varlen, "create", lambda needs: created.append(needs) or triton.TritonAttn(needs.device))
     run(tiny(folder, "--backend", "torch_cuda", "--kv-cache-memory-bytes", "1M", *flags), [3, 4, 5])
     assert bool(created) == asked
 
@@ -318,3 +319,11 @@ def test_prompt_embeds_is_a_backend_option(folder: Path) -> None:
     words = ("--model", str(folder), "--load-format", "dummy", "--enable-prompt-embeds", "--backend")
     options = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
     assert [each.prompt_embeds for each in options.values()] == [True, True]
+
+
+@pytest.mark.setting("--batch-invariant")
+@pytest.mark.parametrize(("flags", "invariant"), [((), False), (("--batch-invariant",), True)])
+def test_batch_invariant(folder: Path, flags: tuple[str, ...], invariant: bool) -> None:
+    backend = tiny(folder, "--backend", "reference", *flags)._built.backend
+    assert isinstance(backend, ReferenceBackend)
+    assert backend.numerics.batch_invariant is invariant

@@ -9,8 +9,8 @@ from support import tiny_folder
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 CONFIG = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
@@ -49,7 +49,7 @@ def test_a_model_without_weights_or_tokenizer_generates(folder: Path) -> None:
 
 def test_engine_info_of_a_built_engine(folder: Path) -> None:
     info = build(folder, served_model_name=["a", "b"]).info
-    assert (info.names, info.vocab_size, info.limits.max_model_len, info.dtype) == (("a", "b"), 96, 128, "float32")
+    assert (info.names, info.vocab_size, info.limits.max_model_len, info.dtype) == (("a", "b"), 96, 128, "bfloat16")
     assert (info.backend, info.device, info.eos_token_ids) == ("reference", "cpu", (2,))
     assert info.sampling_defaults == {}
     assert [name for name, _ in info.phases] == [
@@ -155,9 +155,13 @@ def test_startup_errors_name_the_cause(folder: Path, more: dict[str, Any], error
         build(folder, **more)
 
 
-def test_an_unknown_architecture_lists_the_known_ones(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["AbacusForCausalLM"]}))
-    with pytest.raises(ModelError, match=r"AbacusForCausalLM is not supported; supported: .*LlamaForCausalLM"):
+def test_an_unknown_architecture_names_the_nearest_and_what_transformers_lacks(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamooForCausalLM"]}))
+    words = (
+        r"LlamooForCausalLM is not supported; the nearest supported ones are LlamaForCausalLM, .*; "
+        r"--model-impl transformers: transformers 5[\d.]+ has no causal language model LlamooForCausalLM either$"
+    )
+    with pytest.raises(ModelError, match=words):
         build(folder)
 
 

@@ -17,11 +17,13 @@ from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules, PoolingTask
 from pagoda.common.engine.pooling_scheduler import PoolingScheduler
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
+from pagoda.common.models.spec import ModelSpec, Pooler
 from pagoda.server import ipc_messages
-from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
+from pagoda.tests.common.weights.gguf_writing import convert
 
 LABELS = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}
@@ -230,14 +232,18 @@ def test_pooler_config_is_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "words"),
     [
-        ({"pooling_type": "STEP"}, "pooling_type is 'STEP'; use CLS, LAST, MEAN, ALL"),
+        ({"pooling_type": "SUM"}, "pooling_type is 'SUM'; use CLS, LAST, MEAN, ALL, STEP"),
         ({"pooling_type": 3}, "pooling_type is 3"),
         ({"seq_pooling_type": "CLS", "pooling_type": "MEAN"}, "pooling_type and seq_pooling_type contradict"),
         ({"normalize": "yes"}, "normalize is 'yes'; use true or false"),
         ({"normalise": True}, "normalise is unknown; did you mean normalize?"),
         ({"dimensions": 0}, "dimensions is 0; use an integer of at least 1"),
         ({"dimensions": 4}, "dimensions is 4, but the model does not support Matryoshka embeddings"),
-        ({"step_tag_id": 5}, "step_tag_id: step pooling is not in this version"),
+        ({"step_tag_id": -1}, "step_tag_id is -1; use an integer of at least 0"),
+        (
+            {"returned_token_ids": [5]},
+            "returned_token_ids: a choice of labels is not in this version; .*from_token",
+        ),
         ({"task": "embed"}, "task is set per request"),
     ],
 )
@@ -262,7 +268,7 @@ def test_default_dimensions_must_be_supported_by_the_model(tmp_path: Path) -> No
         ({"runner": "generate"}, "--runner", "BertModel is a pooling model and cannot generate"),
         ({"runner": "draft"}, "--runner", "speculative decoding"),
         ({"runner": "generate", "convert": "embed"}, "--convert", "embed needs --runner pooling"),
-        ({"quantization": "fp8", "backend": "reference"}, "--quantization", "fp8 is not supported by reference"),
+        ({"quantization": "fp8", "backend": "reference"}, "--quantization", "is not supported for pooling models"),
         ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb", "reference"),
     ],
 )
@@ -287,8 +293,18 @@ def test_settings_without_effect_log_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert "--pooler-config has no effect: the model generates" in caplog.text
 
 
+def test_a_gguf_file_states_its_pooling(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "hf")
+    convert(folder, tmp_path / "model.gguf", "bert", {"pooling_type": 1, "attention.causal": False})
+    resolved = resolve(args(tmp_path / "model.gguf").create_engine_config(), "llm")
+    assert isinstance(resolved.spec, ModelSpec)
+    assert resolved.spec.pooler == Pooler("mean")
+    assert resolved.pooling is not None
+    assert (resolved.pooling.tasks, resolved.pooling.use_activation) == (("embed", "token_embed"), True)
+
+
 def test_unknown_encoder_architecture_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"architecture BertForPreTraining is not supported; .* BertModel"):
+    with pytest.raises(ModelError, match=r"BertForPreTraining is not supported; the nearest .* BertFor"):
         offered(write_encoder(tmp_path, architectures=["BertForPreTraining"], num_labels=2))
     assert CONFIG["architectures"] == ["BertModel"]
 

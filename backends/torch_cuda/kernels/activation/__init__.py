@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import activation
+from pagoda.backends.reference.model.ops import activation, clamped_glu, clipped
 from pagoda.backends.torch_cuda.kernels.activation import kernel
 from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
-from pagoda.common.models.spec import Activation
+from pagoda.common.models.spec import Activation, ClampedGlu
 
 __all__ = ["gated", "gated_quantised", "plain"]
 
 
-def gated(both: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
+def gated(
+    both: Tensor,
+    name: Activation,
+    *,
+    use_kernel: bool,
+    clamped: ClampedGlu | None = None,
+    limit: float | None = None,
+) -> Tensor:
     """Return act(first half) * second half of both [T, 2F]: [T, F], in its dtype; any row stride.
 
-    Computed in float32, rounded after the activation and after the product. Raise ValueError for other shapes.
+    Computed in float32, rounded after the activation and after the product. `clamped`: the function of both halves that
+    takes the place of act and product. `limit`: act is at most this, the second half within plus or minus this. Raise
+    ValueError for other shapes.
     """
     _check(both, 2)
-    return kernel.gated(both, name) if use_kernel else gated_reference(both, name)
+    if use_kernel:
+        return kernel.gated(both, name, clamped, limit)
+    return gated_reference(both, name, clamped, limit)
 
 
 def plain(x: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
@@ -41,13 +52,18 @@ def _check(x: Tensor, parts: int) -> None:
         raise ValueError(f"rows are {tuple(x.shape)} with strides {x.stride()}, not {parts} parts side by side")
 
 
-def gated_reference(both: Tensor, name: Activation) -> Tensor:
+def gated_reference(
+    both: Tensor, name: Activation, clamped: ClampedGlu | None = None, limit: float | None = None
+) -> Tensor:
     first, second = both.chunk(2, -1)
-    return activation(name)(first) * second
+    if clamped is not None:
+        return clamped_glu(first, second, clamped)
+    hidden = activation(name, batch_invariant=True)(first)
+    return hidden * second if limit is None else clipped(hidden, second, limit)
 
 
 def plain_reference(x: Tensor, name: Activation) -> Tensor:
-    return activation(name)(x)
+    return activation(name, batch_invariant=True)(x)
 
 
 def gated_quantised_reference(both: Tensor, name: Activation) -> tuple[Tensor, Tensor]:

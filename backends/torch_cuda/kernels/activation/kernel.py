@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride, row_warps
-from pagoda.common.models.spec import Activation
+from pagoda.common.models.spec import Activation, ClampedGlu
 
 BLOCK = 1024
 WHOLE_BLOCK, PART_BLOCK = 16384, 8192
@@ -27,27 +27,62 @@ def activated(x, NAME: tl.constexpr):
     if NAME == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp(-2.0 * inner))
-    return tl.where(x > 0, x, 0.0)
+    positive = tl.where(x > 0, x, 0.0)
+    return positive * positive if NAME == "relu2" else positive
 
 
 @triton.jit
-def columns_of(row_ptr, columns, width, NAME: tl.constexpr, GATED: tl.constexpr):
-    """Return the result's columns of one row, in the input's dtype."""
+def clamped_glu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return `spec.ClampedGlu` of float32 gate and up."""
+    gate = tl.minimum(gate, LIMIT)
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (clip(up, LIMIT) + 1.0)
+
+
+@triton.jit
+def clip(x, LIMIT: tl.constexpr):
+    """Return x within plus or minus LIMIT."""
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+
+
+@triton.jit
+def columns_of(
+    row_ptr, columns, width, NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+):
+    """Return the result's columns of one row, in the input's dtype.
+
+    ALPHA: of `clamped_glu` with LIMIT; 0: NAME, with `Mlp.clip` if LIMIT is not 0.
+    """
     inside = columns < width
     first = tl.load(row_ptr + columns, inside, 0.0)
+    if ALPHA > 0:
+        up = tl.load(row_ptr + width + columns, inside, 0.0)
+        return clamped_glu(first.to(tl.float32), up.to(tl.float32), LIMIT, ALPHA).to(first.dtype)
     y = activated(first.to(tl.float32), NAME).to(first.dtype)
     if GATED:
-        second = tl.load(row_ptr + width + columns, inside, 0.0)
-        y = (y.to(tl.float32) * second.to(tl.float32)).to(first.dtype)
+        second = tl.load(row_ptr + width + columns, inside, 0.0).to(tl.float32)
+        if LIMIT > 0:
+            y = (tl.minimum(y.to(tl.float32), LIMIT) * clip(second, LIMIT)).to(first.dtype)
+        else:
+            y = (y.to(tl.float32) * second).to(first.dtype)
     return y
 
 
 @triton.jit
-def activation_kernel(x_ptr, out_ptr, stride, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(
+    x_ptr,
+    out_ptr,
+    stride,
+    width,
+    NAME: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out [T, width] contiguous."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = columns_of(x_ptr + row * stride, columns, width, NAME, GATED)
+    y = columns_of(x_ptr + row * stride, columns, width, NAME, GATED, LIMIT, ALPHA)
     tl.store(out_ptr + row * width + columns, y, columns < width)
 
 
@@ -69,17 +104,17 @@ def quantised_kernel(
     x_ptr += row * stride
     bits_ptr += row * width
     if WHOLE:
-        y = columns_of(x_ptr, columns, width, NAME, True)
+        y = columns_of(x_ptr, columns, width, NAME, True, 0.0, 0.0)
         bits, scale = float8.quantise_row(y.to(tl.float32), NATIVE)
         tl.store(bits_ptr + columns, bits, columns < width)
     else:
         most = tl.zeros((BLOCK,), tl.float32)
         for begin in range(0, width, BLOCK):
-            y = columns_of(x_ptr, begin + columns, width, NAME, True)
+            y = columns_of(x_ptr, begin + columns, width, NAME, True, 0.0, 0.0)
             most = tl.maximum(most, tl.abs(y.to(tl.float32)))
         factor, scale = float8.factors(tl.max(most, axis=0))
         for begin in range(0, width, BLOCK):
-            y = columns_of(x_ptr, begin + columns, width, NAME, True)
+            y = columns_of(x_ptr, begin + columns, width, NAME, True, 0.0, 0.0)
             bits = float8.encode(y.to(tl.float32) * factor, NATIVE)
             tl.store(bits_ptr + begin + columns, bits, begin + columns < width)
     tl.store(scale_ptr + row, scale)
@@ -91,19 +126,27 @@ def quantised_constants(width):
     return {"WHOLE": block <= WHOLE_BLOCK, "BLOCK": block if block <= WHOLE_BLOCK else PART_BLOCK}
 
 
-def gated(both, name):
-    return _elementwise(both, name, both.shape[1] // 2, True)
+def gated(both, name, clamped=None, limit=None):
+    return _elementwise(both, name, both.shape[1] // 2, True, limits(clamped, limit))
 
 
 def plain(x, name):
-    return _elementwise(x, name, x.shape[1], False)
+    return _elementwise(x, name, x.shape[1], False, limits())
 
 
-def _elementwise(x, name, width, gated):
+def limits(clamped=None, limit=None):
+    """Return LIMIT and ALPHA of a ClampedGlu, LIMIT of `Mlp.clip`, 0 of neither."""
+    if clamped is not None:
+        return {"LIMIT": clamped.limit, "ALPHA": clamped.alpha}
+    return {"LIMIT": limit or 0.0, "ALPHA": 0.0}
+
+
+def _elementwise(x, name, width, gated, constants):
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x):
         grid = len(x), triton.cdiv(width, BLOCK)
-        activation_kernel[grid](x, out, row_stride(x), width, NAME=name, GATED=gated, BLOCK=BLOCK, num_warps=4)
+        constants = {"NAME": name, "GATED": gated, **constants}
+        activation_kernel[grid](x, out, row_stride(x), width, **constants, BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -139,12 +182,17 @@ def launches(chip: Chip) -> dict[str, Launch]:
         f"{name}-{dtype}-{'gated' if gated else 'plain'}": Launch(
             activation_kernel,
             {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", **numbers},
-            {"NAME": name, "GATED": gated, "BLOCK": BLOCK},
+            {"NAME": name, "GATED": gated, **limits(), "BLOCK": BLOCK},
         )
         for name in _NAMES
         for dtype in ("bf16", "fp16")
         for gated in (False, True)
     }
+    elementwise["clamped-bf16"] = Launch(
+        activation_kernel,
+        {"x_ptr": "*bf16", "out_ptr": "*bf16", **numbers},
+        {"NAME": "silu", "GATED": True, **limits(ClampedGlu(7.0, 1.702)), "BLOCK": BLOCK},
+    )
     quantised = {
         f"{name}-bf16-float8-{width}": Launch(
             quantised_kernel,

@@ -40,31 +40,37 @@ def decode_attention(
     query_counts: Tensor | None = None,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
+    lookback: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    root: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     splits: int,
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
-    """Return the attention [T, N, H], in q's type, of each token to its sequence up to itself.
+    """Return the attention [T, N, V], in q's type, of each token to its sequence up to itself.
 
     q [T, N, H], T = S * query_len: tokens of sequence s are s * query_len + j, at positions kv_lens[s] - query_len + j;
     query_len 1 to 8. query_counts int32 [S]: how many of a sequence's tokens, the last ones, are not padding (default:
-    all); what only padding would see is not read, and its rows are finite. Head n reads KV head n // (N / K). keys,
-    values [P, K, B, H], each page contiguous, B a power of two, K and V of these tokens included; in q's type, or
-    float8_e4m3fn scaled by k_scale and v_scale (float32, one element). tables int32 [S, W], kv_lens int32 [S], at most
-    W * B: read on the device; table entries and cache slots that no token sees are not read. kv_len 0 is padding:
-    zeros. scale multiplies q.k. window: a token sees itself and the window - 1 before it. softcap: scores become
+    all); what only padding would see is not read, and its rows are finite. Head n reads KV head n // (N / K). keys
+    [P, K, B, H] and values [P, K, B, V], each page contiguous, B a power of two, those of these tokens included; in q's
+    type, or float8_e4m3fn scaled by k_scale and v_scale (float32, one element). tables int32 [S, W], kv_lens int32 [S],
+    at most W * B: read on the device; table entries and cache slots that no token sees are not read. kv_len 0 is
+    padding: zeros. scale multiplies q.k. window: a token sees itself and the window - 1 before it. chunk: it sees
+    those from `lookback` before the last multiple of `chunk` on. softcap: scores become
     softcap * tanh(score / softcap). sinks [N]: a logit per head that takes part in the softmax and has no value.
+    slopes float32 [N]: scores -= slope * distance of query and key, with `root` its square root, after the softcap.
     splits: programs per sequence's keys (`choose_splits`). use_kernel False: plain torch. Raise ValueError for other
     shapes or types.
     """
     _check(q, keys, values, tables, kv_lens, query_len, sinks)
     if splits < 1:
         raise ValueError(f"splits is {splits}")
-    rules = ScoreRules(scale, window, softcap, sinks, k_scale, v_scale)
+    rules = ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root)
     if not use_kernel:
         return decode_attention_reference(q, keys, values, tables, kv_lens, query_len, query_counts, rules)
     return kernel.launch(q, keys, values, tables, kv_lens, query_len, query_counts, rules, splits, chip)
@@ -77,12 +83,12 @@ def _check(
         raise ValueError(f"query_len is {query_len}, not 1 to {MAX_QUERY_LEN}")
     if q.shape[0] != len(kv_lens) * query_len or tables.shape[0] != len(kv_lens):
         raise ValueError(f"q has {q.shape[0]} tokens, tables {tables.shape[0]} rows for {len(kv_lens)} sequences")
-    if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[-1] != q.shape[-1]:
+    if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype or keys.shape[-1] != q.shape[-1]:
         raise ValueError(f"keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}, q {q.shape}")
     page = keys.shape[2]
     if not q.is_contiguous() or tables.stride(-1) != 1 or not kv_lens.is_contiguous():
         raise ValueError("q, a row of tables and kv_lens must be contiguous")
-    if keys.stride() != values.stride() or keys.stride()[1:] != (page * keys.shape[3], keys.shape[3], 1):
+    if any(x.stride()[1:] != (page * x.shape[3], x.shape[3], 1) for x in (keys, values)):
         raise ValueError(f"keys have strides {keys.stride()}, values {values.stride()}: pages are not contiguous")
     if page & (page - 1):
         raise ValueError(f"pages have {page} tokens, not a power of two")
@@ -94,13 +100,15 @@ def _check(
         raise ValueError(f"sinks have shape {tuple(sinks.shape)}, not one per head")
 
 
-def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip) -> int:
+def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip, programs: int = PROGRAMS) -> int:
     """Return the split-KV count for `seqs` sequences of at most max_len tokens: the last wave should fill the chip too.
+
+    `programs`: that run concurrently on a multiprocessor.
 
     It is fixed when a graph is captured, before lengths are known: shorter sequences leave empty splits, which end at
     once.
     """
-    slots, pairs = PROGRAMS * chip.sms, seqs * kv_heads
+    slots, pairs = programs * chip.sms, seqs * kv_heads
     maximum = max(1, min(-(-max_len // MIN_SPLIT_TOKENS), MAX_WAVES * slots // pairs))
     minimum = max(1, min(maximum, min(seqs, MIN_WAVES) * slots // pairs))
 
@@ -122,26 +130,32 @@ def decode_attention_reference(
     query_counts: Tensor | None,
     rules: ScoreRules,
 ) -> Tensor:
-    """Computes in float32, or in float64 if q is; q [S * query_len, N, H]. Keys may be of another type."""
+    """Return [S * query_len, N, V], computed in float32, or in float64 if q is. Keys may be of another type."""
     tokens, heads, dim = q.shape
     kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
     if not len(kv_lens):
-        return torch.empty_like(q)
-    seen, slots = _seen(tables, kv_lens, query_len, query_counts, rules.window, keys.shape[2])
+        return q.new_empty(0, heads, values.shape[3])
+    seen, slots = _seen(tables, kv_lens, query_len, query_counts, rules, keys.shape[2])
     k = _gather(keys, slots, rules.k_scale, wide)  # [S, K, C, H]
     v = _gather(values, slots, rules.v_scale, wide).masked_fill(~seen.any(1)[:, None, :, None], 0)
     rows = q.to(wide).view(-1, query_len, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
     scores = torch.matmul(rows, k.transpose(-1, -2)) * rules.scale
     if rules.softcap is not None:
         scores = capped(scores, rules.softcap)
-    scores = scores.unflatten(2, (query_len, -1)).masked_fill(~seen[:, None, :, None], float("-inf"))
+    scores = scores.unflatten(2, (query_len, -1))
+    if rules.slopes is not None:
+        last = kv_lens[:, None] - query_len + torch.arange(query_len, device=kv_lens.device)  # [S, query_len]
+        behind = last[..., None] - torch.arange(scores.shape[-1], device=kv_lens.device)
+        distance = behind.clamp(min=0).to(wide).sqrt() if rules.root else behind
+        scores = scores - rules.slopes.to(wide).view(kv_heads, 1, -1, 1) * distance[:, None, :, None]
+    scores = scores.masked_fill(~seen[:, None, :, None], float("-inf"))
     weights = _softmax(scores, rules.sinks).flatten(2, 3)  # [S, K, query_len * N/K, C]
-    out = torch.matmul(weights, v).unflatten(2, (query_len, -1)).transpose(1, 2).reshape(tokens, heads, dim)
+    out = torch.matmul(weights, v).unflatten(2, (query_len, -1)).transpose(1, 2).reshape(tokens, heads, -1)
     return out.masked_fill(~seen.any(-1).view(-1, 1, 1), 0).to(q.dtype)
 
 
 def _seen(
-    tables: Tensor, kv_lens: Tensor, query_len: int, query_counts: Tensor | None, window: int | None, page_size: int
+    tables: Tensor, kv_lens: Tensor, query_len: int, query_counts: Tensor | None, rules: ScoreRules, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """Return which of positions 0..C each token sees, bool [S, query_len, C], and their cache slots, int64 [S, C].
 
@@ -150,10 +164,14 @@ def _seen(
     positions = torch.arange(max(int(kv_lens.max()), 1), device=kv_lens.device)
     last = kv_lens[:, None] - query_len + torch.arange(query_len, device=kv_lens.device)
     seen = positions <= last[..., None]
-    if window is not None:
+    if (window := rules.window) is not None:
         seen &= positions > last[..., None] - window
         if query_counts is not None:
             seen &= positions > (kv_lens - query_counts - window)[:, None, None]
+    if (chunk := rules.chunk) is not None:
+        seen &= positions >= last[..., None] // chunk * chunk - rules.lookback
+        if query_counts is not None:
+            seen &= positions >= ((kv_lens - query_counts) // chunk * chunk - rules.lookback)[:, None, None]
     slots = tables[:, positions // page_size].long() * page_size + positions % page_size
     return seen, slots.masked_fill(~seen.any(1), 0)
 

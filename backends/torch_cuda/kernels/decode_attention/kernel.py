@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels.alibi import behind
 from pagoda.backends.torch_cuda.kernels.attention import MIN_DOT, TRITON_TYPES, ScoreRules, padded
 from pagoda.backends.torch_cuda.kernels.launch import KIB, Chip, Launch, settings
 
@@ -34,17 +35,23 @@ WGMMA_ROWS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What the best block sizes depend on."""
+    """What the best block sizes depend on, and the channels of a value head."""
 
     head_dim: int
     group: int  # query heads per KV head
     query_len: int
     cache: torch.dtype
+    value_dim: int | None = None  # None: head_dim
 
     @property
     def width(self) -> int:
         """H padded."""
         return padded(self.head_dim)
+
+    @property
+    def values(self) -> int:
+        """Channels of a value head."""
+        return self.value_dim or self.head_dim
 
     @property
     def rows(self) -> int:
@@ -102,18 +109,23 @@ CHUNK: Final = 32
 
 
 @triton.jit
-def _first(kv_len, count, WINDOW: tl.constexpr):
+def _first(kv_len, count, WINDOW: tl.constexpr, SPAN: tl.constexpr, BACK: tl.constexpr):
     """Return the first position that any of the last `count` tokens sees."""
-    if WINDOW == 0:
+    if SPAN > 0:
+        return tl.maximum(tl.maximum(kv_len - count, 0) // SPAN * SPAN - BACK, 0)
+    elif WINDOW == 0:
         return 0
     else:
         return tl.maximum(kv_len - count - WINDOW + 1, 0)
 
 
 @triton.jit
-def _share(kv_len, splits, count, WINDOW: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
+def _share(
+    kv_len, splits, count, WINDOW: tl.constexpr, SPAN: tl.constexpr, BACK: tl.constexpr, RUN: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Return (start of the first tile, tiles of the sequence, tiles of a split)."""
-    start = _first(kv_len, count, WINDOW) // RUN * RUN
+    start = _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN
     tiles = tl.cdiv(kv_len - start, TILE)
     return start, tiles, tl.cdiv(tiles, splits)
 
@@ -170,15 +182,22 @@ def _halved(x):
 
 
 @triton.jit
-def _scores(q, k, pos, last, scale, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr):
-    """Return scores [ROWS, TILE] in units of log 2. pos [TILE]; scale and last, a row's position, [ROWS]."""
+def _scores(
+    q, k, pos, last, scale, slope, SOFTCAP: tl.constexpr, ROOT: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Return scores [ROWS, TILE] in units of log 2. pos [TILE]; scale, last, a row's position, and slope [ROWS]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
     if SOFTCAP > 0:
         # scale holds 2 log2(e) / cap: tanh(x) = 1 - 2 / (1 + exp(2x))
         s = (SOFTCAP * LOG2E) * (1 - 2 / (1 + tl.exp2(s)))
+    if slope is not None:
+        s += slope[:, None] * behind(pos, last, ROOT)
     seen = pos[None, :] <= last[:, None]
     if WINDOW > 0:
         seen &= pos[None, :] > last[:, None] - WINDOW
+    if SPAN > 0:
+        seen &= pos[None, :] >= last[:, None] // SPAN * SPAN - BACK
     return tl.where(seen, s, NOTHING)
 
 
@@ -203,25 +222,32 @@ def attend(
     tops,
     sums,
     sinks,
+    slopes,
     k_scale,
     v_scale,
     scale,
     page_stride,
+    value_page_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     H: tl.constexpr,
+    V: tl.constexpr,
     WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    BACK: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ROOT: tl.constexpr,
 ):
     """Program (block of a KV head's rows, split, sequence), KV heads adjacent so that a page is read once.
 
-    Without tops and sums there is one split and its result is final; else out is [T, N, splits, H] of weighted sums,
+    Without tops and sums there is one split and its result is final; else out is [T, N, splits, V] of weighted sums,
     and tops and sums [T, N, splits] are the score that the weights are relative to and the sum of the weights.
     """
     BLOCKS: tl.constexpr = (QUERY_LEN * GROUP + ROWS - 1) // ROWS
@@ -229,7 +255,7 @@ def attend(
     split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     RUN: tl.constexpr = min(PAGE, TILE)
     kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
-    start, _, share = _share(kv_len, splits, count, WINDOW, RUN, TILE)
+    start, _, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
     begin = start + split * share * TILE
     end = tl.minimum(begin + share * TILE, kv_len)
     if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
@@ -250,15 +276,18 @@ def attend(
     if keys.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype != tl.float32:
         queries, power = _halved(queries)
         scales *= power
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head * GROUP + row % GROUP, mask=real, other=0) * LOG2E
     last = kv_len - QUERY_LEN + row // GROUP
-    first, final = _first(kv_len, count, WINDOW), tl.maximum(kv_len - 1, 0)
+    first, final = _first(kv_len, count, WINDOW, SPAN, BACK), tl.maximum(kv_len - 1, 0)
 
     table = tables + seq.to(tl.int64) * table_stride
     keys += head * (PAGE * H)
-    values += head * (PAGE * H)
+    values += head * (PAGE * V)
     top = tl.full([ROWS], NOTHING, tl.float32)
     weights = tl.zeros([ROWS, TILE], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     pages = _pages(table, begin, final, PAGE, RUN, TILE)
     for at in range(begin, end, TILE):
         pos = at + tl.arange(0, TILE)
@@ -266,16 +295,20 @@ def attend(
         page = tl.reshape(tl.broadcast_to(pages[:, None], [TILE // RUN, RUN]), [TILE])
         offsets = page.to(tl.int64) * page_stride + slot * H
         k = _typed(_load(keys, offsets, H, WIDTH), queries.dtype)
-        s = _scores(queries, k, pos, last, scales, SOFTCAP, WINDOW)
+        s = _scores(queries, k, pos, last, scales, slope, SOFTCAP, ROOT, WINDOW, SPAN, BACK)
         higher = tl.maximum(top, tl.max(s, 1))
         fade = tl.exp2(top - higher)
         p = tl.exp2(s - higher[:, None])
         weights = weights * fade[:, None] + p
-        v = _typed(_load(values, offsets, H, WIDTH), queries.dtype)
+        if value_page_stride is not None:
+            offsets = page.to(tl.int64) * value_page_stride + slot * V
+        v = _typed(_load(values, offsets, V, V_WIDTH), queries.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = higher
         pages = _pages(table, at + TILE, final, PAGE, RUN, TILE)
 
+    channels = tl.arange(0, V_WIDTH)
+    written = real[:, None] & (channels < V)[None, :]
     weight = tl.where(top > NOTHING, tl.sum(weights, 1), 0.0)
     if v_scale is not None:
         acc *= tl.load(v_scale)
@@ -289,10 +322,10 @@ def attend(
             weight = weight * fade + tl.exp2(sink - higher)
             acc *= fade[:, None]
         result = acc * _inverse(weight)[:, None]
-        tl.store(out + query[:, None] * H + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
+        tl.store(out + query[:, None] * V + channels[None, :], result.to(out.dtype.element_ty), mask=written)
     else:
         partial = query.to(tl.int64) * splits + split
-        tl.store(out + partial[:, None] * H + dims[None, :], acc, mask=kept)
+        tl.store(out + partial[:, None] * V + channels[None, :], acc, mask=written)
         tl.store(tops + partial, top, mask=real)
         tl.store(sums + partial, weight, mask=real)
 
@@ -309,11 +342,13 @@ def reduce(
     splits,
     HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
-    H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    V: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    BACK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Program (head, token): sum the non-empty splits, and the sink."""
@@ -322,30 +357,30 @@ def reduce(
     RUN: tl.constexpr = min(PAGE, TILE)
     seq = token // QUERY_LEN
     kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
-    _, tiles, share = _share(kv_len, splits, count, WINDOW, RUN, TILE)
+    _, tiles, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
     live = tl.cdiv(tiles, tl.maximum(share, 1))
 
-    dims = tl.arange(0, WIDTH)
+    dims = tl.arange(0, V_WIDTH)
     top = tl.full([], NOTHING, tl.float32)
     weight = tl.zeros([], tl.float32)
     if sinks is not None:
         top = tl.load(sinks + head).to(tl.float32) * LOG2E
         weight += 1.0
-    acc = tl.zeros([WIDTH], tl.float32)
+    acc = tl.zeros([V_WIDTH], tl.float32)
     for at in range(0, live, CHUNK):
         split = at + tl.arange(0, CHUNK)
         real = split < live
-        kept = real[:, None] & (dims < H)[None, :]
+        kept = real[:, None] & (dims < V)[None, :]
         each = tl.load(tops + query * splits + split, mask=real, other=NOTHING)
         sums_of = tl.load(sums + query * splits + split, mask=real, other=0)
-        x = tl.load(partial + (query * splits + split)[:, None] * H + dims[None, :], mask=kept, other=0)
+        x = tl.load(partial + (query * splits + split)[:, None] * V + dims[None, :], mask=kept, other=0)
         higher = tl.maximum(top, tl.max(each, 0))
         fade, shares = tl.exp2(top - higher), tl.exp2(each - higher)
         weight = weight * fade + tl.sum(sums_of * shares, 0)
         acc = acc * fade + tl.sum(x * shares[:, None], 0)
         top = higher
     result = acc * _inverse(weight)
-    tl.store(out + query * H + dims, result.to(out.dtype.element_ty), mask=dims < H)
+    tl.store(out + query * V + dims, result.to(out.dtype.element_ty), mask=dims < V)
 
 
 def launch(
@@ -361,19 +396,19 @@ def launch(
     chip: Chip,
     chosen: DecodeBlockSizes | None = None,
 ) -> Tensor:
-    """Return the attention [T, N, H]. `chosen`: block sizes on trial, in place of the tuned ones."""
+    """Return the attention [T, N, V]. `chosen`: block sizes on trial, in place of the tuned ones."""
     tokens, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
-    shape = DecodeShape(dim, heads // kv_heads, query_len, keys.dtype)
+    shape = DecodeShape(dim, heads // kv_heads, query_len, keys.dtype, values.shape[3])
     use = blocks(shape, chip) if chosen is None else chosen
     if keys.dtype == torch.float8_e4m3fn and not chip.float8:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
-    common = {"QUERY_LEN": query_len, "H": dim, "WIDTH": shape.width, "PAGE": page, "TILE": use.TILE}
-    common["WINDOW"] = rules.window or 0
-    out = torch.empty_like(q)
+    common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
+    common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
+    out = torch.empty(tokens, heads, shape.values, dtype=q.dtype, device=q.device)
     partial, tops, sums = out, None, None
     if splits > 1:
-        partial = torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(tokens, heads, splits, shape.values, dtype=torch.float32, device=q.device)
         tops, sums = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
     grid = kv_heads * -(-shape.group * query_len // use.ROWS), splits, len(kv_lens)
     attend[grid](
@@ -387,15 +422,20 @@ def launch(
         tops,
         sums,
         rules.sinks if splits == 1 else None,
+        rules.slopes,
         rules.k_scale,
         rules.v_scale,
         factor(rules.scale, rules.softcap),
         keys.stride(0),
+        None if keys.stride(0) == values.stride(0) and dim == shape.values else values.stride(0),
         tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=shape.group,
+        H=dim,
+        WIDTH=shape.width,
         ROWS=use.ROWS,
         SOFTCAP=rules.softcap or 0.0,
+        ROOT=rules.root,
         num_warps=use.num_warps,
         num_stages=use.num_stages,
         **common,
@@ -425,17 +465,26 @@ class DecodeAttentionArgs:
     shape: DecodeShape
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
+    chunk: int = 0
+    lookback: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
+    root: bool = False  # of the distances
     direct: bool = False  # one split
 
     @property
     def name(self) -> str:
         """E.g. h128-g4-q1-bf16-fp8e4nv-direct."""
-        shape, traits = self.shape, (("window", self.window), ("softcap", self.softcap), ("sinks", self.sinks))
-        parts = [f"h{shape.head_dim}-g{shape.group}-q{shape.query_len}", TRITON_TYPES[self.dtype]]
+        shape, traits = (
+            self.shape,
+            (("window", self.window), ("chunk", self.chunk), ("lookback", self.lookback), ("softcap", self.softcap)),
+        )
+        traits = (*traits, ("sinks", self.sinks), ("slopes", self.slopes), ("root", self.root), ("direct", self.direct))
+        width = f"h{shape.head_dim}" + (f"v{shape.value_dim}" if shape.value_dim else "")
+        parts = [f"{width}-g{shape.group}-q{shape.query_len}", TRITON_TYPES[self.dtype]]
         parts += [TRITON_TYPES[shape.cache]] if shape.cache != self.dtype else []
-        return "-".join([*parts, *(name for name, on in (*traits, ("direct", self.direct)) if on)])
+        return "-".join([*parts, *(name for name, on in traits if on)])
 
     def attend(self, chip: Chip) -> Launch:
         """Return the launch over the splits."""
@@ -447,6 +496,7 @@ class DecodeAttentionArgs:
         scratch = {} if self.direct else {"tops": "*fp32", "sums": "*fp32"}
         scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantised else {}
         sinks = {"sinks": queries} if self.sinks and self.direct else {}
+        slopes = {"slopes": "*fp32"} if self.slopes else {}
         signature = {
             "q": queries,
             "keys": f"*{cached}",
@@ -456,9 +506,11 @@ class DecodeAttentionArgs:
             "out": queries if self.direct else "*fp32",
             **scratch,
             **sinks,
+            **slopes,
             **scales,
             "scale": "fp32",
             "page_stride": "i32:16",
+            **({"value_page_stride": "i32:16"} if self.shape.value_dim else {}),
             "table_stride": "i32",
         }
         constants = {
@@ -466,8 +518,11 @@ class DecodeAttentionArgs:
             **self._common(use),
             "KV_HEADS": KV_HEADS,
             "GROUP": self.shape.group,
+            "H": self.shape.head_dim,
+            "WIDTH": self.shape.width,
             "ROWS": use.ROWS,
             "SOFTCAP": self.softcap,
+            "ROOT": self.root,
         }
         hot = self.dtype != torch.float32  # which does not use tensor cores
         return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages, hot=hot)
@@ -488,8 +543,8 @@ class DecodeAttentionArgs:
 
     def _common(self, use: DecodeBlockSizes) -> dict[str, int]:
         shape = self.shape
-        common = {"QUERY_LEN": shape.query_len, "H": shape.head_dim, "WIDTH": shape.width, "PAGE": PAGE}
-        return {**common, "TILE": use.TILE, "WINDOW": self.window}
+        common = {"QUERY_LEN": shape.query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": PAGE}
+        return {**common, "TILE": use.TILE, "WINDOW": self.window, "SPAN": self.chunk, "BACK": self.lookback}
 
 
 def _specs() -> Iterator[DecodeAttentionArgs]:
@@ -498,7 +553,8 @@ def _specs() -> Iterator[DecodeAttentionArgs]:
         for dim in (64, 128, 256):
             for group, query_len in ((4, 1), (4, 8), (8, 8)):
                 yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache))
-    for dim, group in ((64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1)):
+    shapes = (64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1), (512, 8)
+    for dim, group in shapes:
         yield DecodeAttentionArgs(DecodeShape(dim, group, 1, bf16))
     yield DecodeAttentionArgs(DecodeShape(128, 16, 8, bf16))
     yield DecodeAttentionArgs(DecodeShape(80, 1, 1, fp8))
@@ -507,8 +563,16 @@ def _specs() -> Iterator[DecodeAttentionArgs]:
     yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp16), dtype=fp16)
     yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp8), dtype=fp16)
     yield DecodeAttentionArgs(DecodeShape(256, 2, 1, bf16), window=4096, softcap=50.0)
+    yield DecodeAttentionArgs(DecodeShape(128, 5, 1, bf16), chunk=8192)
     yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True)
     yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, direct=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 1, 1, bf16), slopes=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 12, 1, bf16), slopes=True, root=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, bf16), chunk=16384, lookback=16384)
+    for cache in (bf16, fp8):
+        yield DecodeAttentionArgs(DecodeShape(192, 16, 1, cache, value_dim=128))
+        yield DecodeAttentionArgs(DecodeShape(192, 8, 1, cache, value_dim=128), window=128, sinks=True)
+        yield DecodeAttentionArgs(DecodeShape(192, 8, 1, cache, value_dim=128), window=128, sinks=True, direct=True)
     yield DecodeAttentionArgs(DecodeShape(64, 3, 1, fp32), dtype=fp32)
     yield DecodeAttentionArgs(DecodeShape(128, 4, 8, fp32), dtype=fp32)
 

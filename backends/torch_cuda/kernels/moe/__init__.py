@@ -8,18 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import activation, mix_experts, route
+from pagoda.backends.reference.model.ops import mix_experts, route
 from pagoda.backends.torch_cuda.kernels import activation as activation_kernel
+from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear_reference
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 from pagoda.backends.torch_cuda.kernels.moe import kernel
 from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES
+from pagoda.backends.torch_cuda.kernels.moe_w8a8 import kernel as w8a8
+from pagoda.backends.torch_cuda.kernels.quantize_rows import Numbers, quantize_rows_reference
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix, unpack
-from pagoda.common.models.spec import Mlp, Router
+from pagoda.common.models.spec import Mlp, Router, SparseMixer
 
 __all__ = ["moe"]
 
 _GROUPED_MM: Final[Any] = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED: Final = 8
+INVARIANT_TILE: Final = TILES[1]
+"""Rows of one expert per program with --batch-invariant, however many there are."""
+
 _MAJORS: Final = (9, 10)
 """Compute capabilities with a kernel in torch; on others it synchronizes and loops over the experts."""
 
@@ -30,18 +36,26 @@ def moe(
     inner: Tensor | PackedMatrix,
     down: Tensor | PackedMatrix,
     *,
-    router: Router,
+    router: Router | SparseMixer,
     expert: Mlp,
+    correction: Tensor | None = None,
     inner_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    weighs_input: bool = False,
+    batch_invariant: bool = False,
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
     """Return the sum of each token's best experts' outputs, weighted by the router: [T, D] in x's dtype.
 
     x [T, D]; router_logits float32 [T, E]; inner [E, 2F, D], gate then up, or [E, F, D] of experts without a gate; down
-    [E, D, F]; inner_bias [E, 2F or F], down_bias [E, D]. F may be a rank's share of the expert's width. Matrices are in
-    x's dtype or packed. Padding tokens are computed too. Raise ValueError for other shapes.
+    [E, D, F]; inner_bias [E, 2F or F], down_bias [E, D]; correction float32 [E]; expert_scale [E] multiplies the
+    weights. F may be a rank's share of the expert's width. Matrices are in x's dtype or packed. With many rows per
+    expert x and the hidden values are rounded to 8 bits, where packed matrices say so and the chip multiplies such
+    numbers; few are bound by reading the matrices, and stay exact. Padding tokens are computed too. Raise ValueError
+    for other shapes. `weighs_input`: the weight of a token's only expert multiplies its input. `batch_invariant`: a
+    token's result is the same bits whatever the others are, with matrices that are not packed.
     """
     count, columns = router_logits.shape[1], inner.shape[1] if isinstance(inner, Tensor) else inner.outputs
     width = columns // 2 if expert.gated else columns
@@ -50,14 +64,31 @@ def moe(
     for name, argument in (("router_logits", router_logits), ("inner", inner), ("down", down)):
         if _shape(argument) != shapes[name]:
             raise ValueError(f"{name} is {_shape(argument)}, not {shapes[name]}")
+    choose = choose_experts if use_kernel else route
+    weights, chosen = choose(router_logits, router, correction)
+    if expert_scale is not None:
+        weights = weights * expert_scale[chosen.long()]
+    if weighs_input:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     if not use_kernel:
-        return moe_reference(x, router_logits, inner, down, inner_bias, down_bias, router, expert)
-    weights, chosen = kernel.route(router_logits, router)
-    if isinstance(inner, Tensor) and isinstance(down, Tensor) and use_grouped_mm(x, chosen, inner, down, chip):
+        return moe_reference(x, weights, chosen, inner, down, inner_bias, down_bias, expert, chip, batch_invariant)
+    if batch_invariant:
+        parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, INVARIANT_TILE)
+    elif isinstance(inner, Tensor) and isinstance(down, Tensor) and use_grouped_mm(x, chosen, inner, down, chip):
         parts = grouped_experts(x, chosen, inner, down, inner_bias, down_bias, expert)
     else:
         parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip)
     return kernel.mix(parts, weights, x)
+
+
+def choose_experts(
+    router_logits: Tensor, router: Router | SparseMixer, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return weights float32 [T, k] and experts int32 [T, k]; a kernel has the plain softmax, torch the rest."""
+    if isinstance(router, Router) and router == Router(router.top_k, router.renormalise, bias=router.bias):
+        return kernel.route(router_logits, router)
+    weights, chosen = route(router_logits, router, correction)
+    return weights, chosen.int()
 
 
 def _shape(x: Tensor | PackedMatrix) -> tuple[int, ...]:
@@ -85,8 +116,12 @@ def grouped_experts(
     both: Tensor = _GROUPED_MM(x[order // chosen.shape[1]], inner.transpose(1, 2), offs=ends)
     if inner_bias is not None:
         both += inner_bias[row_experts]
-    act = activation_kernel.gated if expert.gated else activation_kernel.plain
-    hidden = act(both, expert.activation, use_kernel=True)
+    if expert.gated:
+        hidden = activation_kernel.gated(
+            both, expert.activation, use_kernel=True, clamped=expert.clamped, limit=expert.clip
+        )
+    else:
+        hidden = activation_kernel.plain(both, expert.activation, use_kernel=True)
     rows: Tensor = _GROUPED_MM(hidden, down.transpose(1, 2), offs=ends)
     if down_bias is not None:
         rows += down_bias[row_experts]
@@ -95,30 +130,56 @@ def grouped_experts(
     return out
 
 
+def _activated(both: Tensor, expert: Mlp, *, use_kernel: bool) -> Tensor:
+    """Return the hidden values of rows [R, 2F or F]."""
+    if not expert.gated:
+        return activation_kernel.plain(both, expert.activation, use_kernel=use_kernel)
+    return activation_kernel.gated(
+        both, expert.activation, use_kernel=use_kernel, clamped=expert.clamped, limit=expert.clip
+    )
+
+
 def moe_reference(
     x: Tensor,
-    router_logits: Tensor,
+    weights: Tensor,
+    experts: Tensor,
     inner: Tensor | PackedMatrix,
     down: Tensor | PackedMatrix,
     inner_bias: Tensor | None,
     down_bias: Tensor | None,
-    router: Router,
     expert: Mlp,
+    chip: Chip,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """An expert runs on the rows routed to it; packed experts are unpacked to x's dtype."""
-    weights, experts = route(router_logits, router)
-    act = activation(expert.activation)
+
+    def product(rows: Tensor, stack: Tensor | PackedMatrix, index: int) -> Tensor:
+        if isinstance(stack, PackedMatrix) and w8a8.rounds(stack, experts.numel(), chip):
+            return (rounded(rows, stack) @ unpack(stack.expert(index)).T).to(rows.dtype)
+        matrix = _matrix(stack, index, rows)
+        return invariant_linear_reference(rows, matrix, None, rows.dtype) if batch_invariant else rows @ matrix.T
 
     def run(index: int, rows: Tensor) -> Tensor:
-        both = rows @ _matrix(inner, index, rows).T
+        both = product(rows, inner, index)
         if inner_bias is not None:
             both = both + inner_bias[index]
-        width = both.shape[1] // 2
-        hidden = act(both[:, :width]) * both[:, width:] if expert.gated else act(both)
-        out = hidden @ _matrix(down, index, rows).T
+        if expert.gated:
+            hidden = activation_kernel.gated(
+                both, expert.activation, use_kernel=False, clamped=expert.clamped, limit=expert.clip
+            )
+        else:
+            hidden = activation_kernel.plain(both, expert.activation, use_kernel=False)
+        out = product(hidden, down, index)
         return out if down_bias is None else out + down_bias[index]
 
     return mix_experts(x, weights, experts, run)
+
+
+def rounded(rows: Tensor, stack: PackedMatrix) -> Tensor:
+    """Return float32 rows [R, I] with the values that a product with the stack's 8-bit numbers reads."""
+    group = stack.group or None
+    numbers: Numbers = "int8" if stack.scheme == "int8" else "float8"
+    return quantize_rows_reference(rows, numbers, group=group, scale=w8a8.input_scale(stack)).values(group)
 
 
 def _matrix(stack: Tensor | PackedMatrix, index: int, like: Tensor) -> Tensor:

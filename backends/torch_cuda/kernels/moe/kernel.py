@@ -14,15 +14,24 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.activation.kernel import activated
+from pagoda.backends.torch_cuda.kernels.activation.kernel import activated, clamped_glu, clip, limits
 from pagoda.backends.torch_cuda.kernels.fp8_convert import native
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
-from pagoda.backends.torch_cuda.kernels.weight_only.kernel import NUMBERS, SCALES, tile_product, tile_settings
+from pagoda.backends.torch_cuda.kernels.moe_w8a8 import kernel as w8a8
+from pagoda.backends.torch_cuda.kernels.weight_only.kernel import (
+    FORMS,
+    Form,
+    extra,
+    packed_settings,
+    tile_product,
+    tile_settings,
+)
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix
+from pagoda.common.models.spec import ClampedGlu
 
 TUNING = Path(__file__).with_name("tuning.json")
 TILES = (16, 64, 128)
-"""Rows of one expert per program; packed weights, which take more registers, do without the last."""
+"""Rows of one expert per program; numbers that are widened, which takes more registers, do without the last."""
 
 _SUM_BLOCK = 1024
 _SORT_CHUNK = 1024
@@ -48,28 +57,46 @@ def route(logits, router):
     return weights, chosen
 
 
-def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip):
-    """Return every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k]."""
+def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile=None):
+    """Return every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k].
+
+    `tile`: rows of one expert per program; by default as many as an expert has on average. Rows are rounded before both
+    products where the matrices say so and the chip multiplies such numbers.
+    """
     count, pairs, top = matrices(inner)[0].shape[0], chosen.numel(), chosen.shape[1]
-    tile = choose_tile(pairs, count, isinstance(inner, PackedMatrix))
+    tile = tile or choose_tile(pairs, count, any(widens(stack, pairs, chip) for stack in (inner, down)))
     sorted_pairs = align(chosen, count, tile)
     width = matrices(down)[2]
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     out = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    _launch(x, inner, inner_bias, hidden, sorted_pairs, tile, chip, top, expert.activation, expert.gated)
-    _launch(hidden, down, down_bias, out, sorted_pairs, tile, chip, 1, "", False)
+    activation = {"ACTIVATION": expert.activation, "GATED": expert.gated, **limits(expert.clamped, expert.clip)}
+    _launch(x, inner, inner_bias, hidden, sorted_pairs, tile, chip, top, activation)
+    _launch(hidden, down, down_bias, out, sorted_pairs, tile, chip, 1, _NO_ACTIVATION)
     return out
 
 
-def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation, gated):
+_NO_ACTIVATION: Final = {"ACTIVATION": "", "GATED": False, **limits()}
+
+
+def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
+    if isinstance(stack, PackedMatrix) and w8a8.rounds(stack, len(out), chip):
+        w8a8.product(x, stack, bias, out, sorted_pairs, tile, chip, share, activation)
+        return
     order, tile_experts, ends = sorted_pairs
     data, scale, inputs, scheme, group = matrices(stack)
-    constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
+    packed = isinstance(stack, PackedMatrix)
+    row_scale = stack.row_scale if packed else None
+    if packed:
+        constants = packed_settings(TUNING, stack, tile, chip)
+    else:
+        constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
     pairs, outputs = out.shape
     expert_kernel[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
         x,
         data,
         scale,
+        extra(stack) if packed else scale,
+        scale if row_scale is None else row_scale,
         scale if bias is None else bias,
         out,
         order,
@@ -83,10 +110,10 @@ def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation, ga
         data[0].numel(),
         scale[0].numel(),
         SHARE=share,
-        ACTIVATION=activation,
-        GATED=gated,
         NATIVE=native(chip, x),
+        ROW_SCALES=row_scale is not None,
         BIAS=bias is not None,
+        **activation,
         **constants,
     )
 
@@ -107,9 +134,14 @@ def matrices(stack):
     return stack.numbers, stack.scale, stack.inputs, stack.scheme, stack.group
 
 
-def choose_tile(pairs, count, packed):
+def widens(stack, pairs, chip):
+    """Return whether the matrices' numbers are widened to the type of x."""
+    return isinstance(stack, PackedMatrix) and not w8a8.rounds(stack, pairs, chip)
+
+
+def choose_tile(pairs, count, widened):
     """Return the smallest tile that holds an expert's average number of rows; the largest beyond."""
-    tiles = TILES[:-1] if packed else TILES
+    tiles = TILES[:-1] if widened else TILES
     return next((tile for tile in tiles if tile * count >= pairs), tiles[-1])
 
 
@@ -145,6 +177,8 @@ def expert_kernel(
     x,
     weights,
     scales,
+    offsets,
+    row_scales,
     bias,
     out,
     order,
@@ -160,10 +194,15 @@ def expert_kernel(
     SHARE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     SCHEME: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSETS: tl.constexpr,
     EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -171,7 +210,8 @@ def expert_kernel(
 ):
     """out [pairs, outputs] = act(W x); GATED: act(W x) * (W' x), W an expert's first `outputs` rows, W' the others.
 
-    Grid (tiles of rows, tiles of channels). SHARE pairs read the same row of x. ACTIVATION: "" for none.
+    Grid (tiles of rows, tiles of channels). SHARE pairs read the same row of x. ACTIVATION: "" for none. LIMIT and
+    ALPHA: of the ClampedGlu in the place of act and product; LIMIT alone: `Mlp.clip`; 0 for neither.
     """
     tile = tl.program_id(0)
     if tile >= tl.load(ends + experts - 1):
@@ -184,19 +224,31 @@ def expert_kernel(
     valid = tl.minimum(channels, outputs - 1)
     all_outputs = 2 * outputs if GATED else outputs
     matrix, scale, add = weights + expert * weight_stride, scales + expert * scale_stride, bias + expert * all_outputs
-    acc = tile_product(x, rows, real, matrix, scale, valid, inputs, all_outputs, 0, inputs,
-                       SCHEME, GROUP, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+    if OFFSETS:
+        offsets += expert * scale_stride
+    row_scales += expert * all_outputs
+    acc = tile_product(x, rows, real, matrix, scale, offsets, valid, inputs, all_outputs, 0, inputs,
+                       SCHEME, GROUP, ROWS, OFFSETS, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+    if ROW_SCALES:
+        acc *= tl.load(row_scales + valid)[:, None]
     if BIAS:
         acc += tl.load(add + valid).to(tl.float32)[:, None]
-    if ACTIVATION != "":
+    if ACTIVATION != "" and ALPHA == 0:
         acc = activated(acc, ACTIVATION)
     if GATED:
         other = valid + outputs
-        up = tile_product(x, rows, real, matrix, scale, other, inputs, all_outputs, 0, inputs,
-                          SCHEME, GROUP, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+        up = tile_product(x, rows, real, matrix, scale, offsets, other, inputs, all_outputs, 0, inputs,
+                          SCHEME, GROUP, ROWS, OFFSETS, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+        if ROW_SCALES:
+            up *= tl.load(row_scales + other)[:, None]
         if BIAS:
             up += tl.load(add + other).to(tl.float32)[:, None]
-        acc *= up
+        if ALPHA > 0:
+            acc = clamped_glu(acc, up, LIMIT, ALPHA)
+        elif LIMIT > 0:
+            acc = tl.minimum(acc, LIMIT) * clip(up, LIMIT)
+        else:
+            acc *= up
     at = pair.to(tl.int64)[None, :] * outputs + channels[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
 
@@ -289,23 +341,37 @@ def align_kernel(
 
 # Specialisations compiled ahead of time: few large experts, two per token, and many small ones, eight per token.
 
-_GROUP: Final = {"plain": 0, "int8": 0, "fp8": 0, "int4": 128}
+_UNUSUAL: Final = ("int8-offsets", "int4-small")
+"""Forms of dense matrices that no released mixture has."""
+
+_FORMS: Final[dict[str, tuple[str, Form]]] = {"plain": ("plain", Form())} | {
+    f"{scheme}{suffix}": (scheme, form)
+    for scheme, forms in FORMS.items()
+    for suffix, form in forms
+    if f"{scheme}{suffix}" not in _UNUSUAL
+}
+"""Name of a launch -> scheme and form."""
+
 _FEW, _SOME, _MANY = TILES
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
     """Return the launches by scheme, tile and type; `ragged`: biases, and inputs that fill no block."""
     specs = {}
-    for scheme in _GROUP:
-        for tile in TILES if scheme == "plain" else TILES[:-1]:
-            specs[f"{scheme}-{tile}-inner"] = _expert(scheme, tile, chip, inner=True)
-        specs[f"{scheme}-{_FEW}-down"] = _expert(scheme, _FEW, chip)
+    for name in _FORMS:
+        for tile in TILES if name == "plain" else TILES[:-1]:
+            specs[f"{name}-{tile}-inner"] = _expert(name, tile, chip, inner=True)
+        specs[f"{name}-{_FEW}-down"] = _expert(name, _FEW, chip)
     specs[f"plain-{_SOME}-down"] = _expert("plain", _SOME, chip)
     specs[f"plain-{_MANY}-down"] = _expert("plain", _MANY, chip)
     specs[f"plain-{_FEW}-inner-fp16"] = _expert("plain", _FEW, chip, inner=True, dtype="fp16")
     specs[f"plain-{_SOME}-inner-fp32"] = _expert("plain", _SOME, chip, inner=True, dtype="fp32", hot=False)
     specs[f"plain-{_FEW}-ragged"] = _expert("plain", _FEW, chip, inner=True, inputs=720)
     specs[f"int4-{_FEW}-ragged"] = _expert("int4", _FEW, chip, inputs=720)
+    for scheme in ("plain", "mxfp4"):
+        specs[f"{scheme}-{_FEW}-clamped"] = _expert(
+            scheme, _FEW, chip, inner=True, inputs=2880, clamped=ClampedGlu(7.0, 1.702)
+        )
     for experts, top in ((8, 2), (128, 8), (256, 8)):
         specs[f"route-{experts}"] = _route(experts, top)
     specs["align-8"] = _align(8, _FEW)
@@ -320,7 +386,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
 
 
 def _expert(
-    scheme: str,
+    name: str,
     tile: int,
     chip: Chip,
     *,
@@ -328,17 +394,22 @@ def _expert(
     dtype: str = "bf16",
     inputs: int = 14336,
     hot: bool = True,
+    clamped: ClampedGlu | None = None,
 ) -> Launch:
-    constants: dict[str, Any] = {**tile_settings(TUNING, scheme, _GROUP[scheme], inputs, tile, chip)}
+    scheme, form = _FORMS[name]
+    constants: dict[str, Any] = {
+        **tile_settings(TUNING, scheme, form.group, inputs, tile, chip, form.rows, form.offset is not None)
+    }
     warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
-    signature = {"x": f"*{dtype}", "weights": NUMBERS[scheme], "scales": SCALES[scheme], "bias": f"*{dtype}"}
+    signature = {"x": f"*{dtype}", **form.types(scheme), "row_scales": "*fp32", "bias": f"*{dtype}"}
     if scheme == "plain":
-        signature |= {"weights": f"*{dtype}", "scales": f"*{dtype}"}
+        signature |= dict.fromkeys(("weights", "scales", "offsets", "row_scales"), f"*{dtype}")
     signature |= {"out": f"*{dtype}", "order": "*i32", "tile_experts": "*i32", "ends": "*i32"}
     signature |= {"pairs": "i32", "experts": "i32"}
     signature |= dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "scale_stride"), "i32:16")
     constants |= {"SHARE": 2 if inner else 1, "ACTIVATION": "silu" if inner else "", "GATED": inner}
-    constants |= {"NATIVE": chip.float8, "BIAS": inputs % 256 != 0}
+    constants |= limits(clamped)
+    constants |= {"NATIVE": chip.float8, "ROW_SCALES": scheme == "nvfp4", "BIAS": inputs % 256 != 0}
     return Launch(expert_kernel, signature, constants, warps, stages, hot=hot, wgmma=scheme == "plain" and hot)
 
 

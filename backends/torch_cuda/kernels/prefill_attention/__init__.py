@@ -26,8 +26,12 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
+    lookback: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    root: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
@@ -35,23 +39,25 @@ def prefill_attention(
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
-    """Return softmax attention [T, N, H] of q [T, N, H] over the cached keys and values [P, K, B, H].
+    """Return softmax attention [T, N, V] of q [T, N, H] over the cached keys [P, K, B, H] and values [P, K, B, V].
 
     Token j of sequence s is q[query_start[s] + j], at position kv_lens[s] - (its query tokens) + j; it sees positions
-    up to its own, with `window` only the last `window` of them. Head n reads KV head n // (N/K). tables int32 [S, W];
+    up to its own, with `window` only the last `window` of them, with `chunk` only those from `lookback` before the
+    last multiple of it on. Head n reads KV head n // (N/K). tables int32 [S, W];
     query_start int32 [S+1]; kv_lens int32 [S], query tokens included, whose K and V are in the cache already. tiles
     int32 [n, 2]: from `make_tiles` for `tile` tokens (default: `query_tile`). Sequences without a tile are not
-    computed: their rows, and rows of no sequence, are unchanged in `out` [T, N, H] (undefined by default). softcap:
+    computed: their rows, and rows of no sequence, are unchanged in `out` [T, N, V] (undefined by default). softcap:
     scores become cap * tanh(score / cap); sinks [N]: a logit per head that takes part in the softmax and has no value;
+    slopes float32 [N]: scores -= slope * distance of query and key, with `root` its square root, after the softcap;
     k_scale, v_scale float32 [1], for float8_e4m3fn keys and values: value = stored * scale. Plain torch takes any type
     of query, e.g. float64. Raise ValueError for other types or shapes.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device) if out is None else out
     _check(q, out, keys, values)
     scaled = keys.dtype == torch.float8_e4m3fn
     if scaled == (k_scale is None) or scaled == (v_scale is None):
         raise ValueError(f"{keys.dtype} keys and values {'need' if scaled else 'have no'} k_scale and v_scale")
-    rules = ScoreRules(scale, window, softcap, sinks, k_scale, v_scale)
+    rules = ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root)
     if not use_kernel:
         return prefill_attention_reference(q, keys, values, tables, query_start, kv_lens, tiles, out, rules)
     if keys.dtype != q.dtype and not scaled:
@@ -61,12 +67,19 @@ def prefill_attention(
 
 
 def _check(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
-    if keys.shape != values.shape or keys.dtype != values.dtype or keys.stride() != values.stride():
-        raise ValueError("keys and values differ in shape, type or strides")
-    if q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3]:
-        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys.shape)}")
+    check_caches(q, out, keys, values)
     if any(x.stride()[-2:] != (x.shape[-1], 1) for x in (q, out, keys, values)):
         raise ValueError("heads of q and out and tokens of a page must be contiguous")
+
+
+def check_caches(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError if the shapes or types of queries, results, keys and values do not fit each other."""
+    if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+        raise ValueError("keys and values differ in heads, pages or type")
+    if keys.shape == values.shape and keys.stride() != values.stride():
+        raise ValueError("keys and values differ in strides")
+    if q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3] or out.shape != (*q.shape[:2], values.shape[3]):
+        raise ValueError(f"queries {tuple(q.shape)} or results {tuple(out.shape)} do not fit keys {tuple(keys.shape)}")
 
 
 def prefill_attention_reference(
@@ -80,20 +93,21 @@ def prefill_attention_reference(
     out: Tensor,
     rules: ScoreRules,
 ) -> Tensor:
-    """Compute every sequence that has a tile; write and return `out` [T, N, H].
+    """Compute every sequence that has a tile; write and return `out` [T, N, V].
 
     Rounds as the reference backend does; float64 queries stay float64.
     """
     starts, lens = query_start.tolist(), kv_lens.tolist()
-    window = rules.window
+    window, chunk = rules.window, rules.chunk
     k_scale, v_scale = (1.0 if x is None else x.item() for x in (rules.k_scale, rules.v_scale))
     for s in sorted(set(tiles[:, 0].tolist())):
         rows, end = slice(starts[s], starts[s + 1]), lens[s]
         context = end - (rows.stop - rows.start)
         first = 0 if window is None else max(0, context - window + 1)
+        first = first if chunk is None else max(0, context // chunk * chunk - rules.lookback)
         k, v = (gather(cache, tables[s], first, end).to(q.dtype) for cache in (keys, values))
-        seen = visible(context, end, first, window, q.device)
-        out[rows] = attend(q[rows], k, v, seen, rules.scale * k_scale, rules.softcap, rules.sinks) * v_scale
+        seen = visible(context, end, first, window, q.device, chunk, rules.lookback)
+        out[rows] = attend(q[rows], k, v, seen, rules, k_scale) * v_scale
     return out
 
 
@@ -105,30 +119,44 @@ def gather(cache: Tensor, table: Tensor, start: int, end: int) -> Tensor:
     return pages[:, start - first * size : end - first * size]
 
 
-def visible(context: int, end: int, start: int, window: int | None, device: torch.device) -> Tensor | None:
+def visible(
+    context: int,
+    end: int,
+    start: int,
+    window: int | None,
+    device: torch.device,
+    chunk: int | None = None,
+    lookback: int = 0,
+) -> Tensor | None:
     """Return bool [end - context, end - start]: the positions from `start` that tokens from position `context` see.
 
     None: token t sees positions up to t, which torch computes faster.
     """
-    if context == 0 and (window is None or end <= window):
+    if context == 0 and end <= (window or chunk or end):
         return None
     query, key = torch.arange(context, end, device=device)[:, None], torch.arange(start, end, device=device)[None]
     seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+    if window is not None:
+        return seen & (key > query - window)
+    return seen if chunk is None else seen & (key >= query // chunk * chunk - lookback)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Return attention [T, N, H] of q [T, N, H] over k, v [K, C, H] where `seen` (see `visible`) allows."""
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rules: ScoreRules, k_scale: float) -> Tensor:
+    """Return attention [T, N, V] of q [T, N, H] over k [K, C, H], v [K, C, V] where `seen` (see `visible`) allows."""
+    scale, softcap, sinks = rules.scale * k_scale, rules.softcap, rules.sinks
     group = q.shape[1] // k.shape[0]
     q, k, v = q.transpose(0, 1), k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and rules.slopes is None:
         batch = (q[None], k[None], v[None])
         out = F.scaled_dot_product_attention(*batch, attn_mask=seen, is_causal=seen is None, scale=scale)
         return out[0].transpose(0, 1)
     scores = (q @ k.mT) * scale
     scores = scores if softcap is None else capped(scores, softcap)
+    if rules.slopes is not None:
+        query = torch.arange(scores.shape[2] - scores.shape[1], scores.shape[2], device=q.device)
+        behind = query[:, None] - torch.arange(scores.shape[2], device=q.device)
+        distance = behind.clamp(min=0).to(scores.dtype).sqrt() if rules.root else behind
+        scores = scores - rules.slopes.to(scores.dtype)[:, None, None] * distance
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if seen is None else seen
     scores = scores.masked_fill(~seen, float("-inf")).to(torch.promote_types(q.dtype, torch.float32))
     if sinks is not None:

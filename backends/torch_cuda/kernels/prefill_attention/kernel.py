@@ -19,9 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.alibi import behind
 from pagoda.backends.torch_cuda.kernels.attention import TRITON_TYPES, ScoreRules, padded
 from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, settings
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, settings, table
 
 # Tiles of query tokens, cut by the host once per step for all layers, and the kernel's tuned block sizes.
 
@@ -38,9 +39,16 @@ def key(head_dim: int, dtype: torch.dtype, *, float8: bool = False) -> str:
     return f"h{head_dim}_b{dtype.itemsize}" + ("_f8" if float8 and dtype.itemsize == 2 else "")
 
 
-def tuned(head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False) -> Settings:
-    """Return BLOCK_M (rows of a tile, for any cache), BLOCK_N (keys of a pass), num_warps and num_stages."""
-    return settings(TUNING, chip, key(head_dim, dtype, float8=float8))
+def tuned(
+    head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False, value_dim: int | None = None
+) -> Settings:
+    """Return BLOCK_M (rows of a tile, for any cache), BLOCK_N (keys of a pass), num_warps and num_stages.
+
+    `value_dim`: of value heads; the table has entries of their own for some that are not as wide as keys.
+    """
+    usual = key(head_dim, dtype, float8=float8)
+    own = usual.replace("_", f"v{value_dim}_", 1)
+    return settings(TUNING, chip, own if any(own in entries for entries in table(TUNING).values()) else usual)
 
 
 def query_tile(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> int:
@@ -117,8 +125,9 @@ def load(pointers, rows, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def attend(
-    carry, q, start, pages, last, lowest, positions, keys, values, scale, softcap, page_stride,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+    carry, q, start, pages, last, lowest, positions, slope, keys, values, scale, softcap, page_stride,
+    value_page_stride, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, ROOT: tl.constexpr,
+    FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return `carry` (maximum, sum and weighted values of each row) after the keys from `start` on, in `pages`.
 
@@ -129,19 +138,26 @@ def attend(
     channels = tl.arange(0, q.shape[1])
     offsets = (pages.to(tl.int64) * page_stride + (at & (PAGE - 1)) * HEAD_DIM)[:, None] + channels[None, :]
     k = load(keys + offsets, at <= last, HEAD_DIM, MASKED)
-    v = load(values + offsets, at <= last, HEAD_DIM, MASKED)
+    if value_page_stride is not None:
+        value_channels = tl.arange(0, acc.shape[1])
+        at_page = pages.to(tl.int64) * value_page_stride
+        offsets = (at_page + (at & (PAGE - 1)) * VALUE_DIM)[:, None] + value_channels[None, :]
+    v = load(values + offsets, at <= last, VALUE_DIM, MASKED)
     if FLOAT8:
         k, v = decode(k, NATIVE).to(q.dtype), decode(v, NATIVE).to(q.dtype)
 
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if softcap is not None:
         scores = tanh(scores * scale) * softcap
+    if slope is not None:
+        scores = scores if softcap is not None else scores * scale
+        scores += slope[:, None] * behind(at, positions, ROOT)
     if MASKED:
         seen = at[None, :] <= positions[:, None]
         if lowest is not None:
             seen = seen & (at[None, :] >= lowest[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    if softcap is not None:
+    if softcap is not None or slope is not None:
         new = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new[:, None])
     else:  # the scale becomes part of a fused multiply-add
@@ -155,12 +171,18 @@ def attend(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_PER_STEP)
 def prefill_attention(
-    q, keys, values, tables, query_start, kv_lens, tiles, sinks, k_scale, v_scale, out,
-    scale, softcap, window, q_stride, out_stride, table_stride, page_stride, head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NATIVE: tl.constexpr,
+    q, keys, values, tables, query_start, kv_lens, tiles, sinks, slopes, k_scale, v_scale, out,
+    scale, softcap, window, chunk, lookback, q_stride, out_stride, table_stride, page_stride, value_page_stride,
+    head_stride, value_head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, ROOT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head). `scale` and `softcap` are for base-2 scores, k_scale not included."""
+    """Program (tile, KV head). `scale` and `softcap` are for base-2 scores, k_scale not included.
+
+    `window` or `chunk` with `lookback`, if any, limits what a token sees; see ScoreRules. The strides of values are
+    None if they are those of keys.
+    """
     sequence = tl.load(tiles + 2 * tl.program_id(0))
     tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1)
@@ -188,6 +210,18 @@ def prefill_attention(
         first = tl.maximum(first_position - window + 1, 0)
         lowest = positions - window + 1
         edges = tl.cdiv(tl.maximum(last_position - window + 1, 0) - first, BLOCK_N)
+    if chunk is not None:
+        first = first_position // chunk * chunk
+        lowest = positions // chunk * chunk
+        if lookback is not None:
+            first = tl.maximum(first - lookback, 0)
+            lowest -= lookback
+            edges = tl.cdiv(tl.maximum(last_position // chunk * chunk - lookback, 0) - first, BLOCK_N)
+        else:
+            edges = tl.cdiv(last_position // chunk * chunk - first, BLOCK_N)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head) * LOG2E
     passes = tl.cdiv(last_position + 1 - first, BLOCK_N)
     whole = tl.maximum((first_position + 1 - first) // BLOCK_N - edges, 0)
 
@@ -197,17 +231,17 @@ def prefill_attention(
     else:
         top = tl.full([BLOCK_M], NOTHING, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-    carry = top, total, tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    carry = top, total, tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     keys += kv_head * head_stride
-    values += kv_head * head_stride
+    values += kv_head * (head_stride if value_head_stride is None else value_head_stride)
     table = tables + sequence.to(tl.int64) * table_stride
     start = first + edges * BLOCK_N
     pages = lookup(table, start, last_position, PAGE, BLOCK_N)
     for _ in tl.range(0, whole):
         following = lookup(table, start + BLOCK_N, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, pages, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
-            HEAD_DIM, PAGE, k_scale is not None, NATIVE, False,
+            carry, x, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
+            page_stride, value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, False,
         )  # fmt: skip
         start, pages = start + BLOCK_N, following
     start = first + (0 if edges > 0 else whole) * BLOCK_N
@@ -216,8 +250,8 @@ def prefill_attention(
         then = first + (i if i < edges else i + whole) * BLOCK_N
         following = lookup(table, then, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, pages, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
-            HEAD_DIM, PAGE, k_scale is not None, NATIVE, True,
+            carry, x, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
+            page_stride, value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, True,
         )  # fmt: skip
         start, pages = then, following
     _, total, acc = carry
@@ -228,9 +262,9 @@ def prefill_attention(
     rows += tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True) - tile_start
     token = rows // GROUP
     real = first_position + token <= last_position
-    target = (begin + tile_start + token).to(tl.int64) * out_stride + (kv_head * GROUP + rows % GROUP) * HEAD_DIM
-    pointers = out + target[:, None] + channels[None, :]
-    tl.store(pointers, result.to(out.dtype.element_ty), mask=inside(real, BLOCK_H, HEAD_DIM))
+    target = (begin + tile_start + token).to(tl.int64) * out_stride + (kv_head * GROUP + rows % GROUP) * VALUE_DIM
+    pointers = out + target[:, None] + tl.arange(0, BLOCK_V)[None, :]
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=inside(real, BLOCK_V, VALUE_DIM))
 
 
 def launch(
@@ -247,7 +281,7 @@ def launch(
     chip: Chip,
     chosen: Settings | None = None,
 ) -> torch.Tensor:
-    """Write and return `out` [T, N, H], for tiles of `tile` tokens.
+    """Write and return `out` [T, N, V], for tiles of `tile` tokens.
 
     `chosen`: settings on trial, in place of the tuned ones.
     """
@@ -255,16 +289,19 @@ def launch(
     _, kv_heads, page, _ = keys.shape
     group = heads // kv_heads
     float8 = keys.dtype == torch.float8_e4m3fn
-    settings = tuned(head_dim, q.dtype, chip, float8=float8) if chosen is None else chosen
-    block_sizes = constants(head_dim, tile * group, settings)
+    value_dim = values.shape[3]
+    settings = tuned(head_dim, q.dtype, chip, float8=float8, value_dim=value_dim) if chosen is None else chosen
+    block_sizes = constants(head_dim, value_dim, tile * group, settings)
     if float8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
     if len(tiles):
         prefill_attention[(len(tiles), kv_heads)](
-            q, keys, values, tables, query_start, kv_lens, tiles, rules.sinks, rules.k_scale, rules.v_scale, out,
-            *base2(rules.scale, rules.softcap), rules.window,
-            q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1),
-            GROUP=group, HEAD_DIM=head_dim, PAGE=page, TILE=tile, NATIVE=native(chip, keys), **block_sizes,
+            q, keys, values, tables, query_start, kv_lens, tiles, rules.sinks, rules.slopes, rules.k_scale,
+            rules.v_scale, out, *base2(rules.scale, rules.softcap), rules.window, rules.chunk, rules.lookback or None,
+            q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), value_strides[0], keys.stride(1),
+            value_strides[1], GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page, TILE=tile,
+            ROOT=rules.root, NATIVE=native(chip, keys), **block_sizes,
         )  # fmt: skip
     return out
 
@@ -275,15 +312,18 @@ def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:
     return (scale * log2e, None) if softcap is None else (scale / softcap, softcap * log2e)
 
 
-def constants(head_dim: int, rows: int, chosen: Settings) -> dict[str, int]:
+def constants(head_dim: int, value_dim: int, rows: int, chosen: Settings) -> dict[str, int]:
     """Return block sizes, num_warps and num_stages for tiles of `rows`."""
-    return {**chosen, "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim)}
+    return {**chosen, "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim), "BLOCK_V": padded(value_dim)}
 
 
 # Specialisations compiled ahead of time: every head dim and type, every tuned setting, every score rule.
 
 _PAGE: Final = 16
-_RULES: Final = {"softcap": "fp32", "window": "i32", "sinks": "*bf16"}
+_WGMMA_ROWS: Final = 64
+"""Rows from which sm_90 multiplies in warp groups."""
+_LIMITS: Final = dict.fromkeys(("window", "chunk", "lookback"), "i32")
+_RULES: Final = {**_LIMITS, "softcap": "fp32", "sinks": "*bf16", "slopes": "*fp32"}
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
@@ -295,14 +335,23 @@ def launches(chip: Chip) -> dict[str, Launch]:
         "h64-g8-bf16-window-sinks": _launch(chip, 8, 64, bf16, ("window", "sinks")),
         "h80-g1-fp16": _launch(chip, 1, 80, half),
         "h96-g1-bf16-window": _launch(chip, 1, 96, bf16, ("window",)),
+        "h128-g1-bf16-slopes": _launch(chip, 1, 128, bf16, ("slopes",)),
+        "h128-g12-bf16-slopes-root": _launch(chip, 12, 128, bf16, ("slopes",), root=True),
         "h128-g4-bf16": _launch(chip, 4, 128, bf16),
         "h128-g7-bf16-window": _launch(chip, 7, 128, bf16, ("window",)),
         "h64-g8-bf16-float8": _launch(chip, 8, 64, bf16, float8=True),
         "h128-g4-bf16-float8": _launch(chip, 4, 128, bf16, float8=True),
+        "h128-g5-bf16-chunk": _launch(chip, 5, 128, bf16, ("chunk",)),
+        "h128-g4-bf16-chunk-lookback": _launch(chip, 4, 128, bf16, ("chunk", "lookback")),
         "h192-g2-bf16": _launch(chip, 2, 192, bf16),
+        "h192-v128-g16-bf16": _launch(chip, 16, 192, bf16, value_dim=128),
+        "h192-v128-g16-bf16-float8": _launch(chip, 16, 192, bf16, value_dim=128, float8=True),
+        "h192-v128-g8-bf16-window-sinks": _launch(chip, 8, 192, bf16, ("window", "sinks"), value_dim=128),
         "h256-g2-bf16": _launch(chip, 2, 256, bf16),
         "h256-g2-bf16-window-softcap": _launch(chip, 2, 256, bf16, ("window", "softcap")),
         "h256-g1-fp16-float8": _launch(chip, 1, 256, half, float8=True),
+        "h512-g8-bf16": _launch(chip, 8, 512, bf16),
+        "h512-g8-bf16-float8": _launch(chip, 8, 512, bf16, float8=True),
         "h64-g3-fp32": _launch(chip, 3, 64, single),
         "h128-g4-fp32-float8": _launch(chip, 4, 128, single, float8=True),
         "h256-g2-fp32-window-softcap": _launch(chip, 2, 256, single, ("window", "softcap")),
@@ -310,21 +359,33 @@ def launches(chip: Chip) -> dict[str, Launch]:
 
 
 def _launch(
-    chip: Chip, group: int, head_dim: int, dtype: torch.dtype, rules: tuple[str, ...] = (), *, float8: bool = False
+    chip: Chip,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    rules: tuple[str, ...] = (),
+    *,
+    value_dim: int | None = None,
+    root: bool = False,
+    float8: bool = False,
 ) -> Launch:
     """Return one specialisation. float32 products use no tensor cores: exact, not fast."""
     tile = query_tile(group, head_dim, dtype, chip)
-    block_sizes = constants(head_dim, tile * group, tuned(head_dim, dtype, chip, float8=float8))
+    values = value_dim or head_dim
+    chosen = tuned(head_dim, dtype, chip, float8=float8, value_dim=value_dim)
+    block_sizes = constants(head_dim, values, tile * group, chosen)
     warps, stages = block_sizes.pop("num_warps"), block_sizes.pop("num_stages")
     queries = f"*{TRITON_TYPES[dtype]}"
     stored = "*u8" if float8 else queries
-    optional = _RULES | {"k_scale": "*fp32", "v_scale": "*fp32"}
-    given = {*rules, *(("k_scale", "v_scale") if float8 else ())}
+    value_strides = dict.fromkeys(("value_page_stride", "value_head_stride"), "i32:16")
+    optional = _RULES | {"k_scale": "*fp32", "v_scale": "*fp32"} | value_strides
+    given = {*rules, *(("k_scale", "v_scale") if float8 else ()), *(value_strides if value_dim else ())}
     signature = {"q": queries, "keys": stored, "values": stored, "out": queries, "scale": "fp32"}
     signature |= dict.fromkeys(("tables", "query_start", "kv_lens", "tiles"), "*i32")
     signature |= dict.fromkeys(("q_stride", "out_stride", "page_stride", "head_stride"), "i32:16")
     signature |= {"table_stride": "i32"} | {name: kind for name, kind in optional.items() if name in given}
-    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": _PAGE, "TILE": tile, "NATIVE": chip.float8} | block_sizes
+    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "VALUE_DIM": values, "PAGE": _PAGE, "TILE": tile, "ROOT": root}
+    sizes |= {"NATIVE": chip.float8} | block_sizes
     return Launch(
         prefill_attention,
         signature,
@@ -332,5 +393,5 @@ def _launch(
         num_warps=warps,
         num_stages=stages,
         hot=dtype != torch.float32,
-        wgmma=dtype != torch.float32,
+        wgmma=dtype != torch.float32 and block_sizes["BLOCK_M"] >= _WGMMA_ROWS,
     )

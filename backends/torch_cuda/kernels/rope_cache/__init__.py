@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.rope_cache import kernel
 from pagoda.common.models.primitives import Norm
 
-__all__ = ["NormWeights", "rope_and_cache"]
+__all__ = ["NormWeights", "rope_and_cache", "rope_queries", "rotated"]
 
 
 # QK norm, rotary embedding and cache write: the entry point, then its plain torch definition.
@@ -40,27 +41,53 @@ def rope_and_cache(
     cos_sin: Tensor | None,
     q_norm: NormWeights | None,
     k_norm: NormWeights | None,
+    v_norm: NormWeights | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    values_are_keys: bool = False,
     use_kernel: bool,
     chip: Chip = CHIPS["sm_80"],
 ) -> Tensor:
     """Write keys and values of the tokens to the cache; return q [T, N, H], contiguous, normalised and rotated.
 
-    qkv [T, (N+2K)*H], any row stride: heads of q, then k, then v. positions, slots int32 [T]; a slot is block * B +
-    offset, slot 0 is padding's. keys, values [P, K, B, H], in qkv's dtype or float8_e4m3fn: stored = value / scale,
-    with k_scale and v_scale float32 of one element (both None: 1). cos_sin float32 [max_len, 2, R/2], R <= H: channels
-    i and i + R/2 of a head are rotated together, channels from R on are copied; None: no rotation. `chip`: selects the
-    float8 conversion. Raise ValueError for other shapes or types.
+    qkv [T, (N+K)*H + K*V], any row stride: heads of q, then k, then v; with `values_are_keys` [T, (N+K)*H], where v is
+    k before its norm and rotation. v_norm has no unit offset. positions, slots int32 [T]; a slot is block * B + offset,
+    slot 0 is padding's. keys [P, K, B, H], values [P, K, B, V], in qkv's dtype or float8_e4m3fn: stored = value /
+    scale, with k_scale and v_scale float32 of one element (both None: 1). cos_sin float32 [max_len, 2, R/2], R <= H:
+    channels i and i + R/2 of a head are rotated together, channels from R on are copied; None: no rotation. `chip`:
+    selects the float8 conversion. Raise ValueError for other shapes or types.
     """
-    _check(qkv, positions, slots, keys, values, heads, kv_heads, cos_sin)
-    for head_norm in (q_norm, k_norm):
-        if head_norm is not None and head_norm.weight.shape != keys.shape[3:]:
-            raise ValueError(f"a head's norm has {tuple(head_norm.weight.shape)} weights, not {tuple(keys.shape[3:])}")
+    _check(qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, values_are_keys)
+    for head_norm, cache in ((q_norm, keys), (k_norm, keys), (v_norm, values)):
+        if head_norm is not None and head_norm.weight.shape != cache.shape[3:]:
+            raise ValueError(f"a head's norm has {tuple(head_norm.weight.shape)} weights, not {tuple(cache.shape[3:])}")
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale must be given together")
-    arguments = qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, k_scale, v_scale
-    return kernel.rope_and_cache(*arguments, chip) if use_kernel else rope_and_cache_reference(*arguments)
+    inputs, norms, scales = (qkv, positions, slots, keys, values), (q_norm, k_norm, v_norm), (k_scale, v_scale)
+    if use_kernel:
+        return kernel.rope_and_cache(*inputs, heads, kv_heads, cos_sin, *norms, *scales, values_are_keys, chip)
+    return rope_and_cache_reference(*inputs, heads, kv_heads, cos_sin, *norms, *scales, values_are_keys)
+
+
+def rope_queries(
+    q: Tensor,
+    positions: Tensor,
+    *,
+    heads: int,
+    cos_sin: Tensor | None,
+    q_norm: NormWeights | None = None,
+    use_kernel: bool,
+) -> Tensor:
+    """Return q [T, N*H] as [T, N, H], contiguous, normalised and rotated as `rope_and_cache` does.
+
+    Raise ValueError for other shapes or types.
+    """
+    if q.ndim != 2 or q.shape[1] % heads or q.stride(1) != 1:
+        raise ValueError(f"q is {tuple(q.shape)}, not rows of {heads} heads")
+    _check_vectors(q, {"positions": positions}, cos_sin, q.shape[1] // heads)
+    if use_kernel:
+        return kernel.rope_queries(q, positions, heads, cos_sin, q_norm)
+    return rotated(_normed(q.view(len(q), heads, -1), q_norm), positions, cos_sin).contiguous()
 
 
 def _check(
@@ -72,16 +99,26 @@ def _check(
     heads: int,
     kv_heads: int,
     cos_sin: Tensor | None,
+    values_are_keys: bool,
 ) -> None:
-    head_dim = keys.shape[-1]
-    if qkv.ndim != 2 or qkv.shape[1] != (heads + 2 * kv_heads) * head_dim or qkv.stride(1) != 1:
-        raise ValueError(f"qkv is {tuple(qkv.shape)}, not rows of {heads} + 2 * {kv_heads} heads of {head_dim}")
+    head_dim, value_dim = keys.shape[-1], values.shape[-1]
+    own_values = 0 if values_are_keys and value_dim == head_dim else kv_heads * value_dim
+    if qkv.ndim != 2 or qkv.shape[1] != (heads + kv_heads) * head_dim + own_values or qkv.stride(1) != 1:
+        raise ValueError(
+            f"qkv is {tuple(qkv.shape)}, not rows of {heads} + {kv_heads} heads of {head_dim} and {own_values} channels"
+        )
     for name, cache in (("keys", keys), ("values", values)):
-        if cache.ndim != 4 or cache.shape != keys.shape or cache.shape[1] != kv_heads or not cache.is_contiguous():
-            raise ValueError(f"{name} are {tuple(cache.shape)}, not a contiguous [P, {kv_heads}, B, {head_dim}]")
+        if cache.ndim != 4 or cache.shape[:3] != keys.shape[:3] or cache.shape[1] != kv_heads:
+            raise ValueError(f"{name} are {tuple(cache.shape)}, not [P, {kv_heads}, B, channels]")
+        if not cache.is_contiguous():
+            raise ValueError(f"{name} have strides {cache.stride()}, are not contiguous")
         if cache.dtype not in (qkv.dtype, torch.float8_e4m3fn):
             raise ValueError(f"{name} are {cache.dtype}, neither {qkv.dtype} nor float8_e4m3fn")
-    for name, vector in (("positions", positions), ("slots", slots)):
+    _check_vectors(qkv, {"positions": positions, "slots": slots}, cos_sin, head_dim)
+
+
+def _check_vectors(qkv: Tensor, vectors: Mapping[str, Tensor], cos_sin: Tensor | None, head_dim: int) -> None:
+    for name, vector in vectors.items():
         if vector.shape != qkv.shape[:1] or vector.dtype != torch.int32:
             raise ValueError(f"{name} are {vector.dtype} {tuple(vector.shape)}, not int32 {tuple(qkv.shape[:1])}")
     if cos_sin is not None and (
@@ -105,11 +142,15 @@ def rope_and_cache_reference(
     cos_sin: Tensor | None,
     q_norm: NormWeights | None,
     k_norm: NormWeights | None,
+    v_norm: NormWeights | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    values_are_keys: bool,
 ) -> Tensor:
-    q, k, v = qkv.view(len(qkv), -1, keys.shape[-1]).split([heads, kv_heads, kv_heads], 1)
-    q, k = _rotated(_normed(q, q_norm), positions, cos_sin), _rotated(_normed(k, k_norm), positions, cos_sin)
+    parts = qkv[:, : (heads + kv_heads) * keys.shape[-1]].unflatten(1, (heads + kv_heads, -1))
+    last = qkv[:, -kv_heads * values.shape[-1] :].unflatten(1, (kv_heads, -1))
+    q, k, v = parts[:, :heads], parts[:, heads:], _normed(last, v_norm)
+    q, k = rotated(_normed(q, q_norm), positions, cos_sin), rotated(_normed(k, k_norm), positions, cos_sin)
     _write(keys, slots, k, k_scale)
     _write(values, slots, v, v_scale)
     return q.contiguous()
@@ -119,8 +160,8 @@ def _normed(x: Tensor, weights: NormWeights | None) -> Tensor:
     return x if weights is None else norm(x, Norm(weights.eps, "rms", weights.unit_offset), weights.weight)
 
 
-def _rotated(x: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Tensor:
-    """Rotate in float32, round once."""
+def rotated(x: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Tensor:
+    """Return x [T, n, H] rotated in float32 and rounded once; cos_sin as in `rope_and_cache`."""
     if cos_sin is None:
         return x
     cos, sin = cos_sin[positions].unbind(1)

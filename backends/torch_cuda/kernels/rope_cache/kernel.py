@@ -105,11 +105,13 @@ def rope_cache_kernel(
     cos_sin_ptr,
     q_weight_ptr,
     k_weight_ptr,
+    v_weight_ptr,
     k_scale_ptr,
     v_scale_ptr,
     qkv_stride,
     q_eps,
     k_eps,
+    v_eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -118,15 +120,24 @@ def rope_cache_kernel(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    V_HALF: tl.constexpr,
+    V_HALF_BLOCK: tl.constexpr,
+    V_REST_BLOCK: tl.constexpr,
     ROTATE: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     Q_UNIT_OFFSET: tl.constexpr,
     K_UNIT_OFFSET: tl.constexpr,
+    V_START: tl.constexpr,
     SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """q [T, HEADS, HEAD_DIM]; keys, values [P, KV_HEADS, PAGE, HEAD_DIM], as uint8 where they are float8."""
+    """Values are the heads of qkv from channel V_START on, normalised if v_weight_ptr is not None.
+
+    q [T, HEADS, HEAD_DIM]; keys [P, KV_HEADS, PAGE, HEAD_DIM] and values [P, KV_HEADS, PAGE, VALUE_DIM], as uint8 where
+    they are float8.
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
@@ -157,11 +168,11 @@ def rope_cache_kernel(
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         head = ((part - Q_PARTS) % KV_PARTS) * HEADS_BLOCK + lane
-        to_rows = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE) * HEAD_DIM
+        to_rows = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE
         if part < Q_PARTS + KV_PARTS:
             move(
                 from_ptr + (HEADS + head) * HEAD_DIM,
-                keys_ptr + to_rows,
+                keys_ptr + to_rows * HEAD_DIM,
                 head < KV_HEADS,
                 cos_sin_row_ptr,
                 k_weight_ptr,
@@ -178,27 +189,28 @@ def rope_cache_kernel(
             )
         else:
             move(
-                from_ptr + (HEADS + KV_HEADS + head) * HEAD_DIM,
-                values_ptr + to_rows,
+                from_ptr + V_START + head * VALUE_DIM,
+                values_ptr + to_rows * VALUE_DIM,
                 head < KV_HEADS,
                 cos_sin_row_ptr,
-                k_weight_ptr,
-                k_eps,
+                v_weight_ptr,
+                v_eps,
                 1.0 / tl.load(v_scale_ptr) if SCALED else 1.0,
-                HEAD_DIM,
-                HALF,
-                HALF_BLOCK,
-                REST_BLOCK,
+                VALUE_DIM,
+                V_HALF,
+                V_HALF_BLOCK,
+                V_REST_BLOCK,
                 False,
-                False,
+                v_weight_ptr is not None,
                 False,
                 NATIVE,
             )
 
 
-def constants(heads, kv_heads, head_dim, page, rotated):
+def constants(heads, kv_heads, head_dim, value_dim, page, rotated):
     """Return the constants that follow from the shapes; `rotated` channels of a head, 0: none."""
     half = (rotated or head_dim) // 2
+    value_half = half if value_dim == head_dim else value_dim // 2
     block = max(1, ELEMENTS // triton.next_power_of_2(head_dim))
     return {
         "HEADS": heads,
@@ -209,20 +221,25 @@ def constants(heads, kv_heads, head_dim, page, rotated):
         "HEADS_BLOCK": min(block, triton.next_power_of_2(max(heads, kv_heads))),
         "HALF_BLOCK": triton.next_power_of_2(half),
         "REST_BLOCK": triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        "VALUE_DIM": value_dim,
+        "V_HALF": value_half,
+        "V_HALF_BLOCK": triton.next_power_of_2(max(value_half, 1)),
+        "V_REST_BLOCK": triton.next_power_of_2(max(value_dim - 2 * value_half, 1)),
         "ROTATE": rotated > 0,
     }
 
 
 def rope_and_cache(
-    qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, k_scale, v_scale, chip
-):
-    head_dim, page = keys.shape[3], keys.shape[2]
+    qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale,
+    values_are_keys, chip,
+):  # fmt: skip
+    head_dim, value_dim, page = keys.shape[3], values.shape[3], keys.shape[2]
     q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not len(qkv):
         return q
     if keys.dtype == torch.float8_e4m3fn:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    shapes = constants(heads, kv_heads, head_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
+    shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
     parts = triton.cdiv(heads, shapes["HEADS_BLOCK"]) + 2 * triton.cdiv(kv_heads, shapes["HEADS_BLOCK"])
     rope_cache_kernel[(len(qkv), parts)](
         qkv,
@@ -234,18 +251,58 @@ def rope_and_cache(
         positions if cos_sin is None else cos_sin,
         qkv if q_norm is None else q_norm.weight,
         qkv if k_norm is None else k_norm.weight,
+        None if v_norm is None else v_norm.weight,
         positions if k_scale is None else k_scale,
         positions if v_scale is None else v_scale,
         row_stride(qkv),
         0.0 if q_norm is None else q_norm.eps,
         0.0 if k_norm is None else k_norm.eps,
+        None if v_norm is None else v_norm.eps,
         **shapes,
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         Q_UNIT_OFFSET=q_norm is not None and q_norm.unit_offset,
         K_UNIT_OFFSET=k_norm is not None and k_norm.unit_offset,
+        V_START=(heads if values_are_keys else heads + kv_heads) * head_dim,
         SCALED=k_scale is not None,
         NATIVE=float8.native(chip, qkv),
+        num_warps=WARPS,
+    )
+    return q
+
+
+def rope_queries(x, positions, heads, cos_sin, q_norm):
+    """Launch the programs of q alone; K and V, and what belongs to them, are never touched."""
+    head_dim = x.shape[1] // heads
+    q = torch.empty(len(x), heads, head_dim, dtype=x.dtype, device=x.device)
+    if not len(x):
+        return q
+    shapes = constants(heads, 1, head_dim, head_dim, 1, 0 if cos_sin is None else 2 * cos_sin.shape[2])
+    rope_cache_kernel[(len(x), triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
+        x,
+        positions,
+        positions,
+        q,
+        q,
+        q,
+        positions if cos_sin is None else cos_sin,
+        x if q_norm is None else q_norm.weight,
+        x,
+        None,
+        positions,
+        positions,
+        row_stride(x),
+        0.0 if q_norm is None else q_norm.eps,
+        0.0,
+        None,
+        **shapes,
+        Q_NORM=q_norm is not None,
+        K_NORM=False,
+        Q_UNIT_OFFSET=q_norm is not None and q_norm.unit_offset,
+        K_UNIT_OFFSET=False,
+        V_START=0,
+        SCALED=False,
+        NATIVE=False,
         num_warps=WARPS,
     )
     return q
@@ -263,7 +320,12 @@ _SHAPES: Final = {
     "32x32x80-partial": (32, 32, 80, 32, (False, False)),
     "24x8x128-partial": (24, 8, 128, 96, (False, False)),
     "12x12x64-still": (12, 12, 64, 0, (False, False)),
+    "64x8x192-partial-values-128": (64, 8, 192, 64, (False, False)),
 }
+_VALUES: Final = {"16x2x512-values-are-keys": (16, 2, 512, 512, (True, False))}
+"""The same, of layers whose values are their keys, normalised."""
+_VALUE_DIM: Final = {"64x8x192-partial-values-128": 128}
+"""Channels of value heads where they are not those of key heads."""
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
@@ -275,6 +337,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
                 **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),
                 **dict.fromkeys(("keys_ptr", "values_ptr"), "*u8" if cache == "float8" else f"*{dtype}"),
                 **dict.fromkeys(("qkv_ptr", "q_ptr", "q_weight_ptr", "k_weight_ptr"), f"*{dtype}"),
+                **({"v_weight_ptr": f"*{dtype}", "v_eps": "fp32"} if name in _VALUES else {}),
                 "cos_sin_ptr": "*fp32" if rotated else "*i32",
                 **dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if cache == "float8" else "*i32"),
                 "qkv_stride": "i32:16",
@@ -282,15 +345,17 @@ def launches(chip: Chip) -> dict[str, Launch]:
                 "k_eps": "fp32",
             },
             {
-                **constants(heads, kv_heads, head_dim, _PAGE, rotated),
+                **constants(heads, kv_heads, head_dim, _VALUE_DIM.get(name, head_dim), _PAGE, rotated),
                 **dict.fromkeys(("Q_NORM", "K_NORM"), norm),
                 **dict.fromkeys(("Q_UNIT_OFFSET", "K_UNIT_OFFSET"), unit_offset),
+                **({} if name in _VALUES else {"v_weight_ptr": None, "v_eps": None}),
+                "V_START": (heads if name in _VALUES else heads + kv_heads) * head_dim,
                 "SCALED": cache == "float8",
                 "NATIVE": cache == "float8" and chip.float8,
             },
             num_warps=WARPS,
         )
-        for name, (heads, kv_heads, head_dim, rotated, (norm, unit_offset)) in _SHAPES.items()
+        for name, (heads, kv_heads, head_dim, rotated, (norm, unit_offset)) in (_SHAPES | _VALUES).items()
         for dtype in ("bf16", "fp16")
         for cache in ("same", "float8")
     }

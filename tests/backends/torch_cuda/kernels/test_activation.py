@@ -27,6 +27,14 @@ def test_the_kernels_compute_the_reference(dtype, name) -> None:
         torch.testing.assert_close(got, want, **NEAR[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gate_and_product_are_limited(dtype) -> None:
+    both = _rows(dtype, 300)
+    got, want = (gated(both, "silu", limit=0.7, use_kernel=use_kernel) for use_kernel in (True, False))
+    torch.testing.assert_close(got, want, **NEAR[dtype])
+    assert float(want.abs().max()) == pytest.approx(0.49, rel=1e-3)
+
+
 @pytest.mark.parametrize(("name", "width"), [*((name, 72) for name in NAMES), ("silu", WHOLE_BLOCK + 9)])
 def test_quantised_rows_equal_the_gated_activation(name, width) -> None:
     both = _rows(torch.float16, 2 * width)

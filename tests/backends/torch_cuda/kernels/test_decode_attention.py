@@ -34,6 +34,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 16
+    values: int | None = None  # channels of a value head; None: dim
     page: int = 16
     query_len: int = 1
     dtype: torch.dtype = torch.float32
@@ -44,18 +45,23 @@ class Case:
         torch.manual_seed(len(self.lens) + sum(self.lens))
         width, cached = -(-max(self.lens) // self.page) + 2, self.cache or self.dtype
         pages = 1 + len(self.lens) * width
-        caches = torch.full((2, pages, self.kv_heads, self.page, self.dim), float("nan")).to(cached)
+        dims = self.dim, self.values or self.dim
+        caches = [torch.full((pages, self.kv_heads, self.page, dim), float("nan")).to(cached) for dim in dims]
         tables = torch.full((len(self.lens), width), 1 << 30, dtype=torch.int32)
         free = (1 + torch.randperm(pages - 1)).tolist()
         counts = self.options.get("query_counts", [self.query_len] * len(self.lens))
         for row, (length, count) in enumerate(zip(self.lens, counts)):
-            window = self.options.get("window")
-            first = 0 if window is None else max(0, length - int(count) - window + 1)
+            first, window, chunk = 0, self.options.get("window"), self.options.get("chunk")
+            if window is not None:
+                first = max(0, length - int(count) - window + 1)
+            if chunk is not None:
+                first = max(0, max(0, length - int(count)) // chunk * chunk - self.options.get("lookback", 0))
             for position in range(first, length):
                 at, slot = divmod(position, self.page)
                 if tables[row, at] == 1 << 30:
                     tables[row, at] = free.pop()
-                caches[:, tables[row, at], :, slot] = torch.randn(2, self.kv_heads, self.dim).to(cached)
+                for cache, dim in zip(caches, dims):
+                    cache[tables[row, at], :, slot] = torch.randn(self.kv_heads, dim).to(cached)
         q = torch.randn(len(self.lens) * self.query_len, self.heads, self.dim).to(self.dtype)
         return q, caches[0], caches[1], tables, torch.tensor(self.lens, dtype=torch.int32)
 
@@ -78,6 +84,7 @@ def _filled(x: Tensor) -> Tensor:
 
 SCALES = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 1.0])
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.7])
 CASES = {
     "ragged": Case([1, 0, 37, 16, 70]),
     "one token": Case([1]),
@@ -93,8 +100,19 @@ CASES = {
         options={"window": 5, "query_counts": torch.tensor([1, 4, 2, 0, 3, 1], dtype=torch.int32)},
     ),
     "window of one": Case([90, 1], options={"window": 1}),
+    "chunks": Case([100, 7, 40, 41], options={"chunk": 20}),
+    "chunks of padded drafts, one begins among them": Case(
+        [90, 22, 30, 0, 3, 66],
+        query_len=4,
+        options={"chunk": 21, "query_counts": torch.tensor([1, 4, 2, 0, 3, 1], dtype=torch.int32)},
+    ),
+    "chunks and those before them": Case([100, 7, 41, 0], query_len=2, options={"chunk": 20, "lookback": 20}),
+    "narrow values": Case([37, 70], dim=24, values=16, options={"window": 30}),
+    "wide values, scaled": Case([37, 70], dim=12, values=20, query_len=2, options=SCALES),
     "soft cap": Case([40, 9], options={"softcap": 2.0}),
     "sinks": Case([40, 9, 0], options={"sinks": SINKS}),
+    "slopes": Case([40, 9, 0], query_len=2, options={"slopes": SLOPES, "window": 30}),
+    "root of the distance": Case([40, 9, 0], query_len=2, options={"slopes": SLOPES, "root": True}),
     "fewer tokens than query_len": Case([1, 2, 5], query_len=3, options={"sinks": SINKS}),
     "large pages": Case([100, 129], page=128),
     "small pages": Case([35, 8], page=4),
@@ -174,14 +192,15 @@ def test_bfloat16_queries_of_a_float8_cache_keep_their_range(size: float):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 6])
-def test_reference_is_attention(window: int | None, softcap: float | None):
+@pytest.mark.parametrize("limit", [{}, {"window": 6}, {"chunk": 6}], ids=str)
+def test_reference_is_attention(limit: dict[str, int], softcap: float | None):
     """Against a loop over sequences with torch's own attention, or the formula where that has no soft cap."""
-    case = Case([1, 19, 30], query_len=1, dim=8, page=4, options={"window": window, "softcap": softcap})
+    case = Case([1, 19, 30], query_len=1, dim=8, page=4, options={"softcap": softcap, **limit})
     q, keys, values, tables, lens = case.arrays()
     out = case.run(use_kernel=False)
     for row, length in enumerate(lens.tolist()):
-        first = max(0, length - window) if window else 0
+        first = max(0, length - limit.get("window", length))
+        first = (length - 1) // 6 * 6 if "chunk" in limit else first
         slots = [(int(tables[row, at // 4]), at % 4) for at in range(first, length)]
         k, v = (torch.stack([cache[p, :, s] for p, s in slots], 1).repeat_interleave(2, 0) for cache in (keys, values))
         if softcap is None:

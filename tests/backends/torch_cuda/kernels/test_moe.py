@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.random_stored import STORED
 
 from pagoda.backends.reference.model.ops import route as route_reference
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.moe import grouped_experts, kernel, moe, use_grouped_mm
+from pagoda.backends.torch_cuda.kernels.moe import choose_experts, grouped_experts, kernel, moe, use_grouped_mm
 from pagoda.backends.torch_cuda.kernels.moe.kernel import align, most_tiles, route
-from pagoda.backends.torch_cuda.kernels.weight_only import pack
-from pagoda.common.models.spec import Mlp, Router
+from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix, pack, unpack
+from pagoda.backends.torch_cuda.stored import form_of, write
+from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, Router, SparseMixer
+from pagoda.common.weights.quantization.tensors import stack
 
 CHIP = CHIPS["sm_90"]
 
@@ -99,10 +105,61 @@ def case(tokens: int, experts: int, top: int, width: int, ffn: int, expert: Mlp,
     return arguments
 
 
+ROUTERS = {
+    "sigmoid": Router(2, True, "sigmoid", scale=1.5),
+    "correction": Router(3, False, correction=True),
+    "groups": Router(2, True, "sigmoid", correction=True, groups=ExpertGroups(4, 2, "best_two")),
+    "best of groups": Router(2, False, groups=ExpertGroups(2, 1, "best")),
+    "sparse mixer": SparseMixer(2, 0.2),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_other_routers(kind: str) -> None:
+    """Weights and experts are the reference's, and the experts' kernels are fed with them."""
+    arguments = case(19, 8, 2, 48, 24, EXPERTS["gated"], torch.float32) | {"router": ROUTERS[kind]}
+    if ROUTERS[kind].correction:
+        arguments["correction"] = normal(8)
+    weights, chosen = choose_experts(arguments["router_logits"], ROUTERS[kind], arguments.get("correction"))
+    assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int32)
+    want = moe(**arguments, use_kernel=False, chip=CHIP)
+    torch.testing.assert_close(moe(**arguments, use_kernel=True, chip=CHIP), want, rtol=0, atol=3e-6)
+    plain = moe(
+        **arguments | {"router": Router(ROUTERS[kind].top_k, False), "correction": None}, use_kernel=False, chip=CHIP
+    )
+    assert not torch.allclose(plain, want, atol=1e-2)
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_experts_with_scales_are_experts_with_scaled_matrices(use_kernel: bool) -> None:
+    arguments, scale = case(19, 8, 2, 48, 24, EXPERTS["gated"], torch.float32), normal(8)
+    want = moe(**arguments | {"down": arguments["down"] * scale[:, None, None]}, use_kernel=use_kernel, chip=CHIP)
+    actual = moe(**arguments, expert_scale=scale, use_kernel=use_kernel, chip=CHIP)
+    torch.testing.assert_close(actual, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_padding_picks_experts_that_exist(kind: str) -> None:
+    correction = normal(8) if ROUTERS[kind].correction else None
+    for rows in (torch.full((2, 8), float("nan")), torch.full((2, 8), float("inf"))):
+        _, chosen = choose_experts(rows, ROUTERS[kind], correction)
+        assert ((chosen >= 0) & (chosen < 8)).all()
+
+
+def test_only_the_plain_softmax_runs_in_the_routing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "route", None)
+    for router in ROUTERS.values():
+        choose_experts(normal(3, 8), router, normal(8) if router.correction else None)
+    for renormalise in (True, False):
+        with pytest.raises(TypeError):
+            choose_experts(normal(3, 8), Router(2, renormalise), None)
+
+
 EXPERTS = {
     "gated": Mlp(24, "silu", True),
     "gelu-bias": Mlp(24, "gelu_tanh", True, bias=True),
     "plain-bias": Mlp(24, "relu", False, bias=True),
+    "clipped": Mlp(24, "silu", True, clip=0.1),
 }
 
 
@@ -123,6 +180,55 @@ def test_packed_experts(scheme: str) -> None:
     arguments |= {name: pack(arguments[name], scheme) for name in ("inner", "down")}
     want = moe(**arguments, use_kernel=False, chip=CHIP)
     torch.testing.assert_close(moe(**arguments, use_kernel=True, chip=CHIP), want, rtol=0, atol=2e-5)
+
+
+def stored_stack(name: str, *shape: int) -> tuple[PackedMatrix, torch.Tensor]:
+    """Random experts [E, O, I] as a checkpoint has them, packed, and their values in float64."""
+    kind = STORED[name]
+    value = stack([kind.tensor(*shape[1:], seed) for seed in range(shape[0])])
+    scheme = packed_scheme(kind.scheme, experts=True)
+    assert scheme is not None
+    matrix = form_of(scheme, [(0, value)]).allocate(shape, lambda size, dtype: torch.empty(size, dtype=dtype))
+    write(matrix, 0, value)
+    values = unpack(matrix)
+    torch.testing.assert_close(values, torch.from_numpy(value.dequantize()), rtol=0, atol=1e-3)  # offsets are float16
+    return matrix, values.double()
+
+
+@pytest.mark.parametrize("name", [name for name in STORED if name not in ("int4-ordered", "int4-channel")])
+@pytest.mark.parametrize("tokens", [7, 24])
+def test_experts_as_checkpoints_hold_them(name: str, tokens: int) -> None:
+    """Offsets, row scales and tables are each expert's own; up to 24 rows per expert in tiles of 16 and 64."""
+    arguments = case(tokens, 2, 2, 128, 128, Mlp(128, "silu", True, bias=True), torch.float32)
+    (arguments["inner"], inner), (arguments["down"], down) = (
+        stored_stack(name, *arguments[part].shape) for part in ("inner", "down")
+    )
+    for part in ("inner", "down"):
+        arguments[part] = replace(arguments[part], activations=None)
+    weights = arguments["router_logits"].double().softmax(-1)
+    want = torch.zeros(tokens, 128, dtype=torch.float64)
+    for expert in range(2):
+        both = arguments["x"].double() @ inner[expert].T + arguments["inner_bias"][expert]
+        gate, up = both.chunk(2, -1)
+        rows = (torch.nn.functional.silu(gate) * up) @ down[expert].T + arguments["down_bias"][expert]
+        want += weights[:, expert, None] * rows
+    for use_kernel in (True, False):
+        actual = moe(**arguments, use_kernel=use_kernel, chip=CHIP).double()
+        torch.testing.assert_close(actual, want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+def test_experts_of_four_bits_with_a_clamped_gate() -> None:
+    expert = Mlp(48, "silu", True, bias=True, clamped=ClampedGlu(0.9, 1.702))
+    arguments = case(9, 3, 2, 96, 48, expert, torch.float32)
+    wide = moe(**arguments, use_kernel=True, chip=CHIP)
+    torch.testing.assert_close(wide, moe(**arguments, use_kernel=False, chip=CHIP), rtol=0, atol=3e-6)
+    for name, group in (("inner", 32), ("down", 16)):
+        experts, rows, inputs = arguments[name].shape
+        numbers = torch.randint(256, (experts, rows, inputs // 2), dtype=torch.uint8)
+        powers = torch.randint(120, 124, (experts, rows, inputs // group), dtype=torch.uint8)
+        arguments[name] = PackedMatrix("mxfp4", numbers, powers, inputs, group)
+    want = moe(**arguments, use_kernel=False, chip=CHIP)
+    torch.testing.assert_close(moe(**arguments, use_kernel=True, chip=CHIP), want, rtol=0, atol=1e-5)
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
@@ -150,9 +256,9 @@ def test_many_rows_by_torch(bias: bool) -> None:
 
 
 def test_tiles() -> None:
-    actual = [kernel.choose_tile(pairs, 128, packed=False) for pairs in (8, 2048, 2056, 8192, 8200)]
+    actual = [kernel.choose_tile(pairs, 128, widened=False) for pairs in (8, 2048, 2056, 8192, 8200)]
     assert actual == [16, 16, 64, 64, 128]
-    assert kernel.choose_tile(8200, 128, packed=True) == 64
+    assert kernel.choose_tile(8200, 128, widened=True) == 64
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -21,6 +21,7 @@ E4M3 = torch.float8_e4m3fn
 ULP = 2**-10
 WILD = 1 << 30
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 1.0])
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.7])
 SCALES = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
 
 
@@ -35,6 +36,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 16
+    values: int | None = None  # channels of a value head; None: dim
     page: int = 16
     tile: int = 5
     decodes: int = 0
@@ -48,21 +50,29 @@ class Case:
         new, before = np.array(self.seqs, np.int32).T
         return new, new + before
 
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        if (chunk := self.options.get("chunk")) is not None:
+            return max(0, position - position % chunk - self.options.get("lookback", 0))
+        return max(0, position - (self.options.get("window") or WILD) + 1)
+
     def arrays(self) -> tuple[Tensor, ...]:
         torch.manual_seed(sum(map(sum, self.seqs)))
         new, kv = self.lens
-        stored, window = self.cache or self.dtype, self.options.get("window") or WILD
+        stored = self.cache or self.dtype
         width = -(-int(kv.max()) // self.page) + 1
         pages = 1 + len(kv) * width
-        caches = torch.full((2, pages, self.kv_heads, self.page, self.dim), float("nan")).to(stored)
+        dims = self.dim, self.values or self.dim
+        caches = [torch.full((pages, self.kv_heads, self.page, dim), float("nan")).to(stored) for dim in dims]
         tables = torch.full((len(kv), width), WILD, dtype=torch.int32)
         free = (1 + torch.randperm(pages - 1)).tolist()
         for row in range(self.decodes, len(kv)):
-            for position in range(max(0, kv[row] - new[row] - window + 1), kv[row]):
+            for position in range(self.first_seen(kv[row] - new[row]), kv[row]):
                 at, slot = divmod(position, self.page)
                 if tables[row, at] == WILD:
                     tables[row, at] = free.pop()
-                caches[:, tables[row, at], :, slot] = torch.randn(2, self.kv_heads, self.dim).to(stored)
+                for cache, dim in zip(caches, dims):
+                    cache[tables[row, at], :, slot] = torch.randn(self.kv_heads, dim).to(stored)
         starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
         q = torch.full((int(starts[-1]) + 3, self.heads, self.dim), float("nan"))
         q[starts[self.decodes] : -3] = torch.randn(int(starts[-1] - starts[self.decodes]), self.heads, self.dim)
@@ -72,7 +82,7 @@ class Case:
     def run(self, *, use_kernel: bool, chip=NEW) -> Tensor:
         """The computed rows; what is not computed is checked to be untouched."""
         q, *rest = self.arrays()
-        out = torch.full_like(q, 7.0)
+        out = torch.full((*q.shape[:2], self.values or self.dim), 7.0, dtype=q.dtype)
         more = {"scale": self.dim**-0.5, "out": out, "tile": self.tile, "chip": chip, **self.options}
         assert prefill_attention(q, *rest, use_kernel=use_kernel, **more) is out
         first = int(self.lens[0][: self.decodes].sum())
@@ -91,8 +101,19 @@ CASES = {
     "window over passes": Case([(20, 90), (9, 0)], options={"window": 50}),
     "window of one": Case([(12, 30)], options={"window": 1}),
     "window never reached": Case([(12, 30)], options={"window": 1000}),
+    "chunks within a pass": Case(MIXED, options={"chunk": 7}),
+    "chunks over passes, one begins within a tile": Case([(20, 90), (9, 0), (6, 48)], options={"chunk": 50}),
+    "chunks of one": Case([(12, 30)], options={"chunk": 1}),
+    "chunks and those before them": Case(MIXED, options={"chunk": 7, "lookback": 7}),
+    "chunks and two before them, over passes, one begins within a tile": Case(
+        [(20, 93), (9, 0), (6, 46)], options={"chunk": 24, "lookback": 48}
+    ),
+    "narrow values": Case(MIXED, decodes=2, dim=24, values=16, options={"window": 7}),
+    "wide values, float8": Case([(20, 40)], dim=12, values=20, cache=E4M3, options=SCALES),
     "soft cap": Case([(20, 40)], options={"softcap": 2.0}),
     "sinks": Case([(20, 40), (3, 0)], options={"sinks": SINKS}),
+    "slopes": Case([(20, 40), (3, 0)], options={"slopes": SLOPES}),
+    "root of the distance": Case([(20, 40), (3, 0)], options={"slopes": SLOPES, "root": True}),
     "large pages": Case([(20, 120)], page=128),
     "small pages": Case([(9, 35)], page=4),
     "float8": Case([(20, 40)], cache=E4M3, options=SCALES),
@@ -124,28 +145,37 @@ def test_half_precision_at_the_usual_tile(chip, cache: torch.dtype | None):
 def test_random_batches(seed: int):
     rng = np.random.default_rng(seed)
     seqs = [(int(rng.integers(1, 30)), int(rng.integers(0, 60))) for _ in range(4)]
-    window = [None, int(rng.integers(1, 60))][seed % 2]
-    case = Case(seqs, heads=3, kv_heads=1, tile=int(rng.integers(1, 12)), options={"window": window})
+    limit = [{}, {"window": int(rng.integers(1, 60))}, {"chunk": int(rng.integers(1, 60))}][seed % 3]
+    case = Case(seqs, heads=3, kv_heads=1, tile=int(rng.integers(1, 12)), options=limit)
     torch.testing.assert_close(case.run(use_kernel=True), case.run(use_kernel=False), rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("name", ["mixed", "window over passes", "soft cap", "sinks", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mixed", "window over passes", "chunks within a pass", "soft cap", "sinks", "slopes", "everything"),
+        *("chunks and those before them", "narrow values", "root of the distance"),
+    ],
+)
 def test_reference_is_the_textbook(name: str):
     """One token and one head at a time, in float64."""
     case = replace(CASES[name], dtype=torch.float64, cache=CASES[name].cache or torch.float32)
     q, keys, values, tables, starts, kv, _ = case.arrays()
     options, out = case.options, case.run(use_kernel=False)
-    window, cap, sinks = options.get("window") or WILD, options.get("softcap"), options.get("sinks")
+    cap, sinks = options.get("softcap"), options.get("sinks")
+    slopes = options.get("slopes", torch.zeros(case.heads)).double()
     k_scale, v_scale = (float(options.get(name, 1.0)) for name in SCALES)
     row = 0
     for s in range(case.decodes, len(kv)):
         for position in range(int(kv[s] - (starts[s + 1] - starts[s])), int(kv[s])):
-            slots = [divmod(at, case.page) for at in range(max(0, position - window + 1), position + 1)]
+            slots = [divmod(at, case.page) for at in range(case.first_seen(position), position + 1)]
             for n in range(case.heads):
                 place = [(int(tables[s, page]), n * case.kv_heads // case.heads, slot) for page, slot in slots]
                 k, v = (torch.stack([cache[at] for at in place]).double() for cache in (keys, values))
                 x = k @ q[starts[case.decodes] + row, n] * case.dim**-0.5 * k_scale
                 x = x if cap is None else cap * torch.tanh(x / cap)
+                distance = torch.arange(len(x) - 1, -1, -1).double()
+                x = x - slopes[n] * (distance.sqrt() if options.get("root") else distance)
                 total = x.exp().sum() + (0 if sinks is None else sinks[n].double().exp())
                 expected = x.exp() @ v / total * v_scale
                 torch.testing.assert_close(out[row, n], expected, rtol=0, atol=1e-12)

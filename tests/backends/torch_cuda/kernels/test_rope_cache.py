@@ -12,7 +12,10 @@ SHAPES = {
     "partial": (3, 1, 20, 6, 2),
     "still": (2, 2, 16, 0, 8),
     "many": (40, 20, 64, 64, 4),
+    "values are keys": (4, 2, 16, 16, 4),
+    "narrow values": (4, 2, 20, 6, 4),
 }
+VALUE_DIM = {"narrow values": 13}
 
 
 def _case(shape: str, dtype: torch.dtype, cache: torch.dtype, normed: bool):
@@ -23,20 +26,23 @@ def _case(shape: str, dtype: torch.dtype, cache: torch.dtype, normed: bool):
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=seed)
 
-    width = (heads + 2 * kv_heads) * head_dim
+    value_dim = VALUE_DIM.get(shape, head_dim)
+    width = (heads + kv_heads) * head_dim + (0 if shape == "values are keys" else kv_heads * value_dim)
     around = torch.full((4, width + 3), NAN, dtype=dtype)
     around[:3, :width] = random(3, width)
     positions = torch.tensor([6, 0, 2], dtype=torch.int32)
     cos_sin = torch.full((9, 2, rotated // 2), NAN)
     cos_sin[positions] = random(3, 2, rotated // 2)
     slots = torch.tensor([4 * page - 1, 0, 2 * page + 1], dtype=torch.int32)
-    keys, values = (torch.full((5, kv_heads, page, head_dim), NAN).to(cache) for _ in range(2))
+    keys, values = (torch.full((5, kv_heads, page, dim), NAN).to(cache) for dim in (head_dim, value_dim))
     facts = {
         "heads": heads,
         "kv_heads": kv_heads,
         "cos_sin": cos_sin if rotated else None,
         "q_norm": NormWeights(random(head_dim).to(dtype), 1e-5) if normed else None,
         "k_norm": NormWeights(random(head_dim).to(dtype), 1e-6, unit_offset=True) if normed else None,
+        "v_norm": NormWeights(random(value_dim).to(dtype), 1e-4) if normed else None,
+        "values_are_keys": shape == "values are keys",
     }
     if cache == torch.float8_e4m3fn:
         facts |= {"k_scale": torch.tensor([0.25]), "v_scale": torch.tensor([1.5])}
@@ -64,7 +70,8 @@ def test_the_kernel_computes_the_reference_and_touches_nothing_else(dtype, cache
     for mine, its in zip(got, want):
         torch.testing.assert_close(mine, its, **near, equal_nan=True)
     kv_heads, head_dim = SHAPES[shape][1:3]
-    assert int((~got[1].isnan()).sum()) == int((~got[2].isnan()).sum()) == 3 * kv_heads * head_dim
+    assert int((~got[1].isnan()).sum()) == 3 * kv_heads * head_dim
+    assert int((~got[2].isnan()).sum()) == 3 * kv_heads * VALUE_DIM.get(shape, head_dim)
 
 
 def test_the_reference_rotates_pairs_and_writes_token_by_token() -> None:
@@ -79,6 +86,15 @@ def test_the_reference_rotates_pairs_and_writes_token_by_token() -> None:
     key = qkv[token, 4 * 16 : 5 * 16]
     assert torch.isclose(keys[2, 0, 1, channel], key[channel] * cos - key[channel + 8] * sin)
     assert torch.equal(values[2, 1, 1], qkv[token, 7 * 16 :])
+
+
+def test_values_are_the_projected_keys_normalised() -> None:
+    arguments, facts = _case("values are keys", torch.float32, torch.float32, True)
+    qkv, _, _, _, values = arguments
+    rope_and_cache(*arguments, **facts, use_kernel=False)
+    key = qkv[2, 5 * 16 :]
+    normed = key / (key.square().mean() + 1e-4).sqrt() * facts["v_norm"].weight
+    torch.testing.assert_close(values[2, 1, 1], normed)
 
 
 def test_values_beyond_the_float8_range_saturate() -> None:

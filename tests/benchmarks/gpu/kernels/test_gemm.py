@@ -7,8 +7,9 @@ import support.triton_interpreter  # noqa: F401
 import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.scaled_linear import kernel as scaled_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel
-from pagoda.benchmarks.gpu.kernels import gemm
+from pagoda.benchmarks.gpu.kernels import gemm, packed
 from pagoda.benchmarks.gpu.measure import Bench
 
 
@@ -22,13 +23,27 @@ BENCH = Interpreted(torch.device("cpu"), CHIPS["sm_90"], tiny=True)
 @pytest.fixture(autouse=True)
 def half(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has no bfloat16."""
-    monkeypatch.setattr(gemm, "BF16", torch.float16)
+    for module in (gemm, packed):
+        monkeypatch.setattr(module, "BF16", torch.float16)
 
 
 def test_kernels_pass() -> None:
     results = {number.name: number.run() for number in gemm.checks(BENCH)}
     assert len(results) == 13
     assert all(one["right"] for one in results.values()), results
+
+
+def test_kernels_of_stored_matrices_pass() -> None:
+    """With errors that would pass in bfloat16, too."""
+    results = {number.name: number.run() for number in packed.checks(BENCH)}
+    assert len(results) == 3 * len(packed.SCHEMES)
+    assert all(one["right"] and 8 * one["error"] < 1.01 for one in results.values()), results
+
+
+def test_a_wrong_product_of_rounded_rows_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = scaled_kernel.linear
+    monkeypatch.setattr(scaled_kernel, "linear", lambda *arguments: right(*arguments) * 1.05)
+    assert not packed.error(BENCH, "int8_channel", 70)["right"]
 
 
 def test_a_wrong_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

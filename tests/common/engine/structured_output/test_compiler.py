@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from fakes import FakeBackend, FakePending, FakeShards, full_layout, scrambled
 from llguidance import gbnf_to_lark
+from support.engine_runs import drain, new_tokens
 from support.grammars import END_THINK, EOS, SPECIAL, TEXTS, asking, grammar, text_of, vocabulary
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
-from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.step import PREVIOUS, StepPlan, StepResult, TokenMasks
 from pagoda.common.engine.structured_output.compiler import MAX_GRAMMARS, Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
@@ -39,19 +40,6 @@ def structured() -> Structured:
     return Structured(vocabulary)
 
 
-def drain(core: EngineCore) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {}
-    while core.has_work:
-        for output in core.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-    core.check_integrity()
-    return outputs
-
-
-def tokens(answer: list[EngineOutput]) -> list[int]:
-    return [token for output in answer for token in output.new_token_ids]
-
-
 def plain(name: str, **settings) -> EngineRequest:
     return replace(asking(name=name), stop_token_ids=frozenset(), eos_token_ids=frozenset(), **settings)
 
@@ -70,13 +58,13 @@ def test_constrained_answers_fit_and_others_are_unchanged(structured, ahead, num
     assert (core.stats.preemptions > 0) == (num_blocks == 9)
     for number in range(3):
         constrained = outputs_of[f"constrained {number}"]
-        assert text_of(tokens(constrained)) in CHOICES
-        assert (constrained[-1].finish_reason, constrained[-1].stop_reason, tokens(constrained)[-1]) == (
+        assert text_of(new_tokens(constrained)) in CHOICES
+        assert (constrained[-1].finish_reason, constrained[-1].stop_reason, new_tokens(constrained)[-1]) == (
             "stop",
             None,
             EOS,
         )
-        assert tokens(outputs_of[f"free {number}"]) == tokens(expected[f"free {number}"])
+        assert new_tokens(outputs_of[f"free {number}"]) == new_tokens(expected[f"free {number}"])
 
 
 def plans_of(structured: Structured, free: int) -> tuple[list[StepPlan], int]:
@@ -87,7 +75,7 @@ def plans_of(structured: Structured, free: int) -> tuple[list[StepPlan], int]:
         state.result(10)  # it is compiled, so that all begin together
     for number in range(free):
         core.add_request(plain(str(number), max_tokens=20, prompt_token_ids=[number, 7]))
-    answer = tokens(drain(core)["constrained"])
+    answer = new_tokens(drain(core)["constrained"])
     return core._execute.__self__.plans, len(answer)
 
 
@@ -131,7 +119,7 @@ def test_masks_are_bound_after_the_result_before_and_before_the_own_result(struc
     recorder = Recorder(core._execute.__self__)
     core._execute = recorder.execute
     core.add_request(asking(grammar(choice=["aaaaaaab"]), name="constrained"))
-    answer = tokens(drain(core)["constrained"])
+    answer = new_tokens(drain(core)["constrained"])
     steps = [step for call, step in recorder.calls if call == "execute"]
     order = {call: index for index, call in enumerate(recorder.calls)}
     assert len(order) == len(recorder.calls) == 3 * len(steps), "each step has each call once"
@@ -152,7 +140,7 @@ def test_prefix_cache_serves_a_constrained_answer(structured):
     core.add_request(replace(asking(grammar(choice=CHOICES), name="second"), prompt_token_ids=prompt))
     outputs_of = drain(core)["second"]
     assert outputs_of[0].num_cached_tokens == 16
-    assert text_of(tokens(outputs_of)) in CHOICES
+    assert text_of(new_tokens(outputs_of)) in CHOICES
 
 
 def test_shards_share_compiled_grammars(structured):
@@ -162,7 +150,7 @@ def test_shards_share_compiled_grammars(structured):
         core.add_request(asking(grammar(choice=CHOICES), name=str(number)))
     core.add_request(asking(grammar(regex="(a"), name="bad"))
     outputs_of = drain(core)
-    assert all(text_of(tokens(outputs_of[str(number)])) in CHOICES for number in range(6))
+    assert all(text_of(new_tokens(outputs_of[str(number)])) in CHOICES for number in range(6))
     assert outputs_of["bad"][0].finish_reason == "error"
     assert not core._scheduler._shard_of
 
@@ -172,7 +160,7 @@ def test_an_answer_cut_by_length_is_a_prefix_of_a_valid_one(structured):
     core.add_request(asking(grammar(choice=["aaaaaaab"]), max_tokens=2))
     (answer,) = drain(core).values()
     assert answer[-1].finish_reason == "length"
-    assert "aaaaaaab".startswith(text_of(tokens(answer)))
+    assert "aaaaaaab".startswith(text_of(new_tokens(answer)))
 
 
 def test_an_invalid_grammar_ends_only_its_request(structured):
@@ -185,7 +173,7 @@ def test_an_invalid_grammar_ends_only_its_request(structured):
     assert answer.error is not None
     assert answer.error[0] == "structured_outputs"
     assert "unclosed" in answer.error[1]
-    assert text_of(tokens(outputs_of["good"])) in CHOICES
+    assert text_of(new_tokens(outputs_of["good"])) in CHOICES
 
 
 def test_an_answer_with_an_empty_mask_ends_only_its_request(structured):
@@ -196,7 +184,7 @@ def test_an_answer_with_an_empty_mask_ends_only_its_request(structured):
     last = outputs_of["short"][-1]
     assert last.finish_reason == "error"
     assert "min_tokens is 4" in (last.error or ("", ""))[1]
-    assert text_of(tokens(outputs_of["good"])) in CHOICES
+    assert text_of(new_tokens(outputs_of["good"])) in CHOICES
 
 
 class Panic(BaseException):
@@ -215,14 +203,18 @@ def test_a_library_failure_ends_only_its_request(structured, monkeypatch, fault)
     core.add_request(plain("free"))
     outputs_of = drain(core)
     assert outputs_of["bad"][0].finish_reason == "error"
-    assert len(tokens(outputs_of["free"])) == 30
+    assert len(new_tokens(outputs_of["free"])) == 30
 
 
 def test_the_grammar_ends_an_answer_that_ignores_eos(structured):
     core = engine(structured)
     core.add_request(replace(asking(grammar(choice=["a"])), stop_token_ids=frozenset(), eos_token_ids=frozenset()))
     (answer,) = drain(core).values()
-    assert (tokens(answer), answer[-1].finish_reason, answer[-1].stop_reason) == ([TEXTS.index("a"), EOS], "stop", None)
+    assert (new_tokens(answer), answer[-1].finish_reason, answer[-1].stop_reason) == (
+        [TEXTS.index("a"), EOS],
+        "stop",
+        None,
+    )
 
 
 def test_a_stop_token_ends_a_constrained_answer(structured):
@@ -230,7 +222,7 @@ def test_a_stop_token_ends_a_constrained_answer(structured):
     a = TEXTS.index("a")
     core.add_request(replace(asking(grammar(regex="a{1,9}"), allowed_token_ids=(a,)), stop_token_ids=frozenset({a})))
     (answer,) = drain(core).values()
-    assert (tokens(answer), answer[-1].finish_reason, answer[-1].stop_reason) == ([a], "stop", a)
+    assert (new_tokens(answer), answer[-1].finish_reason, answer[-1].stop_reason) == ([a], "stop", a)
 
 
 def test_a_spent_budget_ends_the_reasoning(structured):
@@ -239,7 +231,7 @@ def test_a_spent_budget_ends_the_reasoning(structured):
     core.add_request(asking(grammar(choice=["ab"]), budget, name="constrained"))
     core.add_request(replace(plain("free"), thinking=budget))
     outputs_of = drain(core)
-    constrained, free = tokens(outputs_of["constrained"]), tokens(outputs_of["free"])
+    constrained, free = new_tokens(outputs_of["constrained"]), new_tokens(outputs_of["free"])
     assert constrained.index(END_THINK) == free.index(END_THINK) == 5
     assert text_of(constrained[6:]) == "ab"
     assert len(free) == 30
@@ -288,7 +280,7 @@ def test_several_answers_of_one_grammar(structured):
     core = engine(structured)
     for index in range(4):
         core.add_request(replace(asking(grammar(choice=CHOICES), name=f"{index}_r"), prompt_token_ids=[index, 2]))
-    outputs_of = {text_of(tokens(answer)) for answer in drain(core).values()}
+    outputs_of = {text_of(new_tokens(answer)) for answer in drain(core).values()}
     assert outputs_of <= set(CHOICES)
     assert len(outputs_of) > 1
 

@@ -211,6 +211,11 @@ def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], p
     assert strict.state.running == 0
 
 
+def test_an_image_is_refused_because_the_model_is_served_text_only(strict: LiveServer) -> None:
+    _, message = fault(strict, input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}])
+    assert "type 'input_image' is not supported: the model is served text-only" in message
+
+
 # --- the store ---
 
 

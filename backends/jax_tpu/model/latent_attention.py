@@ -1,0 +1,173 @@
+"""Multi-head latent attention (MLA) over the paged cache of latents.
+
+Decode is absorbed: all heads attend to the latents. Prefill is, too, unless it is cheaper to expand them to the keys
+and values of the heads (`kernels_pallas.latent_attention.expanded`), which the program decides for each step. Every
+device keeps the whole latents, and its share of the heads.
+
+With an indexer, whose keys are in a second cache, each query attends to the tokens that it selects, absorbed in
+prefills too; every device selects for itself. A program none of whose sequences can be longer than what is selected
+attends to all tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagoda.backends.jax_tpu.execution.step_input import PoolInput
+from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce, query_growth
+from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.common.models.mixers import Indexer, LatentAttention
+from pagoda.kernels_pallas.latent_attention.selected import selected_attention
+from pagoda.kernels_pallas.latent_attention.write import store_latents
+from pagoda.kernels_pallas.ragged_paged_attention.plan import make_knobs
+from pagoda.kernels_pallas.token_selection import SelectedTokens, select_tokens
+
+
+class JaxIndexer(nnx.Module):
+    """The projections of an indexer, whole on every device, and its cache of keys."""
+
+    def __init__(self, spec: Indexer, width: int, query_rank: int, build: JaxBuildContext) -> None:
+        self.spec = spec
+        self.q = build.parameter("..", spec.heads * spec.head_dim, query_rank)
+        self.k = build.parameter(".D", spec.head_dim, width)
+        self.k_norm = JaxNorm(spec.norm, spec.head_dim, build)
+        self.weights = build.parameter(".D", spec.heads, width)
+
+    def store(
+        self, x: jax.Array, cache: jax.Array, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> jax.Array:
+        """Return the stacked cache with the keys of x [T, D]."""
+        kernel, rotate = step.kernel, rotations[self.spec.rope]
+        assert rotate is not None, "only no Rope has no rotation"
+        keys = rotate(self.k_norm(project(x, self.k[...]))[:, None])[:, 0]
+        layer, layout = step.cache_layer(cache_index, cache), kernel.latent_layout(self.spec.head_dim, 0)
+        batch = step.ragged(cache_index).cleaned()
+        return store_latents(
+            keys, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
+        )
+
+    def select(
+        self,
+        x: jax.Array,
+        low_rank: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        rotations: Rotations,
+        step: AnyStep,
+    ) -> SelectedTokens:
+        """Return the tokens that those of x [T, D] attend to; `low_rank` as of `JaxLatentAttention.low_rank`."""
+        rotate = rotations[self.spec.rope]
+        assert rotate is not None, "only no Rope has no rotation"
+        return select_tokens(
+            rotate(project(low_rank, self.q[...]).reshape(len(x), self.spec.heads, -1)),
+            project(x, self.weights[...]),
+            cache,
+            layout=step.kernel.latent_layout(self.spec.head_dim, 0),
+            layer=step.cache_layer(cache_index, cache),
+            batch=step.ragged(cache_index).cleaned(),
+            top=self.spec.top_k,
+            decode_only=step.decode_only,
+            **step.kernel.options,
+        )
+
+
+class JaxLatentAttention(nnx.Module):
+    """One layer's latent attention.
+
+    `queries` [N, H, low rank or D]; `kv_up` [N, nope + value channels, rank], the projections from the latent to a
+    head's key and value; `out` [D, N * V]; `gate` [N, D].
+    """
+
+    def __init__(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> None:
+        heads, rank, low_rank = HeadLayout.of(spec, build.tensor).slots, spec.latent_dim, spec.query_rank
+        self.spec = spec
+        self.q_a = None if low_rank is None else build.matrix("q_a", ".D", low_rank, width)
+        self.q_a_bias = None if low_rank is None or not spec.bias else build.parameter(".", low_rank)
+        self.q_a_norm = None if low_rank is None else JaxNorm(spec.norm, low_rank, build)
+        self.queries = build.matrix("queries", "K.D", heads, spec.nope_dim + spec.rope.dim, low_rank or width)
+        self.kv_a = build.matrix("kv_a", ".D", rank + spec.rope.dim, width)
+        self.kv_a_bias = build.parameter(".", rank + spec.rope.dim) if spec.bias else None
+        self.kv_a_norm = JaxNorm(spec.norm, rank, build)
+        self.kv_up = build.parameter("K..", heads, spec.nope_dim + spec.value_dim, rank)
+        self.out = build.matrix("out", "DK", width, heads * spec.value_dim)
+        self.out_bias = build.parameter("D", width) if spec.bias else None
+        self.gate = build.parameter("KD", heads, width) if spec.gate_per_head else None
+        self.indexer = (
+            None if spec.indexer is None or low_rank is None else JaxIndexer(spec.indexer, width, low_rank, build)
+        )
+
+    def __call__(
+        self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], stacked latents and index keys -> [T, D], and the caches.
+
+        `cache_index` int32 [2 n]: block table and cache layer of each.
+        """
+        spec, rotate, low_rank = self.spec, rotations[self.spec.rope], self.low_rank(x, step)
+        assert rotate is not None, "only no Rope has no rotation"
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        heads = jax.lax.optimization_barrier(project(low_rank, self.queries, step))
+        if spec.query_growth is not None:  # before RoPE, which does not change lengths
+            heads = heads * query_growth(spec.query_growth, step.positions).astype(heads.dtype)
+        nope, rotary = heads[..., : spec.nope_dim], heads[..., spec.nope_dim :]
+        key_up, value_up = self.kv_up[:, : spec.nope_dim], self.kv_up[:, spec.nope_dim :]
+        absorbed, rotary = jnp.einsum("tnh,nhr->tnr", nope, key_up), rotate(rotary)
+        q, latents = jnp.concatenate([absorbed, rotary], -1), self._latents(x, rotations, step)
+        if self.indexer is not None:
+            caches = caches[0], self.indexer.store(x, caches[1], cache_index[2:], rotations, step)
+        if self.indexer is not None and step.max_context > self.indexer.spec.top_k:
+            selection = self.indexer.select(x, low_rank, caches[1], cache_index[2:], rotations, step)
+            mixed, cache = self._attend_selected(q, latents, caches[0], cache_index, step, selection)
+            attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
+        elif isinstance(step, PoolInput):
+            mixed, cache = step.attend_latents(q, latents, caches[0], cache_index, spec)
+            attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
+        else:
+            expansion = step.expansion(cache_index, spec, q.shape[1])
+            mixed, cache = step.attend_latents(q, latents, caches[0], cache_index, spec, expansion)
+            attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
+            if expansion is not None:
+                q = jnp.concatenate([nope, rotary], -1)
+                attended = step.attend_expanded(q, self.kv_up[...], cache, cache_index, spec, expansion, attended)
+        if self.gate is not None:
+            attended = attended * jax.nn.sigmoid(project(x, self.gate[...]))[..., None]
+        out = all_reduce(project(attended.reshape(len(x), -1), self.out, step))
+        return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
+
+    def _attend_selected(
+        self,
+        q: jax.Array,
+        latents: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        step: AnyStep,
+        selection: SelectedTokens,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write latents [T, C] into the stacked cache, then attend: q [T, N, C] -> [T, N, rank], and the cache."""
+        spec, kernel, batch = self.spec, step.kernel, step.ragged(cache_index).cleaned()
+        layout, layer = kernel.latent_layout(spec.latent_dim, spec.rope.dim), step.cache_layer(cache_index, cache)
+        cache = store_latents(
+            latents, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
+        )
+        knobs, decode_only = make_knobs(spec.scale, *(None,) * 6), step.decode_only
+        options = {"layout": layout, "decode_only": decode_only, **kernel.options}
+        return selected_attention(q, cache, layer, batch, knobs, selection, **options), cache
+
+    def low_rank(self, x: jax.Array, step: AnyStep) -> jax.Array:
+        """X [T, D] -> what queries are projected from: the normalised low-rank queries, or x."""
+        if self.q_a is None or self.q_a_norm is None:
+            return x
+        low_rank = project(x, self.q_a, step)
+        return self.q_a_norm(low_rank if self.q_a_bias is None else low_rank + self.q_a_bias[...])
+
+    def _latents(self, x: jax.Array, rotations: Rotations, step: AnyStep) -> jax.Array:
+        """X [T, D] -> [T, C]: the normalised latent, then the rotated rotary key."""
+        both, rotate = project(x, self.kv_a, step), rotations[self.spec.rope]
+        assert rotate is not None, "only no Rope has no rotation"
+        if self.kv_a_bias is not None:
+            both = both + self.kv_a_bias[...]
+        latent, rotary = both[:, : self.spec.latent_dim], both[:, self.spec.latent_dim :]
+        return jnp.concatenate([self.kv_a_norm(latent), rotate(rotary[:, None])[:, 0]], -1)

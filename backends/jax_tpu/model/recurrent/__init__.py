@@ -1,0 +1,1 @@
+"""Mixers with recurrent state, a file per kind; `convolution` has what they share besides the kernels."""

@@ -1,0 +1,70 @@
+"""Linear attention with a constant decay per head: projections, the recurrence's kernel, the norm over all heads.
+
+A slot is one head (`layout.HeadLayout`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagoda.backends.jax_tpu.model.layers import (
+    Caches,
+    Rotations,
+    all_reduce,
+    apply_norm,
+    local_part,
+    make_norm,
+    scale_norm,
+)
+from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.common.models.mixers import LightningAttention
+from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
+
+
+class JaxLightningAttention(nnx.Module):
+    """One layer's linear attention: `inner` [K, 4 H, D] for q, k, v, gate; `norm` [K, H]; `out` [D, K * H]."""
+
+    def __init__(self, spec: LightningAttention, width: int, build: JaxBuildContext) -> None:
+        self.spec, self.layout, dim = spec, HeadLayout.of(spec, build.tensor), spec.head_dim
+        slots = self.layout.slots
+        self.inner = build.matrix("inner", "K.D", slots, 4 * dim, width)
+        self.norm = build.parameter("K.", slots, dim) if spec.norm.scale else None
+        self.q_norm, self.k_norm = make_norm(spec.qk_norm, dim, build), make_norm(spec.qk_norm, dim, build)
+        self.out = build.matrix("out", "DK", width, slots * dim)
+
+    def __call__(
+        self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], the stacked states, this layer's int32 [2] (block table, layer) -> [T, D], the states."""
+        spec, batch, layer = self.spec, step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        inner = jax.lax.optimization_barrier(project(x, self.inner, step))
+        qkv, gate = inner[..., : 3 * spec.head_dim], inner[..., 3 * spec.head_dim :]
+        q, k, v = jnp.split(jax.nn.silu(qkv) if spec.silu else qkv, 3, axis=-1)
+        q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        if (rotation := rotations[spec.rope]) is not None:
+            q, k = rotation(q), rotation(k)
+        q, k, v = q.astype(jnp.float32) * spec.scale, k.astype(jnp.float32), v.astype(jnp.float32)
+        slopes = self.layout.keys(np.asarray(spec.slopes, np.float32), 1)
+        decay = -local_part(jnp.asarray(slopes), q.shape[1])  # [K, 1]
+        inputs = RecurrenceInputs((q, k), (v, jnp.broadcast_to(decay, (*q.shape[:2], 1))))
+        options = {"decode_only": step.decode_only, **step.kernel.options}
+        heads, states = linear_recurrence(ScalarDecay(), inputs, caches[0], layer, batch, **options)
+        member = self._groups(heads.shape[1])
+        sums = all_reduce(jnp.matmul(jnp.square(heads).sum(2), member, precision="highest"))  # [T, groups]
+        mean = jnp.matmul(sums, member.T, precision="highest") * spec.groups / (spec.heads * spec.head_dim)
+        weight = None if self.norm is None else self.norm[...]
+        normed = scale_norm(heads, mean[:, :, None], spec.norm, weight).astype(x.dtype)
+        gated = (normed * jax.nn.sigmoid(gate)).reshape(len(x), -1)
+        return all_reduce(project(gated, self.out, step)), (states,)
+
+    def _groups(self, slots: int) -> jax.Array:
+        """Return float32 [slots, groups]: 1 for the group of each head of this device. Empty positions have none."""
+        heads = self.layout.kv_of
+        group = np.where(heads < 0, -1, heads * self.spec.groups // self.spec.heads)
+        member = (group[:, None] == np.arange(self.spec.groups)).astype(np.float32)
+        return local_part(jnp.asarray(member), slots)

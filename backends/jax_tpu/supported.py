@@ -1,0 +1,57 @@
+"""What of the model specification this backend implements; importable without the backend's libraries."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    ShortConvolution,
+)
+from pagoda.common.models.supported import Supported
+from pagoda.common.weights.quantization.support import SchemeSupport
+from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
+
+SUPPORTED: Final = Supported(
+    "jax_tpu",
+    mixers=(
+        *(Attention, LatentAttention, GatedDelta),
+        *(KimiDelta, LightningAttention, Mamba, Mamba2, ShortConvolution),
+    ),
+    features=frozenset(
+        {
+            *("shared cache", "output gate", "ALiBi", "sinks", "chunks", "query growth", "value norm"),
+            *("values are keys", "scaled beta", "several mixers", "no mixer", "no ffn", "sparse gate", "side mixture"),
+            *("low-rank residual", "normed residual", "output scale", "per-layer embedding", "AltUp"),
+            *("gate per head", "latent gate", "latent query growth", "clipped gate", "shortcut", "blend"),
+            *("root of ALiBi", "chunk lookback", "value width", "empty layer", "input block"),
+            *("direct decay", "bounded decay", "indexer", "block indexer"),
+        }
+    ),
+)
+
+_DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
+
+
+def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
+    """Return what the backend does with matrices of a scheme; `experts`: those of mixtures of experts."""
+    product = "grouped_matmul" if experts else "XLA"
+    match scheme:
+        case Float8("tensor" | "channel", activations):
+            rounded = "" if activations is None else "; W8A8 on v7x"
+            return SchemeSupport("computes", f"{product}, weight-only{rounded}")
+        case Int8("tensor" | "channel", offsets=True) | Int8(ordered=True):
+            return _DEQUANTISES
+        case Int8("tensor" | "channel", activations):
+            how = "weight-only" if activations is None else "W8A8; weight-only on v7x"
+            return SchemeSupport("computes", f"{product}, {how}")
+        case Float8() | Int8() | Mxfp4() | Nvfp4() | Int4(ordered=False):
+            return SchemeSupport("computes", "grouped_matmul, weight-only")
+        case _:
+            return _DEQUANTISES

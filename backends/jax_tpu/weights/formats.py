@@ -1,0 +1,154 @@
+"""Which of the decoder's matrices are quantised, and how each is stored and multiplied.
+
+A matrix of the decoder holds several parameters (q, k and v) of all repeats of a layer, so all of them have one format;
+where the checkpoint's schemes differ the matrix is dense, and its parameters are dequantised.
+
+The float8 dtype depends on the chip: v5e, v5p and v6e multiply e4m3b11fnuz natively, but would convert e4m3fn with a
+dozen vector operations, which takes longer than reading the weight; see benchmarks/LOG.md. In the range used here both
+have the same values up to a power of two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme, and_more
+from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.grouped_matmul.quantized import Numbers
+
+logger = logging.getLogger(__name__)
+
+_MATRICES: Final = ("qkv", "values", "out", "inner", "down", "queries", "q_a", "kv_a")
+"""Last parts of the paths of matrices that may be quantised."""
+
+_MODULES: Final = ("attention", "ffn", "moe", "shared")
+"""Names of the modules that have them, besides mixers, which are numbered."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFormat:
+    """How a quantised matrix is stored and multiplied.
+
+    Where inputs are rounded, too, the matrix units multiply numbers by numbers, which is faster than bfloat16 where
+    they can; else weights are widened.
+    """
+
+    numbers: Numbers
+    rounds_inputs: bool = False  # each token's input is rounded to `numbers`, too
+    for_kernel: bool = False  # stored for kernels_pallas/grouped_matmul
+    group: int | None = None  # inputs that share a scale; None: all of an output channel
+    shifted: bool = False  # numbers may have zero points
+
+
+NO_FORMATS: Final[Mapping[Path, MatrixFormat]] = {}
+"""All matrices are dense."""
+
+
+def matrix_formats(
+    method: str | None,
+    spec: ModelSpec,
+    chip: ChipInfo,
+    schemes: Mapping[str, Scheme] | None = None,
+    tensor: int = 1,
+) -> dict[Path, MatrixFormat]:
+    """Return the formats of the quantised matrices, by path in the decoder; all others are dense.
+
+    `method`: a --quantization value for a dense checkpoint. `schemes`: of the parameters that a checkpoint holds
+    quantised. `tensor`: devices that share each layer.
+    """
+    wanted: dict[Path, dict[str, MatrixFormat | None]] = {}
+    places = placements(spec, tensor)
+    for name, param in params(spec).items():
+        target = places[name].target
+        if target[-1] not in _MATRICES or not (isinstance(target[-2], int) or target[-2] in _MODULES):
+            continue
+        scheme = None if schemes is None else schemes.get(name)
+        form = None
+        if method is not None:
+            form = _runtime_format(method, chip, experts=".experts." in name)
+        elif scheme is not None:
+            form = _stored_format(scheme, chip, experts=".experts." in name)
+        if form is not None and form.for_kernel and not _keeps_groups(places[name], param.shape[-1], form, name):
+            form = None
+        wanted.setdefault(target, {})[name] = form
+    formats = {}
+    for path, forms in wanted.items():
+        first, *others = set(forms.values())
+        if others:
+            _log_mixed(forms)
+        elif first is not None:
+            formats[path] = first
+    return formats
+
+
+def _log_mixed(forms: Mapping[str, MatrixFormat | None]) -> None:
+    """Log that the parameters of a matrix are dequantised."""
+    dense = [name for name, form in forms.items() if form is None]
+    quantised = [name for name, form in forms.items() if form is not None]
+    why = f"{dense[0]} in the same matrix is dense" if dense else "they have several schemes in one matrix"
+    logger.info("jax_tpu: dequantises %s: %s", and_more(quantised), why)
+
+
+def _keeps_groups(placement: Placement, inputs: int, form: MatrixFormat, name: str) -> bool:
+    """Whether the decoder's matrix is one of a layer, and its arrangement moves inputs in whole groups; log if not."""
+    if placement.target[0] == "blocks":
+        why = "several layers share it"
+    elif form.group is not None and inputs % form.group:
+        why = f"its {inputs} inputs are not whole groups of {form.group}"
+    elif placement.target[-1] == "out" and moved_groups(placement, inputs, form.group or inputs) is None:
+        why = f"its heads are not whole groups of {form.group or inputs} inputs; use another --tensor-parallel-size"
+    else:
+        return True
+    logger.info("jax_tpu: dequantises %s: %s", name, why)
+    return False
+
+
+def moved_groups(placement: Placement, inputs: int, group: int) -> npt.NDArray[np.int64] | None:
+    """Return which group of inputs each group of a matrix `out` holds, -1 for none; None if groups are divided."""
+    order = placement.arrange(np.arange(1, inputs + 1)[None]).reshape(-1).astype(np.int64)
+    if len(order) % group:
+        return None
+    groups = order.reshape(-1, group)
+    empty, first = (groups == 0).all(1), groups[:, 0]
+    whole = ((first - 1) % group == 0) & (groups == first[:, None] + np.arange(group)).all(1)
+    return np.where(empty, -1, (first - 1) // group) if (whole | empty).all() else None
+
+
+def _runtime_format(method: str, chip: ChipInfo, *, experts: bool) -> MatrixFormat:
+    """Return the format of a --quantization value."""
+    if method == "int4":
+        return MatrixFormat("int4", for_kernel=True, group=128)
+    if "fp8" in method:
+        return MatrixFormat(chip.float8, chip.multiplies_float8, experts)
+    return MatrixFormat("int8", chip.int8 and method == "int8", experts)
+
+
+def _stored_format(scheme: Scheme, chip: ChipInfo, *, experts: bool) -> MatrixFormat | None:
+    """Return the format of a checkpoint's scheme; None: it is dequantised."""
+    rounded = getattr(scheme, "activations", None) is not None
+    match scheme:
+        case Int8(group=str(), offsets=True) | Int8(ordered=True) | Int4(ordered=True):
+            return None
+        case Float8(group=str()):
+            return MatrixFormat(chip.float8, chip.multiplies_float8 and rounded, experts)
+        case Int8(group=str()):
+            return MatrixFormat("int8", chip.int8 and rounded, experts)
+        case Float8(group=(_, inputs)):
+            return MatrixFormat(chip.float8, for_kernel=True, group=inputs)
+        case Int8(group=(_, inputs)):
+            return MatrixFormat("int8", for_kernel=True, group=inputs, shifted=scheme.offsets)
+        case Int4(group=(_, inputs)):
+            return MatrixFormat("int4", for_kernel=True, group=inputs, shifted=scheme.offsets)
+        case Mxfp4() | Nvfp4():
+            return MatrixFormat("e2m1", for_kernel=True, group=scheme.group[1])
+        case _:
+            return None

@@ -1,0 +1,1 @@
+"""Linear layers and tables over quantised weights, which stay as the checkpoint holds them."""

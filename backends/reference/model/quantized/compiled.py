@@ -1,0 +1,206 @@
+"""Products with quantised weights by kernels compiled for this processor.
+
+Activations are rounded to 8 bits, with a scale per group of weights, or per row where the checkpoint says so. A precise
+layer multiplies what the rounding leaves as further rows: 16 bits in all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from array import array
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model.quantized.groups import ScaledMatrix
+
+if importlib.util.find_spec("llvmlite"):
+    from pagoda.backends.reference.native import jit
+    from pagoda.backends.reference.native.quantized_products import (
+        FACTOR_BYTES,
+        QUAD,
+        ROW_BLOCKS,
+        Argument,
+        ProductForm,
+        Real,
+        product,
+    )
+
+_REAL: Final[dict[torch.dtype, Real]] = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
+_CHUNK: Final = 32
+_WEIGHT_ONLY_GROUP: Final = 128
+"""Inputs that share a scale of the activations where weights have one per output and the checkpoint none."""
+
+_SERIAL_WORK: Final = 1 << 18
+"""Numbers that one thread multiplies by itself: waking others takes as long."""
+
+_LARGEST: Final = 127
+
+_PANEL_BYTES: Final = 1 << 18
+"""Of rounded activations that are multiplied with all weights before the next: they stay in the second cache."""
+
+_TASKS_PER_THREAD: Final = 4
+
+
+def lanes() -> Literal[0, 8, 16]:
+    """Return the outputs that one instruction of this processor multiplies; 0: there is no kernel."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return 0
+    if jit.has_feature("avx512vnni") and jit.has_feature("avx512bw"):
+        return 16
+    return 8 if jit.has_feature("avxvnni") and jit.has_feature("f16c") else 0
+
+
+class CompiledLinear:
+    """A layer of one matrix."""
+
+    def __init__(
+        self,
+        matrix: ScaledMatrix,
+        bias: Tensor | None,
+        x: torch.dtype,
+        out: torch.dtype,
+        width: Literal[8, 16],
+        precise: bool = False,
+    ) -> None:
+        """`x`, `out`: types of input and output; `width`: from `lanes`; `precise`: without effect on rounded rows."""
+        self.result, self.bias, self.precise = out, None, precise and not matrix.form.rounded_rows
+        if self.precise:
+            x = out = torch.float32
+            self.bias, bias = None if bias is None else bias.float(), None
+        form, (self.outputs, self.inputs) = matrix.form, matrix.shape
+        chunk: Literal[16, 32] = 32 if not form.grouped or form.group % _CHUNK == 0 else 16
+        self.padding = -self.inputs % chunk
+        padded = self.inputs + self.padding
+        group = form.group if form.grouped else _WEIGHT_ONLY_GROUP if padded % _WEIGHT_ONLY_GROUP == 0 else chunk
+        if form.rounded_rows:
+            group = padded
+        self.form = ProductForm(
+            bits=form.bits,
+            zero=form.zero,
+            grouped=form.grouped,
+            offsets=form.offsets,
+            biased=bias is not None,
+            x=_REAL[x],
+            out=_REAL[out],
+            chunk=chunk,
+            chunks=None if form.rounded_rows else group // chunk,
+            e2m1=form.e2m1,
+            lanes=width,
+        )
+        self.kernel, self.dtype, self.out = product(self.form), x, out
+        self.order = None if matrix.order is None else torch.from_numpy(matrix.order.astype(np.int64))
+        tiles = -(-self.outputs // width)
+        self.groups, self.row_bytes = padded // group, padded + padded // group * FACTOR_BYTES
+        self.padded, self.tiles = padded, tiles
+        self._arrays = _Packed.of(matrix, width, padded, None if bias is None else bias.float())
+        self._words = self._constants(group // chunk)
+
+    @property
+    def nbytes(self) -> int:
+        return self._arrays.nbytes
+
+    def _constants(self, chunks: int) -> array[int]:
+        words = array("q", bytes(8 * len(Argument)))
+        arrays = self._arrays
+        for field, tensor in (
+            (Argument.WEIGHTS, arrays.numbers),
+            (Argument.SCALES, arrays.scales),
+            (Argument.OFFSETS, arrays.offsets),
+            (Argument.FACTORS, arrays.factors),
+            (Argument.BIAS, arrays.bias),
+        ):
+            words[field] = 0 if tensor is None else tensor.data_ptr()
+        words[Argument.GROUPS], words[Argument.CHUNKS] = self.groups, chunks
+        words[Argument.OUTPUTS], words[Argument.TILES] = self.outputs, self.tiles
+        panel = max(1, _PANEL_BYTES // self.padded // ROW_BLOCKS[0])
+        words[Argument.PANEL] = panel * ROW_BLOCKS[0]
+        return words
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.precise:
+            return self._product(x)
+        rows = len(x)
+        both = self._product(x)
+        total = both[:rows].add_(both[rows:])
+        return (total if self.bias is None else total.add_(self.bias)).to(self.result)
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """Return rows [2 T, I]: what 8 bits hold of x, then the rest."""
+        grouped = x.float().view(len(x), self.groups, -1)
+        scale = grouped.abs().amax(-1, keepdim=True) / _LARGEST
+        scale = torch.where(scale > 0, scale, 1)
+        upper = (grouped / scale).round_().mul_(scale)
+        return torch.cat([upper, grouped - upper]).view(2 * len(x), -1)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        if self.padding:
+            x = F.pad(x, (0, self.padding))
+        if self.precise:
+            x = self._halves(x)
+        if x.dtype != self.dtype or x.stride(1) != 1:
+            x = x.to(self.dtype).contiguous()
+        rows = len(x)
+        out = torch.empty((rows, self.outputs), dtype=self.out)
+        scratch = torch.empty(rows * self.row_bytes, dtype=torch.uint8)
+        threads = torch.get_num_threads() if rows * self.outputs * self.padded > _SERIAL_WORK else 1
+        words = self._words[:]
+        step = -(-self.tiles // (_TASKS_PER_THREAD * threads)) if threads > 1 else self.tiles
+        tasks = -(-self.tiles // step)
+        words[Argument.X], words[Argument.X_STRIDE] = x.data_ptr(), x.stride(0)
+        words[Argument.OUT], words[Argument.ROWS] = out.data_ptr(), rows
+        words[Argument.NUMBERS] = numbers = scratch.data_ptr()
+        words[Argument.ROW_FACTORS] = numbers + rows * self.padded
+        words[Argument.TILE_STEP], words[Argument.TILE_TASKS] = step, tasks
+        words[Argument.TASKS] = tasks * -(-rows // words[Argument.PANEL])
+        self.kernel.run(words.buffer_info()[0], threads)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A matrix as the kernel reads it."""
+
+    numbers: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    factors: Tensor
+    bias: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.numbers, self.scales, self.offsets, self.factors, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @classmethod
+    def of(cls, matrix: ScaledMatrix, width: int, padded: int, bias: Tensor | None) -> _Packed:
+        """Return tiles of `width` outputs with `padded` inputs."""
+        outputs, missing = matrix.shape[0], -matrix.shape[0] % width
+        numbers = torch.from_numpy(matrix.numbers)
+        if matrix.form.bits == 4:
+            numbers = torch.stack([numbers & 15, numbers >> 4], -1).view(outputs, -1)
+        numbers = F.pad(numbers, (0, padded - numbers.shape[1], 0, missing))
+        tiles = numbers.view(-1, width, padded // QUAD, QUAD).transpose(1, 2)
+        if matrix.form.bits == 4:
+            tiles = tiles[:, ::2] | tiles[:, 1::2] << 4
+        return cls(
+            tiles.contiguous(),
+            _tiled(matrix.scales, width),
+            _tiled(matrix.offsets, width),
+            F.pad(torch.from_numpy(matrix.factors), (0, missing)).contiguous(),
+            bias,
+        )
+
+
+def _tiled(values: np.ndarray, width: int) -> Tensor | None:
+    """Return [O, groups] as [tiles, groups, width]; None without any."""
+    if not values.size:
+        return None
+    padded = F.pad(torch.from_numpy(values), (0, 0, 0, -len(values) % width))
+    return padded.view(-1, width, values.shape[1]).transpose(1, 2).contiguous()

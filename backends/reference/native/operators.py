@@ -1,0 +1,220 @@
+"""The compiled kernels as operators on tensors, for the decoder."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.common.engine.step import Int32
+
+_AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
+if TYPE_CHECKING or _AVAILABLE:
+    from pagoda.backends.reference.native import choice, products, rows
+    from pagoda.backends.reference.native.attention import Shape, decode_kernel, prefill_kernel
+    from pagoda.backends.reference.native.emit import LANES
+    from pagoda.backends.reference.native.jit import Kernel
+
+logger = logging.getLogger(__name__)
+
+_GRAIN: Final = 1 << 15
+"""Numbers per thread at least; waking a thread costs some microseconds."""
+
+
+def operators(numerics: Numerics) -> Operators | None:
+    """Return the kernels for the activations' dtype; None without llvmlite, or with --batch-invariant."""
+    if not _AVAILABLE:
+        logger.info(
+            "llvmlite is not installed: products, attention and norms run as torch operators; pip install 'pagoda[cpu]'"
+        )
+        return None
+    if numerics.batch_invariant or numerics.compute not in (torch.float32, torch.bfloat16):
+        return None
+    return Operators(numerics.compute)
+
+
+def packed_product(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> products.PackedProduct | None:
+    """Return the layer of a bfloat16 weight [out, in] for bfloat16 inputs; None without a kernel for it."""
+    if not _AVAILABLE or weight.dtype != torch.bfloat16:
+        return None
+    return products.PackedProduct(weight, bias, result) if choice.serves(weight.shape[1]) else None
+
+
+def _threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // _GRAIN))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """Operators on tensors of one dtype. A method returns None where there is no kernel for a shape."""
+
+    dtype: torch.dtype
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether numbers are bfloat16; else float32."""
+        return self.dtype == torch.bfloat16
+
+    def multiplies(self, width: int) -> bool:
+        """Whether there are products of inputs of that width, which do not depend on what else is in the step."""
+        return self.bfloat16 and choice.serves(width)
+
+    def norm(self, weight: Tensor, eps: float, *, unit_offset: bool) -> Callable[[Tensor], Tensor] | None:
+        """Return RMSNorm of x [T, D]; weight [D]."""
+        width = weight.shape[-1]
+        if weight.ndim != 1 or weight.dtype != self.dtype or width % LANES:
+            return None
+        weight = weight.contiguous()
+        kernel = rows.norm_kernel(width, eps, self.bfloat16, unit_offset)
+
+        def norm(x: Tensor) -> Tensor:
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            out = torch.empty(x.shape, dtype=x.dtype)
+            count = x.shape[0]
+            arguments = count, x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()
+            kernel(arguments, rows.tasks_of(count), _threads(count * width))
+            return out
+
+        return norm
+
+    def gate(self, width: int, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """Return act(gate) * up of gate and up side by side [T, 2F]."""
+        if activation not in rows.GATES or width % LANES:
+            return None
+        kernel = rows.gate_kernel(width, activation, self.bfloat16)
+
+        def gate(both: Tensor) -> Tensor:
+            count = both.shape[0]
+            out = torch.empty(count, width, dtype=both.dtype)
+            arguments = count, both.data_ptr(), both.stride(0), out.data_ptr()
+            kernel(arguments, rows.tasks_of(count), _threads(2 * count * width))
+            return out
+
+        return gate
+
+    def cache_writer(self, shape: HeadShape, rotary: int) -> CacheWriter | None:
+        """Return RoPE of `rotary` channels with the write into the cache."""
+        if shape.head_dim % LANES or shape.value_dim % LANES or rotary % (2 * LANES):
+            return None
+        kernel = rows.cache_kernel(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, rotary, self.bfloat16)
+        return CacheWriter(kernel, shape)
+
+    def attends(self, shape: HeadShape) -> bool:
+        """Whether there is attention of heads of that shape."""
+        return self._attention_shape(shape, LANES).supported
+
+    def attention(self, shape: HeadShape, block_size: int) -> PagedAttend:
+        """Return attention over a cache with blocks of that size."""
+        return _paged_attend(self._attention_shape(shape, block_size))
+
+    def _attention_shape(self, shape: HeadShape, block_size: int) -> Shape:
+        return Shape(
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            kv_heads=shape.kv_heads,
+            group=shape.heads // shape.kv_heads,
+            block_size=block_size,
+            scale=shape.scale,
+            bfloat16=self.bfloat16,
+        )
+
+
+class CacheWriter:
+    """RoPE of queries in place, of keys into the cache; values into the cache."""
+
+    def __init__(self, kernel: Kernel, shape: HeadShape) -> None:
+        self._kernel, self._shape = kernel, shape
+
+    def __call__(
+        self,
+        heads: Tensor,
+        values: Tensor,
+        tables: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        write_slots: Tensor,
+        cache: tuple[Tensor, ...],
+    ) -> None:
+        """Heads [T, N + K, H], values [T, K, V]; tables: cos and sin [positions, rotary]; the cache's K and V."""
+        count, (keys, cached_values) = heads.shape[0], cache
+        cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
+        arguments = (
+            count,
+            heads.data_ptr(),
+            heads.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            cos,
+            sin,
+            positions.data_ptr(),
+            write_slots.data_ptr(),
+            keys.data_ptr(),
+            cached_values.data_ptr(),
+            keys.shape[1],
+        )
+        self._kernel(arguments, rows.tasks_of(count), _threads(count * self._shape.heads * self._shape.head_dim))
+
+
+class PagedAttend:
+    """Attention of a step's sequences: those with one token first, then prompts."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._decode, self._prefill = decode_kernel(shape), prefill_kernel(shape)
+        self.tile_tokens = shape.tile_tokens
+
+    def __call__(
+        self,
+        queries: Tensor,
+        cache: tuple[Tensor, ...],
+        table: Int32,
+        context: Int32,
+        decodes: int,
+        tiles: Int32,
+        window: int | None,
+    ) -> Tensor:
+        """Queries [T, N, H] -> [T, N*V]. `decodes`: sequences with one token; `tiles`: see StepBatch."""
+        shape, (keys, values) = self._shape, cache
+        width = shape.kv_heads * shape.group * shape.value_dim
+        out = torch.empty(queries.shape[0], width, dtype=queries.dtype)
+        last = np.ascontiguousarray(context, np.int32)
+        for kernel, count, described in ((self._decode, decodes, last), (self._prefill, len(tiles), tiles)):
+            if count:
+                arguments = (
+                    queries.data_ptr(),
+                    queries.stride(0),
+                    keys.data_ptr(),
+                    values.data_ptr(),
+                    keys.shape[1],
+                    table.ctypes.data,
+                    table.shape[1],
+                    described.ctypes.data,
+                    window or 0,
+                    out.data_ptr(),
+                    width,
+                )
+                kernel(arguments, count * shape.kv_heads, torch.get_num_threads() if queries.shape[0] > 1 else 1)
+        return out
+
+
+@cache
+def _paged_attend(shape: Shape) -> PagedAttend:
+    return PagedAttend(shape)

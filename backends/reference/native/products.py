@@ -1,0 +1,141 @@
+"""Products of bfloat16 matrices with float32 sums, by the processor's instructions for pairs of bfloat16 numbers.
+
+Weights [out, in] are packed as panels of COLUMNS outputs: of each pair of inputs, the pairs of all outputs of the
+panel. A task is one panel times all rows; the last panel is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from torch import Tensor
+
+from pagoda.backends.reference.native.emit import F32, I16, I32, LANES, VECTOR, Emitter
+from pagoda.backends.reference.native.jit import Kernel, has_feature
+
+VECTORS: Final = 2
+COLUMNS: Final = VECTORS * LANES
+_BLOCKS: Final = (12, 8, 4, 2, 1)
+"""Rows that are multiplied at a time: as many as registers hold, then what is left."""
+
+_PAIRS: Final = ir.VectorType(I32, LANES)
+_INSTRUCTION: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_NUMBERS: Final = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def supported(columns: int) -> bool:
+    """Whether the processor has the instructions; `columns`: inputs of the matrix, which are taken in pairs."""
+    return has_feature("avx512bf16") and columns % 2 == 0
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return the panels [panels, in / 2, COLUMNS, 2] of a bfloat16 matrix [out, in]."""
+    out, width = weight.shape
+    padded = torch.zeros(-(-out // COLUMNS) * COLUMNS, width, dtype=weight.dtype)
+    padded[:out] = weight
+    return padded.view(-1, COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+
+
+@cache
+def product_kernel(width: int, *, bfloat16: bool, bias: bool) -> Kernel:
+    """Return x [T, in] times the transposed weight, rounded to bfloat16 or in float32.
+
+    Arguments: rows, x and its row stride, panels, results [T, out padded], their row stride, bias float32 [out padded].
+    """
+    return Kernel(_Product(width, bfloat16, bias).e.module)
+
+
+class PackedProduct:
+    """A linear layer whose weight is packed; the plain weight is dropped. A row's sums do not depend on other rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, result: torch.dtype) -> None:
+        """`weight` bfloat16 [out, in]; `result`: bfloat16 or float32."""
+        self.outputs, self.width = weight.shape
+        self.panels, self.result = pack(weight), result
+        self.padded = len(self.panels) * COLUMNS
+        self.bias = None if bias is None else F.pad(bias.float(), (0, self.padded - self.outputs))
+        self._kernel = product_kernel(self.width, bfloat16=result == torch.bfloat16, bias=bias is not None)
+        self._packed = self.panels.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """X bfloat16 [T, in] -> [T, out]."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(x.shape[0], self.padded, dtype=self.result)
+        panels, bias = self._packed
+        arguments = x.shape[0], x.data_ptr(), x.stride(0), panels, out.data_ptr(), self.padded, bias
+        self._kernel(arguments, len(self.panels), torch.get_num_threads())
+        return out if self.padded == self.outputs else out[:, : self.outputs].contiguous()
+
+
+class _Product:
+    def __init__(self, width: int, bfloat16: bool, bias: bool) -> None:
+        self.width, self.e = width, Emitter()
+        e = self.e
+        self.count, self.x, self.stride = e.argument(0), e.pointer(1, I16), e.argument(2)
+        self.panels, self.out, self.out_stride = (
+            e.pointer(3, I16),
+            e.pointer(4, I16 if bfloat16 else F32),
+            e.argument(5),
+        )
+        self.bias = e.pointer(6, F32) if bias else None
+        with e.tasks() as panel:
+            begin: Any = 0
+            for rows in _BLOCKS:
+                end = e.add(begin, e.mul(e.divmod(e.builder.sub(self.count, e.integer(begin)), rows)[0], rows))
+                with e.loop(begin, end, rows) as row:
+                    self._block(panel, row, rows)
+                begin = end
+
+    def _block(self, panel: Any, first: Any, rows: int) -> None:
+        e = self.e
+        sums = [[e.variable(VECTOR) for _ in range(VECTORS)] for _ in range(rows)]
+        for own in sums:
+            for into in own:
+                e.builder.store(e.splat(0.0), into)
+        starts = [e.mul(e.add(first, row), self.stride) for row in range(rows)]
+        base = e.mul(panel, self.width * COLUMNS)
+        with e.loop(0, self.width // 2) as pair:
+            place = e.add(base, e.mul(pair, 2 * COLUMNS))
+            weights = [self._numbers(self.panels, e.add(place, 2 * LANES * part)) for part in range(VECTORS)]
+            for start, own in zip(starts, sums):
+                x = self._spread(e.add(start, e.mul(pair, 2)))
+                for into, weight in zip(own, weights):
+                    summed = e.call(_INSTRUCTION, e.builder.load(into), x, weight)
+                    e.builder.store(summed, into)
+        for row, own in enumerate(sums):
+            for part, into in enumerate(own):
+                column, value = e.add(e.mul(panel, COLUMNS), part * LANES), e.builder.load(into)
+                if self.bias is not None:
+                    value = e.builder.fadd(value, e.load(self.bias, column))
+                e.store(value, self.out, e.add(e.mul(e.add(first, row), self.out_stride), column))
+
+    def _numbers(self, array: Any, index: Any) -> Any:
+        address = self.e.builder.bitcast(self.e.at(array, index), _NUMBERS.as_pointer())
+        return self.e.builder.load(address, align=2)
+
+    def _spread(self, index: Any) -> Any:
+        """Return 16 copies of a pair of inputs."""
+        builder = self.e.builder
+        pair = builder.load(builder.bitcast(self.e.at(self.x, index), I32.as_pointer()), align=2)
+        single = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, I32(0))
+        zeros = ir.Constant(_PAIRS, [I32(0)] * LANES)
+        return builder.bitcast(builder.shuffle_vector(single, ir.Constant(_PAIRS, ir.Undefined), zeros), _NUMBERS)

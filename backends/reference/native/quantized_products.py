@@ -1,0 +1,365 @@
+"""LLVM IR of products with quantised weights: activations of 8 bits times unsigned numbers of 4 or 8 bits.
+
+One call rounds the activations, row by row, and multiplies. A tile is as many outputs as a vector has lanes. For each
+quad of inputs it holds one vector: 4 unsigned bytes per output, which one instruction (vpdpbusd) multiplies with 4
+signed bytes of a row of activations and adds to one 32-bit sum per output. What a row gives does not depend on the
+other rows: its sums have one order.
+
+Memory of a tile, in order of inputs: for 8 bits the vectors of quads; for 4 bits one vector per two quads, the first in
+the lower halves of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import cache
+from typing import Final, Literal
+
+from pagoda.backends.reference.native.ir_text import Function
+from pagoda.backends.reference.native.jit import Kernel
+
+QUAD: Final = 4
+"""Inputs per instruction and output."""
+
+ROW_BLOCKS: Final = (8, 4, 2, 1)
+"""Rows that are multiplied with a vector of weights once it is in a register."""
+
+FACTOR_BYTES: Final = 16
+"""Of a row's group: its scale, the first value of its integer sums, its scale times the sum of its numbers."""
+
+E2M1_DOUBLED: Final = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""Twice the values of e2m1, plus 12: unsigned numbers whose zero is 12."""
+
+_LARGEST: Final = 127.0
+
+Real = Literal["bfloat", "half", "float"]
+_BYTES: Final = {"bfloat": 2, "half": 2, "float": 4}
+_SUFFIX: Final = {"bfloat": "bf16", "half": "f16", "float": "f32"}
+
+
+class Argument(IntEnum):
+    """The 64-bit words of a call."""
+
+    ROWS_CLAIMED = 0  # counters, 0 at first
+    ROWS_ROUNDED = auto()
+    TASKS_CLAIMED = auto()
+    X = auto()  # addresses
+    OUT = auto()
+    WEIGHTS = auto()
+    SCALES = auto()  # float16 [tiles, groups, lanes]
+    OFFSETS = auto()  # as scales
+    FACTORS = auto()  # float32 [outputs, up to whole tiles]
+    BIAS = auto()  # float32 [outputs]
+    NUMBERS = auto()  # scratch: int8 [rows, inputs]
+    ROW_FACTORS = auto()  # scratch: FACTOR_BYTES [rows, groups]
+    ROWS = auto()  # sizes
+    GROUPS = auto()  # of a row of activations
+    CHUNKS = auto()  # of a group
+    OUTPUTS = auto()
+    X_STRIDE = auto()  # elements
+    TILES = auto()
+    TILE_STEP = auto()  # tiles of a task
+    TILE_TASKS = auto()  # tasks of a panel of rows
+    PANEL = auto()  # rows of a panel, a multiple of ROW_BLOCKS[0]
+    TASKS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForm:
+    """What a product is specialised on."""
+
+    bits: Literal[4, 8]
+    zero: int  # unsigned number whose value is 0, or the offset
+    grouped: bool  # scales per group of inputs; False: only factors per output
+    offsets: bool  # per group of inputs
+    biased: bool
+    x: Real
+    out: Real
+    chunk: Literal[16, 32] = 32  # inputs that are multiplied without a loop
+    chunks: int | None = 1  # of a group of activations; None: all
+    e2m1: bool = False  # 4 bits are a float; else an integer
+    lanes: Literal[8, 16] = 16
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a tile's numbers for a chunk of inputs."""
+        return self.lanes * self.chunk * self.bits // 8
+
+
+@cache
+def product(form: ProductForm) -> Kernel:
+    """Return the compiled product."""
+    return Kernel(module(form))
+
+
+def module(form: ProductForm) -> str:
+    """Return the IR of `kernel`: void (i64 words), called by every thread of a parallel region."""
+    lanes, chunk = form.lanes, form.chunk
+    width = lanes * 32
+    attributes = f'"min-legal-vector-width"="{width}"'
+    floats, wide = f"<{lanes} x float>", f"<{chunk} x float>"
+    shuffle = {512: "avx512.pshuf.b.512", 256: "avx2.pshuf.b"}[width]
+    declarations = [
+        "declare void @llvm.x86.sse2.pause()",
+        f"declare <{lanes} x i32> @llvm.x86.avx512.vpdpbusd.{width}(<{lanes} x i32>, <{lanes} x i32>, <{lanes} x i32>)",
+        f"declare <{width // 8} x i8> @llvm.x86.{shuffle}(<{width // 8} x i8>, <{width // 8} x i8>)",
+        f"declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})",
+        f"declare {wide} @llvm.fabs.v{chunk}f32({wide})",
+        f"declare {wide} @llvm.roundeven.v{chunk}f32({wide})",
+        f"declare {wide} @llvm.maximum.v{chunk}f32({wide}, {wide})",
+        f"declare float @llvm.vector.reduce.fmaximum.v{chunk}f32({wide})",
+        f"declare i32 @llvm.vector.reduce.add.v{chunk}i32(<{chunk} x i32>)",
+        f"declare <{chunk} x i8> @llvm.fptosi.sat.v{chunk}i8.v{chunk}f32({wide})",
+        f"declare {floats} @llvm.masked.load.v{lanes}f32.p0(ptr, i32, <{lanes} x i1>, {floats})",
+        *(
+            f"declare void @llvm.masked.store.v{lanes}{_SUFFIX[real]}.p0(<{lanes} x {real}>, ptr, i32, <{lanes} x i1>)"
+            for real in _BYTES
+        ),
+    ]
+    functions = [_rounding(form, attributes), *(_tile(form, rows, attributes) for rows in ROW_BLOCKS)]
+    return "\n".join([*declarations, *functions, _kernel(form, attributes)])
+
+
+def _rounding(form: ProductForm, attributes: str) -> str:
+    """Return `round_row`: a row of activations as numbers from -127 to 127, with a scale per group.
+
+    A NaN makes the scale of its group NaN.
+    """
+    f = Function(
+        "internal void @round_row(ptr %x, ptr %numbers, ptr %factors, i64 %groups, i64 %chunks)",
+        f"noinline {attributes}",
+    )
+    chunks = "%chunks" if form.chunks is None else str(form.chunks)
+    size, per_group = form.chunk, f.let(f"mul i64 {chunks}, {form.chunk}")
+    floats, ints, bytes_ = f"<{size} x float>", f"<{size} x i32>", f"<{size} x i8>"
+
+    def load(group_start: str, chunk: str) -> tuple[str, str]:
+        """Return the first input of a chunk and its values."""
+        start = f.let(f"add i64 {group_start}, {f.let(f'mul i64 {chunk}, {size}')}")
+        values = f.load(f"<{size} x {form.x}>", f.at("%x", f.let(f"mul i64 {start}, {_BYTES[form.x]}")))
+        return start, values if form.x == "float" else f.let(f"fpext <{size} x {form.x}> {values} to {floats}")
+
+    def group(index: str, _: Sequence[str]) -> list[str]:
+        group_start = f.let(f"mul i64 {index}, {per_group}")
+
+        def largest(chunk: str, carried: Sequence[str]) -> list[str]:
+            sizes = f.let(f"call {floats} @llvm.fabs.v{size}f32({floats} {load(group_start, chunk)[1]})")
+            return [f.let(f"call {floats} @llvm.maximum.v{size}f32({floats} {carried[0]}, {floats} {sizes})")]
+
+        (sizes,) = f.loop("0", chunks, largest, [(floats, "zeroinitializer")])
+        peak = f.let(f"call float @llvm.vector.reduce.fmaximum.v{size}f32({floats} {sizes})")
+        scale = f.let(f"fdiv float {peak}, {_LARGEST:.1f}")
+        positive = f.let(f"fcmp ogt float {peak}, 0.0")
+        quotient = f.let(f"fdiv float {_LARGEST:.1f}, {peak}")
+        inverse = f.splat("float", f.let(f"select i1 {positive}, float {quotient}, float 0.0"), size)
+
+        def rounded(chunk: str, carried: Sequence[str]) -> list[str]:
+            start, values = load(group_start, chunk)
+            exact = f.let(f"fmul {floats} {values}, {inverse}")
+            even = f.let(f"call {floats} @llvm.roundeven.v{size}f32({floats} {exact})")
+            numbers = f.let(f"call {bytes_} @llvm.fptosi.sat.v{size}i8.v{size}f32({floats} {even})")
+            f.store(bytes_, numbers, f.at("%numbers", start))
+            return [f.let(f"add {ints} {carried[0]}, {f.let(f'sext {bytes_} {numbers} to {ints}')}")]
+
+        (sums,) = f.loop("0", chunks, rounded, [(ints, "zeroinitializer")])
+        total = f.let(f"call i32 @llvm.vector.reduce.add.v{size}i32({ints} {sums})")
+        place = f.at("%factors", f.let(f"mul i64 {index}, {FACTOR_BYTES}"))
+        f.store("float", scale, place)
+        f.store("i32", f.let(f"mul i32 {total}, {-form.zero}"), f.at(place, 4))
+        f.store("float", f.let(f"fmul float {scale}, {f.let(f'sitofp i32 {total} to float')}"), f.at(place, 8))
+        return []
+
+    f.loop("0", "%groups", group)
+    f.do("ret void")
+    return f.text
+
+
+def _tile(form: ProductForm, rows: int, attributes: str) -> str:
+    """Return `tile_<rows>`: a tile's outputs for this many rows."""
+    lanes = form.lanes
+    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+    f = Function(
+        f"internal void @tile_{rows}(ptr %weights, ptr %scales, ptr %offsets, ptr %by, ptr %bias, ptr %numbers, "
+        f"ptr %factors, ptr %out, i64 %groups, i64 %chunks, i64 %outputs, <{lanes} x i1> %mask)",
+        f"noinline {attributes}",
+    )
+    chunks = "%chunks" if form.chunks is None else str(form.chunks)
+    inputs = f.let(f"mul i64 %groups, {f.let(f'mul i64 {chunks}, {form.chunk}')}")
+    row_factors = f.let(f"mul i64 %groups, {FACTOR_BYTES}")
+    numbers_of = [f.at("%numbers", f.let(f"mul i64 {inputs}, {row}")) for row in range(rows)]
+    factors_of = [f.at("%factors", f.let(f"mul i64 {row_factors}, {row}")) for row in range(rows)]
+    parts = 2 if rows <= 2 else 1  # sums per row, so that instructions need not wait for each other
+
+    def chunk(index: str, carried: Sequence[str]) -> list[str]:
+        sums = list(carried)
+        tile = f.at("%weights", f.let(f"mul i64 {index}, {form.chunk_bytes}"))
+        start = f.let(f"mul i64 {index}, {form.chunk}")
+        numbers = [f.at(row, start) for row in numbers_of]
+        for quad, weights in enumerate(_weights(f, form, tile)):
+            for row in range(rows):
+                number = f.splat("i32", f.load("i32", f.at(numbers[row], quad * QUAD)), lanes)
+                part = row * parts + quad % parts
+                arguments = f"{ints} {sums[part]}, {ints} {weights}, {ints} {number}"
+                sums[part] = f.let(f"call {ints} @llvm.x86.avx512.vpdpbusd.{32 * lanes}({arguments})")
+            if parts == 1:  # else LLVM orders by row, and each instruction waits for the one before it
+                f.do('call void asm sideeffect "", "~{memory}"()')
+        return sums
+
+    def group(index: str, carried: Sequence[str]) -> list[str]:
+        offset = f.let(f"mul i64 {index}, {FACTOR_BYTES}")
+        factors = [f.at(row, offset) for row in factors_of]
+        firsts = []
+        for row in range(rows):
+            first = f.splat("i32", f.load("i32", f.at(factors[row], 4)), lanes) if form.zero else "zeroinitializer"
+            firsts += [first, *["zeroinitializer"] * (parts - 1)]
+        begin = f.let(f"mul i64 {index}, {chunks}")
+        if form.chunks == 1:
+            sums = chunk(begin, firsts)
+        else:
+            sums = f.loop(begin, f.let(f"add i64 {begin}, {chunks}"), chunk, [(ints, first) for first in firsts])
+        entries = f.let(f"mul i64 {index}, {lanes * 2}")
+        scale = _halves(f, f.at("%scales", entries), lanes) if form.grouped else ""
+        shift = _halves(f, f.at("%offsets", entries), lanes) if form.offsets else ""
+        totals = []
+        for row in range(rows):
+            sum_ = sums[row * parts]
+            for part in range(1, parts):
+                sum_ = f.let(f"add {ints} {sum_}, {sums[row * parts + part]}")
+            by = f.splat("float", f.load("float", factors[row]), lanes)
+            by = f.let(f"fmul {floats} {scale}, {by}") if form.grouped else by
+            total = _fma(f, lanes, f.let(f"sitofp {ints} {sum_} to {floats}"), by, carried[row])
+            if form.offsets:
+                row_sum = f.splat("float", f.load("float", f.at(factors[row], 8)), lanes)
+                total = _fma(f, lanes, shift, row_sum, total)
+            totals.append(total)
+        return totals
+
+    totals = f.loop("0", "%groups", group, [(floats, "zeroinitializer")] * rows)
+    by, bias = f.load(floats, "%by"), "zeroinitializer"
+    if form.biased:
+        load = f"@llvm.masked.load.v{lanes}f32.p0(ptr %bias, i32 4, <{lanes} x i1> %mask, {floats} zeroinitializer)"
+        bias = f.let(f"call {floats} {load}")
+    for row in range(rows):
+        value = _fma(f, lanes, totals[row], by, bias)
+        if form.out != "float":
+            value = f.let(f"fptrunc {floats} {value} to <{lanes} x {form.out}>")
+        place = f.at("%out", f.let(f"mul i64 %outputs, {row * _BYTES[form.out]}"))
+        arguments = f"<{lanes} x {form.out}> {value}, ptr {place}, i32 {_BYTES[form.out]}, <{lanes} x i1> %mask"
+        f.do(f"call void @llvm.masked.store.v{lanes}{_SUFFIX[form.out]}.p0({arguments})")
+    f.do("ret void")
+    return f.text
+
+
+def _weights(f: Function, form: ProductForm, tile: str) -> Iterator[str]:
+    """Yield the vector of each quad of a chunk of inputs."""
+    lanes, vector = form.lanes, form.lanes * QUAD
+    ints, bytes_ = f"<{lanes} x i32>", f"<{vector} x i8>"
+    for quad in range(form.chunk // QUAD):
+        if form.bits == 8:
+            yield f.load(ints, f.at(tile, quad * vector))
+            continue
+        if quad % 2 == 0:
+            both = f.load(ints, f.at(tile, quad // 2 * vector))
+        codes = both if quad % 2 == 0 else f.let(f"lshr {ints} {both}, {_constant('i32', [4] * lanes)}")
+        codes = f.let(f"and {ints} {codes}, {_constant('i32', [0x0F0F0F0F] * lanes)}")
+        if form.e2m1:
+            index = f.let(f"bitcast {ints} {codes} to {bytes_}")
+            table = _constant("i8", E2M1_DOUBLED * (vector // len(E2M1_DOUBLED)))
+            name = {64: "avx512.pshuf.b.512", 32: "avx2.pshuf.b"}[vector]
+            numbers = f.let(f"call {bytes_} @llvm.x86.{name}({bytes_} {table}, {bytes_} {index})")
+            codes = f.let(f"bitcast {bytes_} {numbers} to {ints}")
+        yield codes
+
+
+def _constant(kind: str, values: Sequence[int]) -> str:
+    return "<" + ", ".join(f"{kind} {value}" for value in values) + ">"
+
+
+def _halves(f: Function, pointer: str, lanes: int) -> str:
+    return f.let(f"fpext <{lanes} x half> {f.load(f'<{lanes} x half>', pointer)} to <{lanes} x float>")
+
+
+def _fma(f: Function, lanes: int, a: str, b: str, c: str) -> str:
+    floats = f"<{lanes} x float>"
+    return f.let(f"call {floats} @llvm.fma.v{lanes}f32({floats} {a}, {floats} {b}, {floats} {c})")
+
+
+def _kernel(form: ProductForm, attributes: str) -> str:
+    """Return `kernel`: threads claim rows of activations to round, wait until all are, and claim tasks.
+
+    A task is some tiles times a panel of rows.
+    """
+    lanes, out_bytes = form.lanes, _BYTES[form.out]
+    f = Function("void @kernel(ptr %words)", attributes)
+    words = {field: f.load("i64", f.at("%words", 8 * field), 8) for field in Argument if field > Argument.TASKS_CLAIMED}
+    pointers = {
+        field: f.let(f"inttoptr i64 {word} to ptr")
+        for field, word in words.items()
+        if Argument.X <= field <= Argument.ROW_FACTORS
+    }
+    rows, groups, outputs = words[Argument.ROWS], words[Argument.GROUPS], words[Argument.OUTPUTS]
+    chunks = words[Argument.CHUNKS] if form.chunks is None else str(form.chunks)
+    all_chunks = f.let(f"mul i64 {groups}, {chunks}")
+    inputs = f.let(f"mul i64 {all_chunks}, {form.chunk}")
+    row_factors = f.let(f"mul i64 {groups}, {FACTOR_BYTES}")
+    x_bytes = f.let(f"mul i64 {words[Argument.X_STRIDE]}, {_BYTES[form.x]}")
+
+    def of_row(field: Argument, row: str, size: str) -> str:
+        return f.at(pointers[field], f.let(f"mul i64 {row}, {size}"))
+
+    def round_row(row: str) -> None:
+        arguments = [of_row(Argument.X, row, x_bytes), of_row(Argument.NUMBERS, row, inputs)]
+        arguments.append(of_row(Argument.ROW_FACTORS, row, row_factors))
+        pointed = ", ".join(f"ptr {each}" for each in arguments)
+        f.do(f"call void @round_row({pointed}, i64 {groups}, i64 {words[Argument.CHUNKS]})")
+        f.let(f"atomicrmw add ptr {f.at('%words', 8 * Argument.ROWS_ROUNDED)}, i64 1 release")
+
+    f.claim(f.at("%words", 8 * Argument.ROWS_CLAIMED), rows, round_row)
+    f.wait(f.at("%words", 8 * Argument.ROWS_ROUNDED), rows, "llvm.x86.sse2.pause")
+    tile_bytes = f.let(f"mul i64 {all_chunks}, {form.chunk_bytes}")
+    tile_scales = f.let(f"mul i64 {groups}, {lanes * 2}")
+    lane_numbers = _constant("i64", range(lanes))
+
+    def tile(number: str, first_row: str, last_row: str) -> None:
+        weights = f.at(pointers[Argument.WEIGHTS], f.let(f"mul i64 {number}, {tile_bytes}"))
+        entries = f.let(f"mul i64 {number}, {tile_scales}")
+        first = f.let(f"mul i64 {number}, {lanes}")
+        floats_before = f.let(f"mul i64 {first}, 4")
+        matrix = [weights, *(f.at(pointers[field], entries) for field in (Argument.SCALES, Argument.OFFSETS))]
+        matrix += [f.at(pointers[field], floats_before) for field in (Argument.FACTORS, Argument.BIAS)]
+        left = f.splat("i64", f.let(f"sub i64 {outputs}, {first}"), lanes)
+        mask = f.let(f"icmp slt <{lanes} x i64> {lane_numbers}, {left}")
+        begin, count = first_row, f.let(f"sub i64 {last_row}, {first_row}")
+        for size in ROW_BLOCKS:
+            end = f.let(f"add i64 {first_row}, {f.let(f'and i64 {count}, {-size}')}")
+
+            def block(row: str, _: Sequence[str], size: int = size) -> list[str]:
+                cell = f.let(f"add i64 {f.let(f'mul i64 {row}, {outputs}')}, {first}")
+                own = [of_row(Argument.NUMBERS, row, inputs), of_row(Argument.ROW_FACTORS, row, row_factors)]
+                own.append(f.at(pointers[Argument.OUT], f.let(f"mul i64 {cell}, {out_bytes}")))
+                pointed = ", ".join(f"ptr {each}" for each in (*matrix, *own))
+                sizes = f"i64 {groups}, i64 {words[Argument.CHUNKS]}, i64 {outputs}, <{lanes} x i1> {mask}"
+                f.do(f"call void @tile_{size}({pointed}, {sizes})")
+                return []
+
+            f.loop(begin, end, block, step=size)
+            begin = end
+
+    def task(number: str) -> None:
+        tasks, step, panel = (words[field] for field in (Argument.TILE_TASKS, Argument.TILE_STEP, Argument.PANEL))
+        first_row = f.let(f"mul i64 {f.let(f'udiv i64 {number}, {tasks}')}, {panel}")
+        last_row = f.least(f.let(f"add i64 {first_row}, {panel}"), rows)
+        first = f.let(f"mul i64 {f.let(f'urem i64 {number}, {tasks}')}, {step}")
+        last = f.least(f.let(f"add i64 {first}, {step}"), words[Argument.TILES])
+
+        def one(index: str, _: Sequence[str]) -> list[str]:
+            tile(index, first_row, last_row)
+            return []
+
+        f.loop(first, last, one)
+
+    f.claim(f.at("%words", 8 * Argument.TASKS_CLAIMED), words[Argument.TASKS], task)
+    f.do("ret void")
+    return f.text

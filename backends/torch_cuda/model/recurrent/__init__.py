@@ -1,0 +1,1 @@
+"""Mixers with recurrent state: `recurrence` has what they share, `layers` the kinds."""

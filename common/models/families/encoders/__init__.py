@@ -1,0 +1,1 @@
+"""Bidirectional encoders, which only pool."""

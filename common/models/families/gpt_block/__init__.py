@@ -1,0 +1,1 @@
+"""Dense decoders of LayerNorm or plain MLPs, as GPT has them."""

@@ -1,0 +1,171 @@
+"""DeepSeek 1 (MoE), V2, V3, R1, V3.1, V3.2, Kimi K2 and GLM-4.7-Flash: latent attention from V2 on, experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from pagoda.common.models import hf_config
+from pagoda.common.models.experts import MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
+from pagoda.common.models.family import (
+    ATTENTION_RULES,
+    EMBED_RULES,
+    MLP_RULES,
+    PRE_NORM_RULES,
+    Family,
+    Rename,
+    linear,
+    pre_norm_decoder,
+    rms_norm,
+    rotary_attention,
+)
+from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.mixers import Indexer, LatentAttention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import ExpertGroups, Ffn, ModelSpec, Moe, Router
+
+
+def _deepseek_v2(config: HfConfig) -> ModelSpec:
+    bias = config.opt("mlp_bias", bool, False)
+
+    def moe() -> Moe:
+        routed = routed_moe(config, _softmax_router(config), shared=2)
+        return replace(routed, shared=None if routed.shared is None else replace(routed.shared, bias=bias))
+
+    return _model(config, latent_attention(config, interleaved=True), leading_dense(config, moe, 0, bias=bias))
+
+
+def _deepseek(config: HfConfig) -> ModelSpec:
+    bias, width = config.opt("attention_bias", bool, False), config.size("hidden_size")
+    attention = replace(rotary_attention(config, width), qkv_bias=bias, out_bias=bias)
+
+    def moe() -> Moe:
+        config.expect("scoring_func", "softmax")
+        config.ignore("seq_aux", "aux_loss_alpha", "ep_size")
+        router = Router(config.size("num_experts_per_tok"), config.opt("norm_topk_prob", bool, False))
+        return routed_moe(config, router)
+
+    ffns = leading_dense(config, moe, 0)
+    return pre_norm_decoder(config, [attention] * len(ffns), ffns, rms_norm(config, 1e-6))
+
+
+def deepseek_v3(config: HfConfig, default_dense: int = 3, eps: float = 1e-6) -> ModelSpec:
+    """Return DeepSeek-V3's spec. `default_dense`, `eps`: the family's default leading layers and norm eps."""
+    interleaved = config.opt("rope_interleave", bool, True)
+    config.ignore("num_nextn_predict_layers")  # they only propose drafts
+    return _model(config, latent_attention(config, interleaved), sigmoid_ffns(config, default_dense), eps=eps)
+
+
+def deepseek_v32(config: HfConfig, *, interleaved: bool = False, eps: float = 1e-6) -> ModelSpec:
+    """Return DeepSeek-V3.2's spec. `interleaved`: the channels that the indexer rotates."""
+    config.expect("layer_types", ["indexed_attention"] * config.size("num_hidden_layers"))
+    config.expect("rope_interleave", True)
+    config.ignore("num_nextn_predict_layers")
+    attention = latent_attention(config, interleaved=True)
+    indexer = _indexer(config, attention, interleaved)
+    return _model(config, replace(attention, indexer=indexer), sigmoid_ffns(config, 3), eps=eps)
+
+
+def sigmoid_ffns(config: HfConfig, default_dense: int) -> list[Ffn]:
+    """Return the ffn of each layer: mixtures with sigmoid scores after the dense ones."""
+
+    def moe() -> Moe:
+        return routed_moe(config, corrected_sigmoid_router(config), shared=1)
+
+    return leading_dense(config, moe, default_dense)
+
+
+def _model(config: HfConfig, attention: LatentAttention, ffns: list[Ffn], *, eps: float = 1e-6) -> ModelSpec:
+    return pre_norm_decoder(config, [attention] * len(ffns), ffns, rms_norm(config, eps))
+
+
+def _softmax_router(config: HfConfig) -> Router:
+    config.expect("scoring_func", "softmax")
+    config.expect("topk_method", "greedy", "group_limited_greedy")
+    config.expect("norm_topk_prob", False)
+    config.ignore("ep_size", "seq_aux", "aux_loss_alpha")
+    groups = ExpertGroups(config.opt_size("n_group", 1), config.opt_size("topk_group", 1), "best")
+    limited = config.opt("topk_method", str, "greedy") == "group_limited_greedy"
+    return Router(
+        config.size("num_experts_per_tok"),
+        renormalise=False,
+        groups=groups if limited else None,
+        scale=config.opt("routed_scaling_factor", float, 1.0),
+    )
+
+
+def latent_attention(config: HfConfig, interleaved: bool, eps: float = 1e-6) -> LatentAttention:
+    """Return multi-head latent attention without an indexer.
+
+    `interleaved`: the channels that RoPE rotates. `eps`: of the norms of latent and queries.
+    """
+    heads = config.size("num_attention_heads")
+    nope_dim, rope_dim = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
+    query_rank = config.nullable("q_lora_rank", int, 1536)
+    config.expect("num_key_value_heads", heads)
+    config.expect("head_dim", rope_dim)
+    config.expect("qk_head_dim", nope_dim + rope_dim)
+    return LatentAttention(
+        heads=heads,
+        query_rank=query_rank,
+        latent_dim=config.size("kv_lora_rank"),
+        nope_dim=nope_dim,
+        value_dim=config.size("v_head_dim"),
+        scale=(nope_dim + rope_dim) ** -0.5 * hf_config.yarn_scale(config),
+        rope=replace(hf_config.rope(config, rope_dim), interleaved=interleaved),
+        norm=Norm(eps),
+        bias=config.opt("attention_bias", bool, False),
+    )
+
+
+def _indexer(config: HfConfig, attention: LatentAttention, interleaved: bool) -> Indexer:
+    head_dim, rope_dim = config.size("index_head_dim"), attention.rope.dim
+    if attention.query_rank is None:
+        raise config.error("q_lora_rank", "is null; the indexer needs low-rank queries")
+    if head_dim < rope_dim:
+        raise config.error("index_head_dim", f"is {head_dim}; it must be at least qk_rope_head_dim, {rope_dim}")
+    return Indexer(
+        heads=config.size("index_n_heads"),
+        head_dim=head_dim,
+        top_k=config.size("index_topk"),
+        rope=replace(attention.rope, interleaved=interleaved),
+        norm=Norm(1e-6, kind="layer", bias=True),
+    )
+
+
+_SOURCE, _TARGET = "[model.]layers.{l}.self_attn", "layers.{l}.mixers.0"
+
+RULES = (
+    *EMBED_RULES,
+    *MLP_RULES,
+    *MOE_RULES,
+    *PRE_NORM_RULES,
+    *linear(f"{_SOURCE}.q_proj", f"{_TARGET}.q"),
+    *linear(f"{_SOURCE}.q_a_proj", f"{_TARGET}.q_a"),
+    Rename(f"{_SOURCE}.q_a_layernorm.weight", f"{_TARGET}.q_a_norm"),
+    *linear(f"{_SOURCE}.q_b_proj", f"{_TARGET}.q_b"),
+    *linear(f"{_SOURCE}.kv_a_proj_with_mqa", f"{_TARGET}.kv_a"),
+    Rename(f"{_SOURCE}.kv_a_layernorm.weight", f"{_TARGET}.kv_a_norm"),
+    *linear(f"{_SOURCE}.kv_b_proj", f"{_TARGET}.kv_b"),
+    *linear(f"{_SOURCE}.o_proj", f"{_TARGET}.o"),
+)
+INDEXER_RULES = (
+    Rename(f"{_SOURCE}.indexer.wq_b.weight", f"{_TARGET}.indexer.q"),
+    Rename(f"{_SOURCE}.indexer.wk.weight", f"{_TARGET}.indexer.k"),
+    Rename(f"{_SOURCE}.indexer.k_norm.weight", f"{_TARGET}.indexer.k_norm"),
+    Rename(f"{_SOURCE}.indexer.k_norm.bias", f"{_TARGET}.indexer.k_norm_bias"),
+    Rename(f"{_SOURCE}.indexer.weights_proj.weight", f"{_TARGET}.indexer.weights"),
+)
+
+DEEPSEEK = Family(_deepseek, (*EMBED_RULES, *ATTENTION_RULES, *MLP_RULES, *MOE_RULES, *PRE_NORM_RULES))
+DEEPSEEK_V2 = Family(_deepseek_v2, RULES)
+# layers.61: layers after V3's last one, which only propose drafts
+_IGNORED = ("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.61.*")
+
+DEEPSEEK_V3 = Family(deepseek_v3, RULES, ignored=_IGNORED)
+DEEPSEEK_V32 = Family(deepseek_v32, (*RULES, *INDEXER_RULES), ignored=_IGNORED)
+GLM4_MOE_LITE = Family(
+    partial(deepseek_v3, default_dense=1, eps=1e-5),
+    RULES,
+    ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.47.*"),
+)

@@ -1,0 +1,1 @@
+"""Decoders whose feed-forward blocks are mixtures of experts."""

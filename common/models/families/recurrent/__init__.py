@@ -1,0 +1,1 @@
+"""Decoders with linear attention or state-space mixers."""

@@ -1,0 +1,304 @@
+"""Mixers that attend: softmax attention over cached keys and values, and multi-head latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
+from pagoda.common.models.primitives import Norm, Param, adapter_params, linear_params, norm_params
+from pagoda.common.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Factor on queries that grows with their position (arXiv 2501.19399), in steps of `period` tokens.
+
+    1 + rate * log(1 + floor((position + offset) / period)).
+    """
+
+    rate: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexer:
+    """Sparse attention by blocks (MiniMax-M3): the heads of a KV head attend to the `top_k` best blocks, no others.
+
+    A block is `tokens` consecutive positions. Its score is the largest q.k of its tokens up to the query; the query's
+    own block and the `local` - 1 before it come first. One query for each KV head and one key are projected from x.
+    """
+
+    head_dim: int
+    tokens: int
+    top_k: int  # blocks
+    local: int  # blocks
+    rope: Rope  # on the first channels of queries and keys
+    norm: Norm  # of queries and keys, before RoPE
+
+    def parameters(self, width: int, heads: int) -> Iterator[Param]:
+        """Yield the parameters on a residual stream of `width` channels."""
+        yield from linear_params("blocks.q", heads * self.head_dim, width, "KD", groups=heads)
+        yield from linear_params("blocks.k", self.head_dim, width, ".D")
+        for part in "qk":
+            yield from norm_params(f"blocks.{part}_norm", self.norm, self.head_dim, ".")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Softmax attention with grouped KV heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # multiplies q.k
+    rope: Rope | None
+    window: int | None = None  # a query attends to itself and window-1 tokens before it (and after, unless causal)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    qk_norm: Norm | None = None  # on q and k before RoPE
+    qk_norm_over: Literal["per_head", "own_weights", "full"] = "per_head"
+    # Axis of qk_norm: each head, with the same weights or with its own, or the whole projection.
+    qk_norm_after_rope: bool = False
+    qkv_bias: bool = False  # of q, k, v and the output gate
+    out_bias: bool = False
+    qkv_clip: float | None = None  # q, k and v are clamped to [-qkv_clip, qkv_clip] before their norms
+    output_gate: bool = False  # o reads the attended values * sigmoid(gate x)
+    gate_per_head: bool = False  # the output gate is one number per query head
+    causal: bool = True
+    alibi_slopes: tuple[float, ...] | None = None  # per query head: scores -= slope * distance of query and key
+    alibi_root: bool = False  # of the distance its square root
+    sinks: bool = False  # a learned logit per query head takes part in the softmax and has no value
+    shares_cache_of: int | None = None  # an earlier layer whose K and V are read; the mixer then projects queries only
+    chunk: int | None = None  # a query attends to itself and the tokens before it in its `chunk` consecutive positions
+    chunk_lookback: int = 0  # and to those of this many chunks before
+    query_growth: QueryGrowth | None = None  # of the queries, after RoPE
+    value_norm: Norm | None = None  # of each value head, without weights
+    values_are_keys: bool = False  # values are the projected keys, before norm and RoPE
+    value_dim: int | None = None  # channels of a value head; None: head_dim
+    blocks: BlockIndexer | None = None  # None: a query attends to all tokens that it sees
+    beside_embedding: bool = False  # q, k and v are projected from x and the token's embedding side by side
+    adapter_rank: int | None = None  # low-rank adapters of q, k and v: q x + q_adapter_out q_adapter x
+
+    def __post_init__(self) -> None:
+        assert not (self.qk_norm_after_rope and self.qk_norm_over == "full"), (
+            "the whole projection is normed before RoPE"
+        )
+        assert self.alibi_slopes is None or not (self.sinks or self.softcap), "ALiBi is the only change of the scores"
+        assert self.causal or not (self.alibi_root or self.sinks), "encoders have neither sinks nor roots of distances"
+        assert self.qk_norm is None or self.qk_norm.scale or self.norms_heads_before_rope, (
+            "a qk_norm without weights is applied to each head before RoPE"
+        )
+        assert self.value_norm is None or not self.value_norm.scale, "values are normed without weights"
+        assert self.chunk is None or (self.window is None and self.causal), "chunks are causal and have no window"
+        plain = not (self.window or self.chunk or self.softcap or self.sinks or self.alibi_slopes or self.query_growth)
+        assert self.blocks is None or (plain and self.causal and self.shares_cache_of is None), "an indexer is alone"
+        assert self.value_dim is None or not self.values_are_keys, "values that are keys are as wide"
+        own = self.shares_cache_of is None and not self.values_are_keys and self.value_dim in (None, self.head_dim)
+        assert self.adapter_rank is None or own, "q, k and v of one head dim have adapters"
+        per_channel = self.output_gate and not self.gate_per_head
+        assert self.value_width == self.head_dim or not per_channel, "an output gate per channel is as wide as keys"
+
+    @property
+    def norms_heads_before_rope(self) -> bool:
+        """Whether `qk_norm`, if any, has one set of weights for all heads and is applied before RoPE."""
+        return self.qk_norm_over == "per_head" and not self.qk_norm_after_rope
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def seen_chunks(self) -> int | None:
+        """Tokens of a chunk and those before it that a query attends to at most; None without chunks."""
+        return None if self.chunk is None else self.chunk * (1 + self.chunk_lookback)
+
+    @property
+    def lookback(self) -> int:
+        """Tokens before its chunk that a query attends to."""
+        return 0 if self.chunk is None else self.chunk * self.chunk_lookback
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches kept per sequence: K and V, unless they are another layer's, and the indexer's keys."""
+        if self.shares_cache_of is not None:
+            return ()
+        own = self.keys_and_values
+        return (own,) if self.blocks is None else (own, IndexCache(self.blocks.head_dim))
+
+    @property
+    def keys_and_values(self) -> FullCache | WindowCache:
+        """The cache that the mixer reads; as many last tokens as its chunks have include them."""
+        window = self.window or self.seen_chunks
+        if window is None:
+            return FullCache(self.kv_heads, self.head_dim, self.value_dim)
+        return WindowCache(self.kv_heads, self.head_dim, window, self.value_dim)
+
+    def parameters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of a mixer on a residual stream of `width` channels."""
+        q, kv, out = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.heads * self.value_width
+        inputs = self.input_width(width)
+        yield from linear_params("q", q, inputs, "ND", self.qkv_bias, self.heads)
+        if self.output_gate:
+            gates = self.heads if self.gate_per_head else out
+            yield from linear_params("gate", gates, inputs, "ND", self.qkv_bias, self.heads)
+        if self.shares_cache_of is None:
+            yield from linear_params("k", kv, inputs, "KD", self.qkv_bias, self.kv_heads)
+            if not self.values_are_keys:
+                values = self.kv_heads * self.value_width
+                yield from linear_params("v", values, inputs, "KD", self.qkv_bias, self.kv_heads)
+        yield from linear_params("o", width, out, "DN", self.out_bias)
+        if self.sinks:
+            yield Param("sinks", (self.heads,), "N")
+        yield from self._norm_params("q_norm", self.heads, "N")
+        if self.shares_cache_of is None:
+            yield from self._norm_params("k_norm", self.kv_heads, "K")
+        if self.blocks is not None:
+            yield from self.blocks.parameters(width, self.kv_heads)
+
+    def adapters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of the low-rank adapters, which `parameters` does not include."""
+        heads = (("q", self.heads, "N"), ("k", self.kv_heads, "K"), ("v", self.kv_heads, "K"))
+        for name, count, axis in heads:
+            rows = ((name, count * self.head_dim, axis),)
+            yield from adapter_params(name, self.adapter_rank, self.input_width(width), rows)
+
+    def input_width(self, width: int) -> int:
+        """Return the channels that q, k and v are projected from, with a residual stream of `width`."""
+        return 2 * width if self.beside_embedding else width
+
+    def _norm_params(self, name: str, heads: int, axis: str) -> Iterator[Param]:
+        match self.qk_norm_over:
+            case "per_head":
+                yield from norm_params(name, self.qk_norm, self.head_dim, "H")
+            case "full":
+                yield from norm_params(name, self.qk_norm, heads * self.head_dim, axis)
+            case "own_weights":
+                for param in norm_params(name, self.qk_norm, self.head_dim, "H"):
+                    yield Param(param.name, (heads, self.head_dim), f"{axis}H")
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the ropes whose tables the mixer reads."""
+        own = () if self.rope is None else (self.rope,)
+        return own if self.blocks is None else (*own, self.blocks.rope)
+
+    def without_window(self) -> Attention:
+        """Return the mixer that sees all tokens."""
+        return replace(self, window=None, chunk=None, chunk_lookback=0)
+
+    def within(self, max_len: int) -> Attention:
+        """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
+        chunk = None if self.seen_chunks is not None and self.seen_chunks >= max_len else self.chunk
+        growth = _growth_within(self.query_growth, max_len)
+        if (chunk, growth) == (self.chunk, self.query_growth):
+            return self
+        return replace(self, chunk=chunk, chunk_lookback=self.chunk_lookback if chunk else 0, query_growth=growth)
+
+    def indivisible(self, ranks: int) -> str | None:
+        """Return what does not divide evenly over tensor-parallel ranks; None if everything does.
+
+        With more ranks than KV heads, each KV head is replicated.
+        """
+        if self.heads % ranks:
+            return f"{self.heads} query heads"
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            return f"{self.kv_heads} KV heads"
+        return None
+
+
+def _growth_within(growth: QueryGrowth | None, max_len: int) -> QueryGrowth | None:
+    """Return the factor on queries of sequences of at most `max_len` tokens, None if it is 1 for all."""
+    return None if growth is not None and max_len - 1 + growth.offset < growth.period else growth
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sparse attention (DeepSeek-V3.2): a query attends to the `top_k` tokens with the highest scores, no others.
+
+    A token's score is the sum over heads of weight * relu(q.k). The queries are projected from the attention's
+    low-rank queries; the weights of a query, and one key per token, from x.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    rope: Rope  # on the first channels of queries and keys
+    norm: Norm  # of the keys, before RoPE
+
+    def parameters(self, width: int, query_rank: int) -> Iterator[Param]:
+        """Yield the parameters on a residual stream of `width` channels."""
+        yield from linear_params("indexer.q", self.heads * self.head_dim, query_rank, "..")
+        yield from linear_params("indexer.k", self.head_dim, width, ".D")
+        yield from norm_params("indexer.k_norm", self.norm, self.head_dim, ".")
+        yield from linear_params("indexer.weights", self.heads, width, ".D")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
+
+    latent, rotary key = kv_a x; latent = kv_a_norm(latent); per head k = [kv_b latent, rope(rotary key)] and
+    v = kv_b latent. q = [without RoPE, rope(rotary)], from x or from a normalised low-rank projection of x.
+    """
+
+    heads: int
+    query_rank: int | None  # channels of the low-rank projection of queries; None: queries are projected from x
+    latent_dim: int
+    nope_dim: int  # channels of a query and key head before those with RoPE
+    value_dim: int  # channels of a value head
+    scale: float  # multiplies q.k
+    rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
+    norm: Norm  # of the latent and of the low-rank queries
+    bias: bool = False  # of q_a, kv_a and o
+    indexer: Indexer | None = None  # None: a query attends to all tokens before it
+    query_growth: QueryGrowth | None = None  # of the queries, after RoPE
+    gate_per_head: bool = False  # o reads the attended values * sigmoid(gate x), one number per head
+    causal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        assert self.indexer is None or self.query_rank is not None, "an indexer reads the low-rank queries"
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches kept per sequence: the latent with the rotary key, and the indexer's keys."""
+        latent = LatentCache(self.latent_dim, self.rope.dim)
+        return (latent,) if self.indexer is None else (latent, IndexCache(self.indexer.head_dim))
+
+    def parameters(self, width: int) -> Iterator[Param]:
+        """Yield the parameters of a mixer on a residual stream of `width` channels."""
+        queries = self.heads * (self.nope_dim + self.rope.dim)
+        if self.query_rank is None:
+            yield from linear_params("q", queries, width, "ND")
+        else:
+            yield from linear_params("q_a", self.query_rank, width, ".D", self.bias)
+            yield from norm_params("q_a_norm", self.norm, self.query_rank, ".")
+            yield from linear_params("q_b", queries, self.query_rank, "N.")
+        yield from linear_params("kv_a", self.latent_dim + self.rope.dim, width, ".D", self.bias)
+        yield from norm_params("kv_a_norm", self.norm, self.latent_dim, ".")
+        yield from linear_params("kv_b", self.heads * (self.nope_dim + self.value_dim), self.latent_dim, "N.")
+        if self.gate_per_head:
+            yield from linear_params("gate", self.heads, width, "ND", groups=self.heads)
+        yield from linear_params("o", width, self.heads * self.value_dim, "DN", self.bias)
+        if self.indexer is not None and self.query_rank is not None:
+            yield from self.indexer.parameters(width, self.query_rank)
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the ropes whose tables the mixer reads."""
+        return (self.rope,) if self.indexer is None else (self.rope, self.indexer.rope)
+
+    def without_window(self) -> LatentAttention:
+        """Return the mixer that sees all tokens: itself."""
+        return self
+
+    def within(self, max_len: int) -> LatentAttention:
+        """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
+        growth = _growth_within(self.query_growth, max_len)
+        return self if growth == self.query_growth else replace(self, query_growth=growth)
+
+    def indivisible(self, ranks: int) -> str | None:
+        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
+        return f"{self.heads} query heads" if self.heads % ranks else None
+
+    def expanded(self) -> Attention:
+        """Return the attention of the projected heads, whose q, k and v are given; value heads may be narrower."""
+        return Attention(self.heads, self.heads, self.nope_dim + self.rope.dim, self.scale, rope=None)

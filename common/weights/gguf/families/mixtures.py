@@ -1,0 +1,398 @@
+"""Mixtures of experts whose router is a softmax (Llama 4: a sigmoid after the choice): configs and tensor layouts.
+
+What files leave out (gpt-oss's clamped gate, Llama 4's chunks and temperatures) follows llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from pagoda.common.errors import ModelError
+from pagoda.common.weights.gguf.decoder_keys import (
+    ATTENTION_BIAS,
+    EVERY_LAYER,
+    EXPERT_WIDTH,
+    EXPERTS,
+    LAYER,
+    MULTIPLIERS,
+    OF_IMAGES,
+    RMS,
+    ROUTED,
+    DecoderKeys,
+    as_float32,
+    decoder,
+    expect_gating,
+    softmax_experts,
+)
+from pagoda.common.weights.gguf.families.llama_block import granite, phi3
+from pagoda.common.weights.gguf.layouts import (
+    ATTENTION,
+    BLOCK_SPARSE,
+    EXPERT_NAMES,
+    GATED,
+    PLAIN,
+    PRE_NORMS,
+    QK_NORM,
+    ROOT,
+    ROTARY,
+    SHARED,
+    TRANSFORMER,
+    Array,
+    Join,
+    RowChange,
+    TensorLayout,
+    as_row,
+    flat_experts,
+    flat_transposed_experts,
+    rows_together,
+    unchanged,
+)
+from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rope, rows
+
+
+def _granite_moe(metadata: Metadata, config: Config) -> Config:
+    shared = metadata.opt("expert_shared_feed_forward_length", int, 0)
+    return {**granite(metadata, config), **({"shared_intermediate_size": shared} if shared else {})}
+
+
+def _phimoe(metadata: Metadata) -> Config:
+    config = decoder(metadata, "PhimoeForCausalLM", "phimoe", ("rms_norm_eps", RMS))
+    config |= {
+        "num_local_experts": metadata.need("expert_count", int),
+        "num_experts_per_tok": metadata.need("expert_used_count", int),
+        "attention_bias": has_tensor(metadata, "blk.0.attn_q.bias"),
+        "lm_head_bias": has_tensor(metadata, "output.bias"),
+    }
+    more = phi3(metadata, config)
+    if more.pop("partial_rotary_factor") != 1.0:
+        raise ModelError(f"{metadata.file.path}: rotary positions on a part of each head are not supported here")
+    if "rope_scaling" not in more:
+        more.pop("original_max_position_embeddings")
+    return config | more
+
+
+def _ernie_moe(metadata: Metadata, config: Config) -> Config:
+    metadata.ignore("expert_shared_feed_forward_length")
+    return {"moe_layer_end_index": config["num_hidden_layers"] - 1, "use_bias": False}
+
+
+def _dbrx(metadata: Metadata) -> Config:
+    if metadata.need(LAYER, float) != as_float32(1e-5):
+        raise ModelError(f"{metadata.file.path}: metadata {LAYER} other than 1e-5 is not supported")
+    expect_gating(metadata, 1, 1)
+    width, heads = metadata.need("embedding_length", int), metadata.need("attention.head_count", int)
+    return {
+        "architectures": ["DbrxForCausalLM"],
+        "model_type": "dbrx",
+        "d_model": width,
+        "n_layers": metadata.need("block_count", int),
+        "n_heads": heads,
+        "max_seq_len": metadata.need("context_length", int),
+        "vocab_size": rows(metadata, "token_embd.weight"),
+        "tie_word_embeddings": not has_tensor(metadata, "output.weight"),
+        "attn_config": {
+            "kv_n_heads": metadata.opt("attention.head_count_kv", int, heads),
+            "clip_qkv": metadata.opt("attention.clamp_kqv", float, 0.0) or None,
+            "rope_theta": rope(metadata, width // heads)["rope_theta"],
+        },
+        "ffn_config": {
+            "ffn_hidden_size": metadata.need("feed_forward_length", int),
+            "moe_num_experts": metadata.need("expert_count", int),
+            "moe_top_k": metadata.need("expert_used_count", int),
+        },
+    }
+
+
+_QWEN3_MOE: Final = DecoderKeys(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    fixed=EVERY_LAYER,
+    values={**EXPERTS, **EXPERT_WIDTH, "norm_topk_prob": ("expert_weights_norm", bool, True)},
+    present=ATTENTION_BIAS,
+    more=softmax_experts,
+)
+
+_GPT_OSS: Final = DecoderKeys(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    values={
+        "num_local_experts": EXPERTS["num_experts"],
+        "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
+        "intermediate_size": ("expert_feed_forward_length", int, None),
+        "sliding_window": ("attention.sliding_window", int, None),
+    },
+    present=ATTENTION_BIAS,
+    theta=150_000.0,
+)
+
+
+def _gpt_oss(metadata: Metadata) -> Config:
+    config = _GPT_OSS(metadata)
+    scaling = config.get("rope_scaling")
+    return config if scaling is None else {**config, "rope_scaling": {**scaling, "truncate": False}}
+
+
+_LLAMA4: Final = DecoderKeys(
+    "Llama4ForCausalLM",
+    "llama4_text",
+    fixed={"attention_chunk_size": 8192},
+    values={
+        "num_local_experts": EXPERTS["num_experts"],
+        "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
+        "interleave_moe_layer_step": ("interleave_moe_layer_step", int, 1),
+        "intermediate_size": ("expert_feed_forward_length", int, None),
+        "intermediate_size_mlp": ("feed_forward_length", int, None),
+    },
+    present=ATTENTION_BIAS,
+    more=lambda metadata, config: {"use_qk_norm": config["num_local_experts"] != 128},
+    theta=500_000.0,
+)
+
+
+def _hunyuan(metadata: Metadata, config: Config) -> Config:
+    metadata.ignore("rope.scaling.original_context_length")
+    return {"intermediate_size": metadata.opt("expert_shared_feed_forward_length", int, config["intermediate_size"])}
+
+
+_DEEPSEEK: Final = {key: value for key, value in ROUTED.items() if not key.endswith(("_group", "_factor"))}
+
+CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
+    "deepseek": DecoderKeys(
+        "DeepseekForCausalLM",
+        "deepseek",
+        values=_DEEPSEEK,
+        present=ATTENTION_BIAS,
+        ignored=("expert_weights_scale",),
+        more=softmax_experts,
+    ),
+    "arctic": DecoderKeys(
+        "ArcticForCausalLM",
+        "arctic",
+        fixed={"moe_layer_frequency": 1},
+        values={
+            "num_local_experts": EXPERTS["num_experts"],
+            "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
+        },
+        more=softmax_experts,
+    ),
+    "qwen2moe": DecoderKeys(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        fixed={**EVERY_LAYER, "norm_topk_prob": False},
+        values={
+            **EXPERTS,
+            **EXPERT_WIDTH,
+            "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int, None),
+        },
+        present={"qkv_bias": "blk.0.attn_q.bias"},
+        more=lambda metadata, config: {
+            **softmax_experts(metadata, config),
+            "layer_types": ["full_attention"] * config["num_hidden_layers"],
+        },
+    ),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": replace(_QWEN3_MOE, ignored=OF_IMAGES),
+    "olmoe": DecoderKeys(
+        "OlmoeForCausalLM",
+        "olmoe",
+        values={**EXPERTS, "norm_topk_prob": ("expert_weights_norm", bool, False)},
+        present=ATTENTION_BIAS,
+        more=softmax_experts,
+    ),
+    "granitemoe": DecoderKeys(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        values={
+            **MULTIPLIERS,
+            "num_local_experts": EXPERTS["num_experts"],
+            "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
+        },
+        present=ATTENTION_BIAS,
+        more=_granite_moe,
+    ),
+    "phimoe": _phimoe,
+    "dbrx": _dbrx,
+    "ernie4_5-moe": DecoderKeys(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        values={
+            **EXPERT_WIDTH,
+            "moe_num_experts": ("expert_count", int, None),
+            "moe_k": ("expert_used_count", int, None),
+            "moe_num_shared_experts": ("expert_shared_count", int, 0),
+            "moe_layer_interval": ("interleave_moe_layer_step", int, 1),
+            "moe_layer_start_index": ("leading_dense_block_count", int, 0),
+        },
+        more=_ernie_moe,
+    ),
+    "gpt-oss": _gpt_oss,
+    "llama4": _LLAMA4,
+    "hunyuan-moe": DecoderKeys(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        values={
+            "num_experts": EXPERTS["num_experts"],
+            "moe_topk": EXPERTS["num_experts_per_tok"],
+            **EXPERT_WIDTH,
+            "num_shared_expert": ("expert_shared_count", int, 1),
+        },
+        present=ATTENTION_BIAS,
+        more=_hunyuan,
+    ),
+    "bailingmoe": DecoderKeys("BailingMoeForCausalLM", "bailing_moe", values=ROUTED),
+}
+
+# Tensors.
+
+
+def _alternating_columns(gate: Array, up: Array) -> Array:
+    """Gate and up [E, F, D] -> [E, D, 2F]; biases [E, F] -> [E, 2F]."""
+    both = np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
+    return both.swapaxes(1, 2) if both.ndim == 3 else both
+
+
+def _columns_together(gate: Array, up: Array) -> Array:
+    """Gate and up [E, F, D] -> [E, D, 2F]."""
+    return np.concatenate([gate, up], axis=1).swapaxes(1, 2)
+
+
+def _alternating_rows(gate: Array, up: Array) -> Array:
+    """Rows of blocks [E, F, bytes] -> [E, 2F, bytes]."""
+    return np.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
+
+
+def _swapped_experts(array: Array, config: Mapping[str, object]) -> Array:
+    return array.swapaxes(1, 2) if array.ndim == 3 else array
+
+
+_transposed_experts: Final = RowChange(_swapped_experts, unchanged)
+
+
+_FEED_FORWARD: Final = {stem: name.replace("mlp.", "feed_forward.") for stem, name in GATED.items()}
+LING: Final = {"attn_output": "attention.dense", **GATED, **PRE_NORMS, **EXPERT_NAMES, **SHARED}
+LING_ROOT: Final = {**ROOT, "token_embd": "model.word_embeddings"}
+
+LAYOUTS: Final[Mapping[str, TensorLayout]] = {
+    "deepseek": TensorLayout(ROOT, {**PLAIN, **EXPERT_NAMES, **SHARED}, changes=ROTARY),
+    "arctic": TensorLayout(
+        ROOT,
+        {
+            **ATTENTION,
+            **BLOCK_SPARSE,
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "residual_layernorm",
+            "ffn_norm_exps": "post_attention_layernorm",
+            "ffn_gate": "residual_mlp.w1",
+            "ffn_down": "residual_mlp.w2",
+            "ffn_up": "residual_mlp.w3",
+        },
+        changes=ROTARY,
+    ),
+    "qwen2moe": TensorLayout(
+        ROOT,
+        {
+            **PLAIN,
+            **EXPERT_NAMES,
+            **{stem: name.replace("shared_experts", "shared_expert") for stem, name in SHARED.items()},
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        changes={"ffn_gate_inp_shexp": as_row},
+    ),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), TensorLayout(ROOT, {**PLAIN, **QK_NORM, **EXPERT_NAMES})),
+    "olmoe": TensorLayout(ROOT, {**PLAIN, **QK_NORM, **EXPERT_NAMES}),
+    "granitemoe": TensorLayout(
+        ROOT,
+        {
+            **ATTENTION,
+            **PRE_NORMS,
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_gate_exps": "block_sparse_moe.input_linear",
+            "ffn_up_exps": "block_sparse_moe.input_linear",
+            "ffn_down_exps": "block_sparse_moe.output_linear",
+            "ffn_gate_shexp": "shared_mlp.input_linear",
+            "ffn_up_shexp": "shared_mlp.input_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        changes=ROTARY,
+        joined={
+            "ffn_gate_exps": Join("ffn_up_exps", rows_together, rows_together),
+            "ffn_gate_shexp": Join("ffn_up_shexp", rows_together, rows_together),
+        },
+    ),
+    "phimoe": TensorLayout(ROOT, {**ATTENTION, **PRE_NORMS, **BLOCK_SPARSE}),
+    "dbrx": TensorLayout(
+        {**TRANSFORMER, "output_norm": "transformer.norm_f"},
+        {
+            "attn_norm": "norm_attn_norm.norm_1",
+            "attn_qkv": "norm_attn_norm.attn.Wqkv",
+            "attn_output": "norm_attn_norm.attn.out_proj",
+            "attn_output_norm": "norm_attn_norm.norm_2",
+            "ffn_gate_inp": "ffn.router.layer",
+            "ffn_gate_exps.weight": "ffn.experts.mlp.w1",
+            "ffn_up_exps.weight": "ffn.experts.mlp.v1",
+            "ffn_down_exps.weight": "ffn.experts.mlp.w2",
+        },
+        prefix="transformer.blocks",
+        changes={
+            "ffn_gate_exps": flat_experts,
+            "ffn_up_exps": flat_experts,
+            "ffn_down_exps": flat_transposed_experts,
+        },
+    ),
+    "ernie4_5-moe": TensorLayout(
+        ROOT,
+        {**PLAIN, **EXPERT_NAMES, **SHARED, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        changes={"exp_probs_b": as_row},
+    ),
+    "gpt-oss": TensorLayout(
+        ROOT,
+        {
+            **ATTENTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        changes={"ffn_down_exps": _transposed_experts},
+        joined={"ffn_gate_exps": Join("ffn_up_exps", _alternating_columns, _alternating_rows)},
+    ),
+    "llama4": TensorLayout(
+        ROOT,
+        {
+            **ATTENTION,
+            **_FEED_FORWARD,
+            **PRE_NORMS,
+            "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_exps.weight": "feed_forward.experts.gate_up_proj",
+            "ffn_up_exps.weight": "feed_forward.experts.gate_up_proj",
+            "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
+        changes={"ffn_down_exps": _transposed_experts},
+        joined={"ffn_gate_exps": Join("ffn_up_exps", _columns_together, rows_together)},
+    ),
+    "hunyuan-moe": TensorLayout(
+        ROOT,
+        {
+            **PLAIN,
+            **EXPERT_NAMES,
+            **{stem: name.replace("shared_experts", "shared_mlp") for stem, name in SHARED.items()},
+            "ffn_gate_inp": "mlp.gate.wg",
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "bailingmoe": TensorLayout(LING_ROOT, {**ATTENTION, **LING}, changes=ROTARY),
+}

@@ -1,0 +1,323 @@
+"""Decoders with state-space (Mamba) layers: configs and tensor layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from pagoda.common.errors import ModelError
+from pagoda.common.weights.gguf.decoder_keys import (
+    BIASES,
+    EXPERTS,
+    KV_HEADS,
+    LAYER,
+    MULTIPLIERS,
+    RMS,
+    ROUTED,
+    DecoderKeys,
+    any_layer,
+    sigmoid_experts,
+)
+from pagoda.common.weights.gguf.layouts import (
+    ATTENTION,
+    EXPERT_NAMES,
+    GATED,
+    PRE_NORMS,
+    ROOT,
+    ROTARY,
+    Array,
+    Change,
+    Join,
+    TensorLayout,
+    log_rate,
+    rows_together,
+    taps,
+)
+from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rows
+
+
+def _state_space(metadata: Metadata, architecture: str, model_type: str) -> Config:
+    """Keys of models of Mamba layers alone, whose files state an arbitrary context."""
+    metadata.ignore("feed_forward_length", "attention.head_count", "context_length")
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": metadata.need("embedding_length", int),
+        "num_hidden_layers": metadata.need("block_count", int),
+        "layer_norm_epsilon": metadata.need(RMS, float),
+        "vocab_size": rows(metadata, "token_embd.weight"),
+        "tie_word_embeddings": not has_tensor(metadata, "output.weight"),
+        "conv_kernel": metadata.need("ssm.conv_kernel", int),
+        "state_size": metadata.need("ssm.state_size", int),
+        "use_bias": has_tensor(metadata, "blk.0.ssm_in.bias"),
+        "use_conv_bias": has_tensor(metadata, "blk.0.ssm_conv1d.bias"),
+    }
+
+
+def _mamba(metadata: Metadata) -> Config:
+    normed = metadata.opt("ssm.dt_b_c_rms", bool, False)
+    names = ("FalconMambaForCausalLM", "falcon_mamba") if normed else ("MambaForCausalLM", "mamba")
+    return {
+        **_state_space(metadata, *names),
+        "intermediate_size": metadata.need("ssm.inner_size", int),
+        "time_step_rank": metadata.need("ssm.time_step_rank", int),
+    }
+
+
+def _mamba2(metadata: Metadata) -> Config:
+    heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    config = _state_space(metadata, "Mamba2ForCausalLM", "mamba2")
+    return {
+        **config,
+        "num_heads": heads,
+        "head_dim": inner // heads,
+        "expand": inner // config["hidden_size"],
+        "n_groups": metadata.need("ssm.group_count", int),
+    }
+
+
+def _mamba_layers(metadata: Metadata, config: Config) -> Config:
+    """Keys of Mamba-2 mixers in a hybrid model."""
+    heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // config["hidden_size"],
+        "mamba_n_groups": metadata.need("ssm.group_count", int),
+        "mamba_d_state": metadata.need("ssm.state_size", int),
+        "mamba_d_conv": metadata.need("ssm.conv_kernel", int),
+        "mamba_proj_bias": any_layer(metadata, config, "ssm_in.bias"),
+        "mamba_conv_bias": any_layer(metadata, config, "ssm_conv1d.bias"),
+    }
+
+
+def _falcon_h1(metadata: Metadata, config: Config) -> Config:
+    """Files have no multipliers: the weights are multiplied by them."""
+    layers = _mamba_layers(metadata, config)
+    return {
+        **layers,
+        "mamba_d_ssm": layers["mamba_n_heads"] * layers["mamba_d_head"],
+        "projectors_bias": layers["mamba_proj_bias"],
+        "mamba_rms_norm": has_tensor(metadata, "blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _granite_hybrid(metadata: Metadata, config: Config) -> Config:
+    attends = metadata.layers_with(KV_HEADS, config["num_hidden_layers"])
+    experts = metadata.opt("expert_count", int, 0)
+    shared = metadata.opt("expert_shared_feed_forward_length", int, 0)
+    return {
+        **_mamba_layers(metadata, config),
+        "layer_types": ["attention" if layer else "mamba" for layer in attends],
+        "position_embedding_type": "rope" if metadata.opt("rope.scaling.finetuned", bool, False) else "nope",
+        "attention_multiplier": metadata.opt("attention.scale", float, 0.0) or config["head_dim"] ** -0.5,
+        "num_local_experts": experts,
+        "num_experts_per_tok": metadata.opt("expert_used_count", int, 0),
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "attention_bias": any_layer(metadata, config, "attn_q.bias"),
+    }
+
+
+def _jamba(metadata: Metadata, config: Config) -> Config:
+    layers = config["num_hidden_layers"]
+    attends = metadata.layers_with(KV_HEADS, layers)
+    mixes = [has_tensor(metadata, f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers)]
+    return {
+        **_every(metadata, "attn_layer", attends),
+        **(_every(metadata, "expert_layer", mixes) if any(mixes) else {"num_experts": 1}),
+        "mamba_d_state": metadata.need("ssm.state_size", int),
+        "mamba_d_conv": metadata.need("ssm.conv_kernel", int),
+        "mamba_dt_rank": metadata.need("ssm.time_step_rank", int),
+        "mamba_expand": metadata.need("ssm.inner_size", int) // config["hidden_size"],
+        "mamba_proj_bias": any_layer(metadata, config, "ssm_in.bias"),
+        "mamba_conv_bias": any_layer(metadata, config, "ssm_conv1d.bias"),
+    }
+
+
+def _every(metadata: Metadata, what: str, layers: list[bool]) -> Config:
+    """Return the offset and the period of a kind of layer. Raises ModelError if they are irregular."""
+    numbers = [number for number, present in enumerate(layers) if present]
+    period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
+    if not numbers or [number % period == numbers[0] % period for number in range(len(layers))] != layers:
+        raise ModelError(f"{metadata.file.path}: layers {numbers} as {what} are not evenly spaced")
+    return {f"{what}_offset": numbers[0], f"{what}_period": period}
+
+
+def _nemotron_h(metadata: Metadata) -> Config:
+    layers, mapped = metadata.need("block_count", int), metadata.of_some_layers()
+    layers -= metadata.opt("nextn_predict_layers", int, 0)
+    attends = metadata.layers_with(KV_HEADS, layers)
+    feeds = metadata.layers_with("feed_forward_length", layers)
+    mixes = [has_tensor(metadata, f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers)]
+    kinds = [
+        "attention" if attention else "moe" if moe else "mlp" if feed else "mamba"
+        for attention, feed, moe in zip(attends, feeds, mixes)
+    ]
+    heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    metadata.ignore(LAYER, "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")
+    config: Config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hidden_size": metadata.need("embedding_length", int),
+        "num_hidden_layers": layers,
+        "layers_block_type": kinds,
+        "intermediate_size": mapped.need("feed_forward_length", int) or None,
+        "num_attention_heads": mapped.need("attention.head_count", int),
+        "num_key_value_heads": mapped.need(KV_HEADS, int),
+        "head_dim": metadata.need("attention.key_length", int),
+        "layer_norm_epsilon": metadata.need(RMS, float),
+        "max_position_embeddings": metadata.need("context_length", int),
+        "vocab_size": rows(metadata, "token_embd.weight"),
+        "tie_word_embeddings": not has_tensor(metadata, "output.weight"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": metadata.need("ssm.group_count", int),
+        "ssm_state_size": metadata.need("ssm.state_size", int),
+        "conv_kernel": metadata.need("ssm.conv_kernel", int),
+        "use_bias": any(has_tensor(metadata, f"blk.{layer}.ssm_in.bias") for layer in range(layers)),
+        "use_conv_bias": any(has_tensor(metadata, f"blk.{layer}.ssm_conv1d.bias") for layer in range(layers)),
+        "mlp_bias": any(has_tensor(metadata, f"blk.{layer}.ffn_up.bias") for layer in range(layers)),
+    }
+    if "moe" not in kinds:
+        metadata.ignore("expert_gating_func", *(name for name, _, _ in ROUTED.values()))
+        return config
+    sigmoid_experts(metadata, config)
+    for key, (name, kind, default) in ROUTED.items():
+        config[key] = metadata.need(name, kind) if default is None else metadata.opt(name, kind, default)
+    del config["first_k_dense_replace"]
+    config["moe_shared_expert_intermediate_size"] = metadata.need("expert_shared_feed_forward_length", int)
+    return config
+
+
+CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "jamba": DecoderKeys(
+        "JambaForCausalLM", "jamba", values=EXPERTS, absent=("rope_theta",), some_layers=True, more=_jamba
+    ),
+    "falcon-h1": DecoderKeys("FalconH1ForCausalLM", "falcon_h1", present=BIASES, more=_falcon_h1),
+    "granitehybrid": DecoderKeys(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", values=MULTIPLIERS, some_layers=True, more=_granite_hybrid
+    ),
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+}
+
+# Tensors.
+
+
+def _flat(array: Array, config: Mapping[str, Any]) -> Array:
+    return array.reshape(-1)
+
+
+_MIXER: Final = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_x": "x_proj",
+    "ssm_dt": "dt_proj",
+    "ssm_dt_norm": "dt_layernorm",
+    "ssm_b_norm": "b_layernorm",
+    "ssm_c_norm": "c_layernorm",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+
+_STATE_SPACE: Final[Mapping[str, Change]] = {"ssm_a": log_rate, "ssm_d": _flat, "ssm_conv1d": taps, "ssm_norm": _flat}
+
+
+def _mixer(name: str, *, second: bool) -> dict[str, str]:
+    """Stems of a Mamba mixer. `second`: of Mamba 2, whose steps have no projection."""
+    stems = {stem: f"{name}.{part}" for stem, part in _MIXER.items()}
+    return {**stems, "ssm_dt.bias": f"{name}.dt_bias"} if second else stems
+
+
+def _wholes(name: str) -> dict[str, str]:
+    return {"ssm_a": f"{name}.A_log", "ssm_d": f"{name}.D"}
+
+
+_BACKBONE: Final = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+_FEED_FORWARD: Final = {stem: name.replace("mlp.", "feed_forward.") for stem, name in GATED.items()}
+_NEMOTRON_H: Final = TensorLayout(
+    _BACKBONE,
+    {
+        "attn_norm": "norm",
+        **{stem: name.replace("self_attn.", "mixer.") for stem, name in ATTENTION.items()},
+        **_mixer("mixer", second=True),
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "ffn_up_exps": "mixer.experts.{e}.up_proj",
+        "ffn_down_exps": "mixer.experts.{e}.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    },
+    prefix="backbone.layers",
+    whole=_wholes("mixer"),
+    changes=_STATE_SPACE,
+)
+
+LAYOUTS: Final[Mapping[str, TensorLayout]] = {
+    "mamba": TensorLayout(
+        _BACKBONE,
+        {"attn_norm": "norm", **_mixer("mixer", second=False)},
+        prefix="backbone.layers",
+        whole=_wholes("mixer"),
+        changes=_STATE_SPACE,
+    ),
+    "mamba2": TensorLayout(
+        _BACKBONE,
+        {"attn_norm": "norm", **_mixer("mixer", second=True)},
+        prefix="backbone.layers",
+        whole=_wholes("mixer"),
+        changes=_STATE_SPACE,
+    ),
+    "jamba": TensorLayout(
+        {**ROOT, "output_norm": "model.final_layernorm"},
+        {
+            **ATTENTION,
+            **_FEED_FORWARD,
+            **_mixer("mamba", second=False),
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate_inp": "feed_forward.router",
+            **{stem: name.replace("mlp.", "feed_forward.") for stem, name in EXPERT_NAMES.items() if "_exps" in stem},
+        },
+        whole=_wholes("mamba"),
+        changes=_STATE_SPACE,
+    ),
+    "falcon-h1": TensorLayout(
+        {**ROOT, "output_norm": "model.final_layernorm"},
+        {
+            **ATTENTION,
+            **_FEED_FORWARD,
+            **_mixer("mamba", second=True),
+            "attn_norm": "input_layernorm",
+        },
+        whole={**_wholes("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},
+        changes=_STATE_SPACE,
+    ),
+    "granitehybrid": TensorLayout(
+        ROOT,
+        {
+            **ATTENTION,
+            **PRE_NORMS,
+            **_mixer("mamba", second=True),
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_gate_exps": "block_sparse_moe.input_linear",
+            "ffn_up_exps": "block_sparse_moe.input_linear",
+            "ffn_down_exps": "block_sparse_moe.output_linear",
+            **{f"ffn_{part}{kind}": "shared_mlp.input_linear" for part in ("gate", "up") for kind in ("", "_shexp")},
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        whole=_wholes("mamba"),
+        changes={**_STATE_SPACE, **ROTARY},
+        joined={
+            f"ffn_gate{kind}": Join(f"ffn_up{kind}", rows_together, rows_together) for kind in ("", "_exps", "_shexp")
+        },
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+}

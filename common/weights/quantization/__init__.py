@@ -1,0 +1,1 @@
+"""Quantised checkpoints: their schemes, their configs, and the readers of each method."""

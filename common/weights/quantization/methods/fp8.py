@@ -1,0 +1,42 @@
+"""`fp8`: float8 weights with one scale per matrix, or per block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from pagoda.common.errors import WeightError
+from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
+from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled
+from pagoda.common.weights.quantization.tensors import Activations, Float8, QuantizedTensor
+
+_INPUT_SCALE: Final = "input_scale"
+
+
+def read(section: Section) -> QuantizationConfig:
+    """Return the config of a section. Raises ModelError for another format of numbers."""
+    ignored = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    section.only("activation_scheme", "fmt", "weight_block_size", "scale_fmt", "dequantize", *ignored)
+    if section.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise section.refused(f"fmt is {section.get('fmt')}, only e4m3 is read")
+    activations = section.get("activation_scheme", "dynamic")
+    if activations not in ("dynamic", "static"):
+        raise section.refused(f"activation_scheme is {activations}")
+    block, static = section.block("weight_block_size"), activations == "static"
+    if block is not None:
+        scheme, scale = Float8(block, Activations("float8", block[1])), "weight_scale_inv"
+    else:
+        scheme, scale = Float8("tensor", Activations("float8", "tensor" if static else "row", static)), "weight_scale"
+    parts = {WEIGHT, scale, *((_INPUT_SCALE,) if static else ())}
+    group = LayerGroup(("Linear",), scheme, frozenset(parts), FLOAT8_E4M3FN)
+    unused = frozenset() if static else frozenset({_INPUT_SCALE, "activation_scale_inv"})
+    return QuantizationConfig("fp8", (group,), (*section.names(*ignored), "lm_head"), _join, unused)
+
+
+def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> QuantizedTensor:
+    (scale,) = group.parts - {WEIGHT, _INPUT_SCALE}
+    if parts[WEIGHT].dtype != group.dtype:
+        raise WeightError(f"tensor {module}.weight is {parts[WEIGHT].dtype}, quantization_config says float8")
+    tensor = join_scaled(module, parts[WEIGHT], parts[scale], group.scheme, pieces, scale)
+    return replace(tensor, input_scale=input_scale(module, parts, _INPUT_SCALE)) if _INPUT_SCALE in parts else tensor

@@ -1,0 +1,104 @@
+"""`modelopt`: FP8, MXFP8 and NVFP4 of NVIDIA's Model Optimizer, one scheme for all layers or one each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from pagoda.common.errors import WeightError
+from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name, powers_of_two
+from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.methods.fours import join_nvfp4
+from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled
+from pagoda.common.weights.quantization.tensors import Activations, Float8, Nvfp4, QuantizedTensor
+
+_SCALE: Final = "weight_scale"
+_TENSOR_SCALE: Final = "weight_scale_2"
+_INPUT_SCALE: Final = "input_scale"
+_BLOCK: Final = (128, 128)
+
+_SCHEMES: Final[Mapping[str, Float8 | Nvfp4]] = {
+    "FP8": Float8("tensor", Activations("float8", "tensor", static=True)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Float8("channel", Activations("float8", "row")),
+    "FP8_PB_WO": Float8(_BLOCK),
+    "FP8_PB_REAL_QUANT": Float8(_BLOCK, Activations("float8", _BLOCK[1])),
+    "MXFP8": Float8((1, 32), Activations("float8", 32)),
+    "NVFP4": Nvfp4(Activations("fp4", 16, static=True)),
+    "W4A16_NVFP4": Nvfp4(),
+}
+_MIXED: Final = "MIXED_PRECISION"
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "NVFP4": ("modelopt_fp4", "petit_nvfp4"),
+    "W4A16_NVFP4": ("modelopt_fp4", "petit_nvfp4"),
+    "MXFP8": ("modelopt_mxfp8",),
+    _MIXED: ("modelopt_mixed",),
+}
+_HARMLESS: Final = (
+    *("producer", "kv_cache_quant_algo", "kv_cache_scheme", "config_groups", "group_size", "has_zero_point"),
+    *("smoothquant_val", "clamp_val", "use_custom_all_reduce", "quantization"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeloptLayers(LayerGroup):
+    """Layers with one of the algorithms."""
+
+    algorithm: str = ""
+
+
+def read(section: Section) -> QuantizationConfig:
+    """Return the config of a section, or of the content of hf_quant_config.json. Raises ModelError."""
+    section.only("quant_algo", "ignore", "exclude_modules", "quantized_layers", *_HARMLESS)
+    inner = section.part("quantization") if section.get("quantization") else section
+    inner.only("quant_algo", "ignore", "exclude_modules", "quantized_layers", *_HARMLESS)
+    algorithm = inner.get("quant_algo")
+    if algorithm == _MIXED:
+        layers = inner.part("quantized_layers")
+        groups = tuple(_layers(layers.part(name), (name,)) for name in layers.values)
+    elif algorithm is None and (inner.get("kv_cache_quant_algo") or inner.get("kv_cache_scheme")):
+        groups = ()
+    else:
+        groups = (_layers(inner, ("Linear",)),)
+    ignored = inner.patterns("ignore", "exclude_modules")
+    unused = frozenset({_INPUT_SCALE}).difference(*(group.parts for group in groups))
+    return QuantizationConfig("modelopt", groups, ignored, _join, unused, aliases=_ALIASES.get(str(algorithm), ()))
+
+
+def _layers(section: Section, targets: tuple[str, ...]) -> ModeloptLayers:
+    """Return the layers of an algorithm."""
+    algorithm = section.get("quant_algo")
+    if algorithm not in _SCHEMES:
+        raise section.refused(f"quant_algo is {algorithm}, only {', '.join((*_SCHEMES, _MIXED))} are read")
+    scheme = _SCHEMES[algorithm]
+    parts = {WEIGHT, _SCALE}
+    if isinstance(scheme, Nvfp4):
+        if section.get("group_size", 16) != scheme.group[1]:
+            raise section.refused(f"NVFP4 with group_size {section.get('group_size')}, only 16 is read")
+        parts.add(_TENSOR_SCALE)
+    if scheme.activations is not None and scheme.activations.static:
+        parts.add(_INPUT_SCALE)
+    dtype = np.dtype(np.uint8) if isinstance(scheme, Nvfp4) else FLOAT8_E4M3FN
+    return ModeloptLayers(targets, scheme, frozenset(parts), dtype, algorithm=algorithm)
+
+
+def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> QuantizedTensor:
+    assert isinstance(group, ModeloptLayers)
+    data, scales = parts[WEIGHT], parts[_SCALE]
+    if data.dtype != group.dtype:
+        raise WeightError(
+            f"tensor {module}.weight is {dtype_name(data.dtype)}, which {group.algorithm} weights are not; download "
+            "config.json and the weights again"
+        )
+    if isinstance(group.scheme, Nvfp4):
+        whole = floats(f"{module}.{_TENSOR_SCALE}", parts[_TENSOR_SCALE])
+        tensor = join_nvfp4(module, data, scales, whole, group.scheme)
+    else:
+        if group.algorithm == "MXFP8":
+            scales = powers_of_two(scales) if scales.dtype == np.uint8 else scales
+        elif scales.ndim > 2:  # blocks [O / 128, 1, I / 128, 1]
+            scales = scales.reshape(scales.shape[0], -1)
+        tensor = join_scaled(module, data, scales, group.scheme, pieces, _SCALE)
+    return replace(tensor, input_scale=input_scale(module, parts, _INPUT_SCALE)) if _INPUT_SCALE in parts else tensor

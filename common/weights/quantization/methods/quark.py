@@ -1,0 +1,143 @@
+"""`quark`: FP8, int8, int4 and MXFP4 of AMD's Quark, one scheme for all layers or by patterns of names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from pagoda.common.errors import WeightError
+from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name
+from pagoda.common.weights.quantization.config import WEIGHT, WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.methods.awq import join_along_outputs
+from pagoda.common.weights.quantization.methods.fours import join_mxfp4
+from pagoda.common.weights.quantization.methods.integers import IntegerLayers, integer_scheme
+from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled, not_symmetric, with_zeros
+from pagoda.common.weights.quantization.tensors import (
+    Activations,
+    Float8,
+    Group,
+    Int4,
+    Int8,
+    Mxfp4,
+    QuantizedTensor,
+)
+
+_SCALE: Final = "weight_scale"
+_ZEROS: Final = "weight_zero_point"
+_INPUT_SCALE: Final = "input_scale"
+_NUMBERS: Final[dict[str, Literal["float8", "int8", "fp4"]]] = {"fp8_e4m3": "float8", "int8": "int8", "fp4": "fp4"}
+_ROWS: Final[dict[str, Literal["tensor", "row"]]] = {"per_tensor": "tensor", "per_channel": "row"}
+_HARMLESS: Final = (
+    *("quant_mode", "version", "kv_cache_post_rope", "kv_cache_quant_config", "export"),
+    *("log_severity_level", "kv_cache_group", "min_kv_scale"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QuarkLayers(IntegerLayers):
+    """Layers of a weight type. `reordered`: outputs are packed in AWQ's order."""
+
+    kind: str = ""
+    reordered: bool = True
+
+
+def read(section: Section) -> QuantizationConfig:
+    """Return the config of a section. Raises ModelError for a combination that is not read."""
+    own = ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "algo_config")
+    section.only(*own, "softmax_quant_spec", *_HARMLESS)
+    for key in ("layer_type_quant_config", "softmax_quant_spec"):
+        if section.get(key):
+            raise section.refused(f"{key} is not read")
+    algorithms = section.get("algo_config") or []
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        name = str(algorithm.get("name")) if isinstance(algorithm, dict) else str(algorithm)
+        if "rotation" in name or "quarot" in name:
+            raise section.refused(f"algo_config has {name}, which rotates activations")
+    export = section.part("export")
+    if export.get("weight_format", "real_quantized") != "real_quantized":
+        raise section.refused(f"export.weight_format is {export.get('weight_format')}, only real_quantized is read")
+    reordered = export.get("pack_method", "reorder") == "reorder"
+    by_name, ignored = section.part("layer_quant_config"), list(section.patterns("exclude"))
+    groups = []
+    for name in by_name.values:
+        (target,) = Section("", {"names": [name]}).patterns("names")
+        if by_name.part(name).get("weight") is None:
+            ignored.append(target)
+        else:
+            groups.append(_layers(by_name.part(name), target, reordered))
+    if section.part("global_quant_config").get("weight") is not None:
+        groups.append(_layers(section.part("global_quant_config"), "Linear", reordered))
+    if not groups:
+        raise section.refused("it describes no weights")
+    unused = frozenset({_INPUT_SCALE, "input_zero_point"}).difference(*(group.parts for group in groups))
+    return QuantizationConfig("quark", tuple(groups), tuple(ignored), _join, unused)
+
+
+def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
+    """Return the layers of one config of layers."""
+    if isinstance(section.get("weight"), list):
+        raise section.refused("weights that are quantised in several steps are not read")
+    weight = section.part("weight")
+    kind, scheme_name, size = (weight.get(key) for key in ("dtype", "qscheme", "group_size"))
+    activations = _activations(section)
+    parts, optional, bits = {WEIGHT, _SCALE}, set[str](), 8
+    dtype: np.dtype[Any] | None = {"fp8_e4m3": FLOAT8_E4M3FN, "int8": np.dtype(np.int8)}.get(kind)
+    scheme: Float8 | Int8 | Int4 | Mxfp4
+    match kind, scheme_name:
+        case "fp8_e4m3" | "int8", "per_tensor" | "per_channel":
+            group: Group = "tensor" if scheme_name == "per_tensor" else "channel"
+            asymmetric = weight.get("symmetric") is False
+            scheme = Float8(group, activations) if kind == "fp8_e4m3" else Int8(group, activations, offsets=asymmetric)
+            (parts if asymmetric else optional).add(_ZEROS)
+        case "int4" | "uint4", "per_group" if type(size) is int and size > 0:
+            bits, dtype = 4, np.dtype(np.int32)
+            scheme = integer_scheme(4, size, offsets=kind == "uint4", activations=activations)
+            parts.add(_ZEROS)
+        case "fp4", "per_group" if size == Mxfp4.group[1] and weight.get("scale_format") == "e8m0":
+            scheme, dtype = Mxfp4(activations), np.dtype(np.uint8)
+        case _:
+            raise weight.refused(f"weights of dtype {kind}, qscheme {scheme_name}, group_size {size} are not read")
+    if activations is not None and activations.static:
+        parts.add(_INPUT_SCALE)
+    width = size if bits == 4 else WHOLE_ROW
+    return QuarkLayers((target,), scheme, frozenset(parts), dtype, frozenset(optional), bits, width, kind, reordered)
+
+
+def _activations(section: Section) -> Activations | None:
+    if section.get("input_tensors") is None:
+        return None
+    if isinstance(section.get("input_tensors"), list):
+        raise section.refused("activations that are quantised in several steps are not read")
+    spec = section.part("input_tensors")
+    kind, scheme, dynamic, size = (spec.get(key) for key in ("dtype", "qscheme", "is_dynamic", "group_size"))
+    numbers = _NUMBERS.get(str(kind))
+    rows = size if scheme == "per_group" else _ROWS.get(str(scheme))
+    if numbers is None or rows is None or (not dynamic and rows != "tensor"):
+        raise spec.refused(f"activations of dtype {kind}, qscheme {scheme}, is_dynamic {dynamic} are not read")
+    return Activations(numbers, rows, static=not dynamic)
+
+
+def _join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTensor:
+    assert isinstance(group, QuarkLayers)
+    data, scales = parts[WEIGHT], parts[_SCALE]
+    if data.dtype != group.dtype:
+        raise WeightError(
+            f"tensor {module}.weight is {dtype_name(data.dtype)}, which quark's {group.kind} weights are not; download "
+            "config.json and the weights again"
+        )
+    match group.kind:
+        case "fp4":
+            tensor = join_mxfp4(module, data, scales, group.scheme)
+        case "int4" | "uint4":
+            signed = group.kind == "int4"
+            names = WEIGHT, _ZEROS, _SCALE
+            tensor = join_along_outputs(module, parts, names, group, reordered=group.reordered, signed=signed)
+        case _:
+            tensor = join_scaled(module, data, scales, group.scheme, pieces, _SCALE)
+            if isinstance(group.scheme, Int8) and group.scheme.offsets:
+                tensor = with_zeros(module, tensor, parts[_ZEROS], _ZEROS)
+            elif _ZEROS in parts and parts[_ZEROS].any():
+                raise not_symmetric(module, _ZEROS)
+    return replace(tensor, input_scale=input_scale(module, parts, _INPUT_SCALE)) if _INPUT_SCALE in parts else tensor

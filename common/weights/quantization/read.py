@@ -1,0 +1,164 @@
+"""Read a quantised checkpoint: `read_quantization` its config.json, `join_scales` its tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, FLOAT8_E5M2, dtype_name
+from pagoda.common.weights.files import NamedTensor
+from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.methods import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fbgemm_fp8,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+    quark,
+    torchao,
+)
+from pagoda.common.weights.quantization.tensors import Array, Value, and_more
+
+logger = logging.getLogger(__name__)
+
+KEYS: Final = ("quantization_config", "compression_config")
+"""Keys of config.json under which methods describe themselves."""
+
+METHODS: Final[Mapping[str, Callable[[Section], QuantizationConfig]]] = {
+    "auto-round": auto_round.read,
+    "awq": awq.read,
+    "bitsandbytes": bitsandbytes.read,
+    "compressed-tensors": compressed_tensors.read,
+    "fbgemm_fp8": fbgemm_fp8.read,
+    "fp8": fp8.read,
+    "gptq": gptq.read,
+    "inc": auto_round.read,
+    "intel/auto-round": auto_round.read,
+    "modelopt": modelopt.read,
+    "modelopt_fp4": modelopt.read,
+    "mxfp4": mxfp4.read,
+    "quark": quark.read,
+    "torchao": torchao.read,
+}
+"""quant_method -> reader. Raises ModelError for a combination that it does not read."""
+
+_NARROW: Final = frozenset(map(np.dtype, (np.int8, np.uint8, np.int32))) | {FLOAT8_E4M3FN, FLOAT8_E5M2}
+"""Data types of quantised matrices."""
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the same model with dense weights."""
+    return {key: value for key, value in config.items() if key not in KEYS}
+
+
+def read_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
+    """Return how the checkpoint of a config.json is quantised; None: its weights are dense.
+
+    Raises ModelError naming the method for one that is not read, or a combination of it.
+    """
+    for key in KEYS:
+        if config.get(key) is not None:
+            section = Section(key, config[key])
+            reader = METHODS.get(str(section.method))
+            if reader is None:
+                name = section.method or "a method it does not name"
+                known = ", ".join(METHODS)
+                raise ModelError(
+                    f"config.json: {key}: the weights are quantised by {name}, which this version does not read (it "
+                    f"reads {known}); serve a GGUF file of the model (org/name:Q4_K_M), or its unquantised weights"
+                )
+            return reader(section)
+    return None
+
+
+def join_scales(
+    tensors: Iterable[NamedTensor],
+    config: QuantizationConfig,
+    pieces: Callable[[str], int] = lambda name: 1,
+    stored: Collection[str] = (),
+) -> Iterator[tuple[str, Value]]:
+    """Yield the tensors of a quantised checkpoint, those of each quantised layer joined. Dense ones pass through.
+
+    `pieces`: how many parts of a matrix, by its name, have blocks of scales of their own. `stored`: names of all
+    tensors; without them layers that may have more parts are joined last. Tensors that nothing uses are dropped, with
+    a log line at the end. Raises WeightError for tensors that the config does not describe, or that do not fit its
+    scheme.
+    """
+    waiting: dict[str, dict[str, Array]] = {}
+    joined: set[str] = set()
+    unused: list[str] = []
+    known = config.parts
+    for name, tensor in tensors:
+        module, part = config.split(name, known)
+        if part in config.unused:
+            unused.append(name)
+            continue
+        if part not in known or (part == WEIGHT and tensor.dtype not in _NARROW):
+            yield name, tensor
+            continue
+        if module in joined:
+            raise _superfluous(config, module, part)
+        parts = waiting.setdefault(module, {})
+        parts[part] = tensor
+        group = _group(config, module, parts)
+        if group is not None and _expected(config, module, group, stored) <= parts.keys():
+            del waiting[module]
+            joined.add(module)
+            yield _joined(config, module, parts, group, pieces)
+    for module, parts in waiting.items():
+        group = _group(config, module, parts)
+        if group is None or not group.parts <= parts.keys():
+            raise _incomplete(config, module, parts)
+        yield _joined(config, module, parts, group, pieces)
+    if unused:
+        logger.info("%s: not used: activations are not quantised by static scales", and_more(unused))
+
+
+def _expected(config: QuantizationConfig, module: str, group: LayerGroup, stored: Collection[str]) -> frozenset[str]:
+    """Return the parts to wait for."""
+    if not stored:
+        return group.parts | group.optional
+    return group.parts | {part for part in group.optional if f"{module}{config.separator}{part}" in stored}
+
+
+def _joined(
+    config: QuantizationConfig, module: str, parts: Parts, group: LayerGroup, pieces: Callable[[str], int]
+) -> tuple[str, Value]:
+    for part in sorted(parts.keys() - group.parts - group.optional):
+        raise _superfluous(config, module, part)
+    name = f"{module}{config.suffix}"
+    return name, config.join(module, parts, group, pieces(name))
+
+
+def _group(config: QuantizationConfig, module: str, parts: Parts) -> LayerGroup | None:
+    """Return the group of a layer; of one that the config does not name, the first with its tensors."""
+    if (group := config.group(module)) is not None:
+        return group
+    if WEIGHT in parts:
+        return next((group for group in config.groups if group.dtype == parts[WEIGHT].dtype), None)
+    return next((group for group in config.groups if WEIGHT not in group.parts and parts.keys() <= group.parts), None)
+
+
+def _superfluous(config: QuantizationConfig, module: str, part: str) -> WeightError:
+    return WeightError(
+        f"tensor {module}{config.separator}{part}: {config.method} weights have no {part} as quantization_config "
+        "describes this layer; download config.json and the weights again"
+    )
+
+
+def _incomplete(config: QuantizationConfig, module: str, parts: Parts) -> WeightError:
+    have = f"{module}{config.separator}{next(iter(parts))}"
+    group = _group(config, module, parts)
+    if group is None:
+        dtype = dtype_name(next(iter(parts.values())).dtype)
+        return WeightError(f"tensor {have} is {dtype}, but quantization_config does not quantise this layer")
+    lacks = ", ".join(sorted(group.parts - parts.keys()))
+    return WeightError(f"tensor {have}: the checkpoint lacks its {lacks}; download it again")

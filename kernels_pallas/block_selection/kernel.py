@@ -1,0 +1,121 @@
+"""The Pallas kernel that scores blocks of index keys for tiles of queries.
+
+The grid runs over chunks of 128 blocks, the visits of `recurrent_state` (pairs of a tile of consecutive tokens and a
+sequence with tokens in it, in order) and steps of some pages, which Pallas' pipeline fetches by their numbers. Steps
+beyond a sequence fetch its last page again, which costs nothing, and compute nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.latent_attention.layout import LatentLayout, load_latents
+from pagoda.kernels_pallas.ragged_paged_attention.attend import dot
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES
+from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch
+from pagoda.kernels_pallas.recurrent_state import VISIT_FIELDS, RecurrentBatch, TileVisits, tile_visits
+
+MAX_PAGES: Final = 16
+"""Pages of a step, at most, unless a block has more."""
+MIN_BLOCKS: Final = 8
+"""Blocks of a step, if they are in no more pages."""
+
+
+def block_scores(
+    q: jax.Array,
+    cache: jax.Array,
+    layer: jax.Array,
+    batch: RaggedBatch,
+    layout: LatentLayout,
+    size: int,
+    tile: int,
+    *,
+    interpret: Any,
+    chip: ChipInfo,
+) -> jax.Array:
+    """Return the scores [T, K, blocks] of blocks of `size` tokens for q [T, K, H], undefined for blocks not full.
+
+    One of `size` and the page size divides the other. `tile`: tokens of a tile, a power of two.
+    """
+    (tokens, heads, _), (_, max_pages) = q.shape, batch.page_table.shape
+    page = layout.page_size
+    larger = max(size, page)
+    factor = max(1, min(MIN_BLOCKS * size // larger, MAX_PAGES * page // larger))
+    blocks, pages = factor * larger // size, factor * larger // page  # of a step
+    steps, tiles, rows = min(LANES // blocks, -(-max_pages // pages)), -(-tokens // tile), heads * tile
+    chunks = -(-max_pages * page // (LANES * size))
+    everything = RecurrentBatch(
+        batch.query_start,
+        jnp.arange(batch.max_seqs, dtype=jnp.int32),
+        jnp.zeros(batch.max_seqs, bool),
+        jnp.stack([jnp.int32(0), batch.counts[1]]),
+    )
+    visits, count = tile_visits(everything, tokens, tile)
+    padded = jnp.pad(layout.to_lanes(q), ((0, tiles * tile - tokens), (0, 0), (0, 0))).astype(layout.compute_dtype)
+    queries = padded.reshape(tiles, tile, heads, -1).swapaxes(1, 2).reshape(tiles, rows, -1)
+    last = jnp.maximum(batch.kv_len - 1, 0) // page
+
+    def body(*refs: Any) -> None:
+        plan, (_, _, _, lengths), (q_ref, *keys_refs, out) = (
+            TileVisits(*refs[: len(VISIT_FIELDS)]),
+            refs[len(VISIT_FIELDS) : len(VISIT_FIELDS) + 4],
+            refs[len(VISIT_FIELDS) + 4 :],
+        )
+        visit, step = pl.program_id(1), pl.program_id(2)
+
+        def clear() -> None:
+            out[...] = jnp.zeros_like(out)
+
+        def score() -> None:
+            loaded = [load_latents(ref.at[0], layout, page, jnp.int32(0), jnp.int32(0), 0)[0] for ref in keys_refs]
+            products = dot(q_ref[0], jnp.concatenate(loaded, 0), ((1,), (1,)))
+            token = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) & (tile - 1)
+            lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+            own = (token >= plan.low[visit]) & (token < plan.high[visit])
+            scores = out[0]
+            for block in range(blocks):
+                best = jnp.max(products[:, block * size : (block + 1) * size], axis=1, keepdims=True)
+                scores = jnp.where(own & (lane == step * blocks + block), best, scores)
+            out[0] = scores
+
+        pl.when((step == 0) & (plan.new_tile[visit] == 1))(clear)
+        start = (pl.program_id(0) * steps + step) * blocks * size
+        pl.when(start < lengths[plan.block[visit]])(score)
+
+    def page_index(number: int) -> Any:
+        def index(chunk: Any, visit: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+            sequence, (layer, table, last, _) = scalars[1][visit], scalars[len(VISIT_FIELDS) :]
+            at = jnp.minimum((chunk * steps + step) * pages + number, last[sequence])
+            return layer[0], table[sequence * max_pages + at], 0, 0, 0
+
+        return index
+
+    scalars = (*(getattr(visits, name) for name in VISIT_FIELDS), layer[None])
+    scalars = (*scalars, batch.page_table.reshape(-1), last.astype(jnp.int32), batch.kv_len)
+    scores: jax.Array = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((tiles, rows, chunks * LANES), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(chunks, count, steps),
+            in_specs=[
+                pl.BlockSpec((1, rows, layout.width), lambda _, visit, __, tile, *___: (tile[visit], 0, 0)),
+                *(pl.BlockSpec((1, 1, *cache.shape[2:]), page_index(number)) for number in range(pages)),
+            ],
+            out_specs=pl.BlockSpec((1, rows, LANES), lambda chunk, visit, _, tile, *__: (tile[visit], 0, chunk)),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3,
+            disable_bounds_checks=True,
+            vmem_limit_bytes=min(32 << 20, chip.vmem_bytes),
+        ),
+        interpret=interpret,
+        name="block_scores",
+    )(*scalars, queries, *(cache,) * pages)
+    return scores.reshape(tiles, heads, tile, -1).swapaxes(1, 2).reshape(tiles * tile, heads, -1)[:tokens]

@@ -1,0 +1,28 @@
+"""What kernels with recurrent state share: the batch, its visits in tiles, and the decode kernel of any rule."""
+
+from __future__ import annotations
+
+from pagoda.kernels_pallas.recurrent_state.batch import VISIT_FIELDS, RecurrentBatch, TileVisits, tile_visits
+from pagoda.kernels_pallas.recurrent_state.decode import (
+    Arrays,
+    TokenInputs,
+    TokenRule,
+    block_bytes,
+    decode,
+    group_size,
+    join,
+)
+
+__all__ = [
+    "VISIT_FIELDS",
+    "Arrays",
+    "RecurrentBatch",
+    "TileVisits",
+    "TokenInputs",
+    "TokenRule",
+    "block_bytes",
+    "decode",
+    "group_size",
+    "join",
+    "tile_visits",
+]

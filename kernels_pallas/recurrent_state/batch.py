@@ -1,0 +1,73 @@
+"""The sequences of a step with recurrent state, and the visits of a kernel that works in tiles of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentBatch:
+    """The sequences of a step with recurrent state; entries beyond `counts` are undefined."""
+
+    query_start: jax.Array  # int32 [S + 1]: first token of each sequence
+    blocks: jax.Array  # int32 [S]: the block of each sequence's state
+    is_first: jax.Array  # bool [S]: the sequence has no tokens before, so its state is 0 whatever the block holds
+    counts: jax.Array  # int32 [2]: sequences of one token (which come first), all sequences
+
+    @property
+    def max_seqs(self) -> int:
+        """Return S, which is static."""
+        return self.blocks.shape[0]
+
+    @staticmethod
+    def shapes(seqs: int, sharding: Any = None) -> Any:
+        """Return the ShapeDtypeStructs of a batch of at most `seqs` sequences."""
+        ints, flags = jnp.dtype(jnp.int32), jnp.dtype(jnp.bool_)
+        sizes = ((seqs + 1,), ints), ((seqs,), ints), ((seqs,), flags), ((2,), ints)
+        arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in sizes]
+        return RecurrentBatch(*arrays)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TileVisits:
+    """One entry per pair of a tile and a sequence of the mixed part that overlap, in order; int32 [n], n static."""
+
+    tile: Any
+    block: Any  # of the sequence's state
+    low: Any  # first token of the sequence, relative to the tile
+    high: Any  # end of its tokens, relative to the tile
+    start: Any  # 1 at a sequence's first visit
+    zero: Any  # 1 if the sequence's state is 0 before
+    new_tile: Any  # 1 at a tile's first visit
+
+
+VISIT_FIELDS = tuple(field.name for field in fields(TileVisits))
+
+
+def tile_visits(batch: RecurrentBatch, tokens: int, size: int) -> tuple[TileVisits, jax.Array]:
+    """Return the visits of the sequences that are not decoded, and the number of real entries. `size`: of a tile."""
+    sequence = jnp.arange(batch.max_seqs)
+    begins, ends = batch.query_start[:-1], batch.query_start[1:]
+    mixed = (sequence >= batch.counts[0]) & (sequence < batch.counts[1]) & (ends > begins)
+    per_sequence = jnp.where(mixed, (ends - 1) // size - begins // size + 1, 0)
+    visit_ends = jnp.cumsum(per_sequence)
+    visit = jnp.arange(-(-tokens // size) + batch.max_seqs, dtype=jnp.int32)
+    of = jnp.minimum((visit[:, None] >= visit_ends[None]).sum(1), batch.max_seqs - 1)
+    index = visit - (visit_ends - per_sequence)[of]
+    tile = jnp.clip(begins[of] // size + index, 0, -(-tokens // size) - 1)
+    visits = TileVisits(
+        tile=tile,
+        block=batch.blocks[of],
+        low=begins[of] - tile * size,
+        high=ends[of] - tile * size,
+        start=index == 0,
+        zero=batch.is_first[of],
+        new_tile=jnp.concatenate([jnp.ones(1, bool), tile[1:] != tile[:-1]]),
+    )
+    return jax.tree.map(lambda x: x.astype(jnp.int32), visits), visit_ends[-1].astype(jnp.int32)

@@ -1,0 +1,172 @@
+"""The compiled kernels against their definitions in torch, in both dtypes."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.reference_driver import Driver, tiny_spec
+from torch import Tensor
+
+from pagoda.backends.reference.model import ops
+from pagoda.backends.reference.model.linear import float32_linear, linear
+from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.common.models.primitives import Norm
+
+pytest.importorskip("llvmlite")
+
+from pagoda.backends.reference.native import choice
+from pagoda.backends.reference.native.jit import has_feature
+from pagoda.backends.reference.native.operators import HeadShape, Operators, packed_product
+
+HEADS = HeadShape(heads=6, kv_heads=2, head_dim=32, value_dim=48, scale=0.2)
+BLOCK = 4
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+pair_instructions = pytest.mark.skipif(not has_feature("avx512bf16"), reason="the processor has no AVX512-BF16")
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    close = {"atol": 3e-6, "rtol": 1e-5} if actual.dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(actual, expected, **close)
+
+
+def defined(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Attention of q [T, N, H] at positions to k [C, K, H], v [C, K, V]."""
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("tnh,cnh->ntc", q.float(), k.float().repeat_interleave(group, 1)) * HEADS.scale
+    keys = torch.arange(len(k))
+    seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or len(k)))
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("ntc,cnh->tnh", weights, v.float().repeat_interleave(group, 1)).flatten(1).to(q.dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_over_scattered_blocks(dtype: torch.dtype, window: int | None) -> None:
+    context, new = [0, 3, 4, 30, 0, 9, 37], [1, 1, 1, 1, 5, 40, 2]
+    pages = 20
+    table = 1 + np.random.default_rng(0).permutation(len(new) * pages).astype(np.int32).reshape(len(new), pages)
+    slots = (1 + table.size) * BLOCK
+    keys, values = (random(2, slots, dim, dtype=dtype) for dim in (HEADS.head_dim, HEADS.value_dim))
+    keys[:, :BLOCK], values[:, :BLOCK] = torch.nan, torch.nan
+    queries = random(sum(new), HEADS.heads, HEADS.head_dim, dtype=dtype)
+    attend = Operators(dtype).attention(HEADS, BLOCK)
+    tiles, expected, begin = [], [], 0
+    for row, (cached, count) in enumerate(zip(context, new)):
+        positions = torch.arange(cached, cached + count)
+        seen = torch.arange(cached + count)
+        at = torch.from_numpy(table[row].astype(np.int64))[seen // BLOCK] * BLOCK + seen % BLOCK
+        k, v = keys[:, at].transpose(0, 1), values[:, at].transpose(0, 1)
+        expected.append(defined(queries[begin : begin + count], k, v, positions, window))
+        unwritten = torch.from_numpy(table[row].astype(np.int64))[(cached + count) // BLOCK] * BLOCK
+        keys[:, unwritten + (cached + count) % BLOCK], values[:, unwritten + (cached + count) % BLOCK] = (
+            torch.nan,
+        ) * 2
+        if count > 1:
+            step = attend.tile_tokens
+            tiles += [(row, begin + t, cached + t, min(step, count - t)) for t in range(0, count, step)]
+        begin += count
+    run = partial(attend, queries, (keys, values), table, np.array(context, np.int32), 4)
+    assert_close(run(np.array(tiles, np.int32), window), torch.cat(expected))
+
+
+@DTYPES
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_norm(dtype: torch.dtype, unit_offset: bool) -> None:
+    x, weight = random(11, 80, dtype=dtype)[:, :64], random(64, dtype=dtype)
+    norm = Operators(dtype).norm(weight, 1e-5, unit_offset=unit_offset)
+    assert norm is not None
+    assert_close(norm(x), ops.norm(x, Norm(1e-5, unit_offset=unit_offset), weight))
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate(dtype: torch.dtype, activation: str) -> None:
+    both = random(9, 96, dtype=dtype) * 30
+    gate = Operators(dtype).gate(48, activation)
+    assert gate is not None
+    assert_close(gate(both), ops.activation(activation)(both[:, :48]) * both[:, 48:])  # type: ignore[arg-type]
+
+
+@DTYPES
+@pytest.mark.parametrize("rotary", [0, 32])
+def test_cache_writer(dtype: torch.dtype, rotary: int) -> None:
+    shape = HeadShape(heads=3, kv_heads=2, head_dim=48, value_dim=16, scale=1.0)
+    heads, values = random(10, 5, 48, dtype=dtype), random(10, 2, 16, dtype=dtype)
+    positions, slots = torch.randperm(20)[:10], torch.randperm(30)[:10]
+    cos, sin = random(20, max(rotary, 1), dtype=dtype), random(20, max(rotary, 1), dtype=dtype)
+    cache = torch.zeros(2, 30, 48, dtype=dtype), torch.zeros(2, 30, 16, dtype=dtype)
+    expected = heads.float()
+    if rotary:
+        low = expected[..., :rotary]
+        turned = low * cos[positions, None].float() + low.roll(rotary // 2, -1) * sin[positions, None].float()
+        expected = torch.cat((turned, expected[..., rotary:]), -1)
+    write = Operators(dtype).cache_writer(shape, rotary)
+    assert write is not None
+    write(heads, values, (cos, sin) if rotary else None, positions, slots, cache)
+    assert_close(heads[:, :3], expected[:, :3].to(dtype))
+    assert_close(cache[0][:, slots], expected[:, 3:].transpose(0, 1).to(dtype))
+    assert_close(cache[1][:, slots], values.transpose(0, 1))
+    assert cache[0].count_nonzero() == 2 * 10 * 48
+
+
+@pair_instructions
+@pytest.mark.parametrize(("outputs", "inputs", "with_bias"), [(64, 48, False), (50, 34, True), (7, 2, True)])
+def test_products(outputs: int, inputs: int, with_bias: bool) -> None:
+    weight, x = random(outputs, inputs, dtype=torch.bfloat16), random(29, inputs + 5, dtype=torch.bfloat16)[:, :inputs]
+    bias = random(outputs, dtype=torch.bfloat16) if with_bias else None
+    numerics = Numerics(torch.bfloat16, torch.bfloat16)
+    wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(float32_linear(weight, bias, numerics)(x), wide, atol=1e-4, rtol=1e-5)
+    together = linear(weight, bias, numerics)(x)
+    assert_close(together, wide.bfloat16())
+    alone = torch.cat([linear(weight, bias, numerics)(row[None]) for row in x])
+    assert torch.equal(alone, together)
+    assert packed_product(weight[:, :-1], bias, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("order", ["consecutive", "scattered"])
+def test_decoder_with_kernels_generates_what_it_does_without(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
+    with_kernels = Driver(tiny_spec(window=6), order).generate(prompt, 12)
+    monkeypatch.setattr("pagoda.backends.reference.model.decoder.operators", lambda numerics: None)
+    assert Driver(tiny_spec(window=6), order).generate(prompt, 12) == with_kernels
+
+
+@pair_instructions
+def test_choice_of_products_is_measured_once_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[int] = []
+    monkeypatch.setattr(choice, "faster", lambda width: measured.append(width) or width == 266)
+    with caplog.at_level("INFO"):
+        assert (choice.serves(266), choice.serves(270), choice.serves(266)) == (True, False, True)
+    assert "bfloat16 products of 270 inputs: oneDNN" in caplog.text
+    choice._choice.cache_clear()
+    assert (choice.serves(266), choice.serves(270), choice.serves(267)) == (True, False, False)
+    assert measured == [266, 270]
+    weight = torch.ones(32, 270, dtype=torch.bfloat16)
+    assert packed_product(weight, None, torch.bfloat16) is None
+    choice.cache_file().write_text("[]")
+    choice._choice.cache_clear()
+    assert choice.serves(266)
+    choice._choice.cache_clear()
+
+
+@pair_instructions
+@pytest.mark.parametrize(("own", "other", "chosen"), [(1.0, 1.0, True), (1.05, 1.0, True), (1.2, 1.0, False)])
+def test_compiled_products_serve_unless_onednn_is_clearly_faster(own: float, other: float, chosen: bool) -> None:
+    steps = iter([0.0, own] * 4 + [0.0, other] * 4)
+    ticks = itertools.chain.from_iterable([list(steps)] * 3)
+    assert choice.faster(64, lambda: next(ticks)) == chosen

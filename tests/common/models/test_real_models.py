@@ -1,0 +1,47 @@
+"""Released models are accepted, with the published number of parameters and bytes of KV per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.hub_configs import SAVED
+from support.real_models import REAL
+
+from pagoda.common.errors import ModelError
+from pagoda.common.models.caches import StateCache
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_size_and_bytes_per_token(name: str) -> None:
+    real = REAL[name]
+    spec, _ = spec_from_config({**SAVED, **real.config})
+    assert sum(param.size for param in params(spec).values()) == pytest.approx(real.parameters, rel=0.01)
+    per_token = sum(cache.block_elements(1) for cache in spec.caches if not isinstance(cache, StateCache))
+    assert 2 * per_token == real.kv_bytes
+
+
+def test_sixty_models_are_written_down() -> None:
+    assert len(REAL) >= 60
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "words"),
+    [
+        ("Hunyuan-A13B-Instruct", {"moe_topk": [8] * 31}, "moe_topk is .* it must be 32 integers, one per layer"),
+        ("Hunyuan-A13B-Instruct", {"use_cla": True}, "use_cla is True; only False is supported"),
+        ("GLM-5", {"indexer_types": ["full", "shared"] * 39}, "indexer_types is .* only .* is supported"),
+        ("GLM-5", {"index_topk_freq": 4}, "index_topk_freq is 4; only 0 or 1 is supported"),
+        ("Ling-mini-2.0", {"moe_router_enable_expert_bias": False}, "scoring_func is 'sigmoid'; only 'softmax'"),
+        ("Qwen-7B", {"no_bias": False}, "no_bias is False; only True is supported"),
+        ("deepseek-moe-16b-base", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),
+        ("MiMo-V2-Flash", {"attention_projection_layout": "by_head"}, "is 'by_head'; only .* 'fused_qkv' is supported"),
+        ("solar-pro-preview-instruct", {"bskcn_3": [12, 24]}, "bskcn_3 is .* each must follow one of bskcn_1"),
+        ("galactica-6.7b", {"scale_embeddings": True}, "scale_embeddings is True; only False is supported"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_key(name: str, extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec_from_config({**REAL[name].config, **extra})

@@ -1,0 +1,165 @@
+"""pagoda convert --quantization: folders in the compressed-tensors format, by our reader and by the format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import tiny
+from safetensors.numpy import load_file
+from support.tiny_folder import write_model
+
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.dtypes import BFLOAT16, as_uint, to_float32
+from pagoda.common.weights.quantization.export import write_quantized
+from pagoda.common.weights.quantization.on_the_fly import quantize, scheme_of, symmetric_int4
+from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
+from pagoda.common.weights.rules import tensor_uses
+from pagoda.common.weights.safetensors import SafetensorsFile
+from pagoda.server.cli import main
+from pagoda.tests.common.weights.gguf_writing import convert as write_gguf
+
+MIXTRAL = tiny.Tiny("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("convert") / "tiny", hidden_size=64, intermediate_size=128)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (folder / "nested").mkdir()
+    (folder / "nested" / "notes.txt").write_text("kept")
+    (folder / "pytorch_model.bin").write_bytes(b"other weights")
+    return folder
+
+
+def convert(model: Path, out: Path, method: str, *more: str) -> Path:
+    assert main.main(["convert", str(model), str(out), "--quantization", method, *more]) == 0
+    return out
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Return the tensors of all weight files."""
+    files = [SafetensorsFile(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {name: file.tensor(name) for file in files for name in file.sizes}
+
+
+def quantised(folder: Path) -> dict[str, QuantizedTensor]:
+    """Return the matrices that pagoda reads as quantised."""
+    checkpoint = open_checkpoint(folder)
+    config = read_quantization(checkpoint.config())
+    assert config is not None
+    values = join_scales(checkpoint.tensors(), config)
+    return {name: value for name, value in values if isinstance(value, QuantizedTensor)}
+
+
+@pytest.mark.command("convert")
+@pytest.mark.setting("--quantization")
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_matrices_of_8_bits_are_those_of_quantisation_while_loading(method: str, model: Path, tmp_path: Path) -> None:
+    out, dense = convert(model, tmp_path / "out", method), load_file(model / "model.safetensors")
+    read = quantised(out)
+    assert set(read) == {name for name in dense if name.endswith("_proj.weight")}
+    for name, tensor in read.items():
+        scheme = scheme_of(method, dense[name].shape[1])
+        assert scheme is not None
+        assert tensor.scheme == scheme
+        np.testing.assert_array_equal(tensor.dequantize(), quantize(dense[name], scheme).dequantize())
+    whole = stored(out)
+    np.testing.assert_array_equal(whole["lm_head.weight"], dense["lm_head.weight"])
+    config = json.loads((out / "config.json").read_text())
+    assert without_quantization(config) == json.loads((model / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    assert (group["input_activations"]["dynamic"], group["input_activations"]["strategy"]) == (True, "token")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+    assert (out / "nested" / "notes.txt").read_text() == "kept"
+    assert not (out / "pytorch_model.bin").exists()
+
+
+@pytest.mark.setting("--quantization")
+def test_int4_is_packed_as_the_format_says(model: Path, tmp_path: Path) -> None:
+    out, dense = convert(model, tmp_path / "out", "int4"), load_file(model / "model.safetensors")
+    tensors = stored(out)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["format"], config["ignore"]) == ("pack-quantized", ["lm_head"])
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64  # of 128 inputs, too
+    for name in (name for name in dense if name.endswith("_proj.weight")):
+        module = name.removesuffix("weight")
+        words, scales = tensors[f"{module}weight_packed"], tensors[f"{module}weight_scale"]
+        assert (words.dtype, scales.dtype) == (np.int32, BFLOAT16)
+        assert tensors[f"{module}weight_shape"].tolist() == list(dense[name].shape)
+        numbers = (words[..., None] >> np.arange(0, 32, 4) & 15).reshape(dense[name].shape) - 8
+        values = numbers * np.repeat(to_float32(scales), 64, 1)
+        np.testing.assert_array_equal(values, symmetric_int4(dense[name], 64).dequantize())
+        steps = np.abs(values - dense[name]) / np.repeat(to_float32(scales), 64, 1)
+        assert np.median(steps) < 0.3
+        assert steps.max() < 3
+        errors = np.abs(values - dense[name]).mean() / np.abs(dense[name]).mean()
+        assert errors < 0.13
+
+
+def test_experts_are_quantised_one_by_one_and_routers_are_not(tmp_path: Path) -> None:
+    MIXTRAL.save(tmp_path / "dense")
+    out = convert(tmp_path / "dense", tmp_path / "out", "int8", "--skip-tokenizer-init")
+    read = quantised(out)
+    assert sum(".experts." in name for name in read) == 2 * 4 * 3
+    assert not any("gate.weight" in name for name in read)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == ["lm_head", *(f"model.layers.{index}.block_sparse_moe.gate" for index in (0, 1))]
+
+
+def test_a_gguf_file_is_converted(model: Path, tmp_path: Path) -> None:
+    write_gguf(model, tmp_path / "tiny.gguf", "llama")
+    out = convert(tmp_path / "tiny.gguf", tmp_path / "out", "int8", "--dtype", "half", "--tokenizer", str(model))
+    tensors = stored(out)
+    assert tensors["lm_head.weight"].dtype == np.float16
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+    assert (out / "tokenizer.json").exists()
+    assert len(quantised(out)) == 14
+
+
+def test_large_models_are_written_in_several_files(model: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    spec, family = spec_from_config(checkpoint.config())
+    parameters = params(spec)
+    out = tmp_path / "out"
+    out.mkdir()
+    uses = tensor_uses(family.rules, parameters)
+    exported = write_quantized(checkpoint.tensors(), uses, parameters, "fp8", "bfloat16", out, shard_bytes=40_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(names) > 2
+    assert names == [f"model-{at:05d}-of-{len(names):05d}.safetensors" for at in range(1, len(names) + 1)]
+    (out / "config.json").write_text(json.dumps(checkpoint.config()))
+    loaded = dict(open_checkpoint(out).tensors())
+    assert {name: out / index["weight_map"][name] for name in loaded}.keys() == index["weight_map"].keys()
+    assert sum(array.nbytes for array in loaded.values()) == exported.num_bytes == index["metadata"]["total_size"]
+    assert loaded["model.embed_tokens.weight"].dtype == BFLOAT16
+    assert as_uint(loaded["model.layers.0.mlp.up_proj.weight"]).dtype == np.uint8
+
+
+@pytest.mark.setting("--tensor-parallel-size", "--load-format")
+def test_invalid_conversions(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(source: Path, *words: str) -> str:
+        assert main.main(["convert", str(source), str(tmp_path / "bad"), *words]) != 0
+        assert not (tmp_path / "bad").exists()
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    once = convert(model, tmp_path / "once", "fp8")
+    assert "is quantised by compressed-tensors; use its unquantised weights" in error(once, "--quantization", "int4")
+    assert "a quantised folder is not sharded" in error(model, "--quantization", "int4", "-tp", "2")
+    assert "dummy has no weights to quantise" in error(model, "--quantization", "int4", "--load-format", "dummy")
+    assert "int3" in error(model, "--quantization", "int3")
+    tiny.GPT_OSS.save(tmp_path / "stacked")
+    assert "has several experts, which compressed-tensors stores one by one" in error(
+        tmp_path / "stacked", "--quantization", "int8", "--skip-tokenizer-init"
+    )
+    narrow = write_model(tmp_path / "narrow", hidden_size=16, intermediate_size=40, num_attention_heads=2)
+    assert "has no matrix that can be quantised" in error(narrow, "--quantization", "int4")

@@ -1,0 +1,131 @@
+"""Which backend computes which architecture, and how: the columns of docs/reference/models.md.
+
+The specifications are those of the tiny models of the parity tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pagoda.backends.jax_tpu.supported import SUPPORTED as JAX_TPU
+from pagoda.backends.torch_cuda.supported import SUPPORTED as TORCH_CUDA
+from pagoda.common.errors import ModelError
+from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.supported import Supported
+
+_SUPPORTED: Final[Mapping[str, Supported | None]] = {"reference": None, "torch_cuda": TORCH_CUDA, "jax_tpu": JAX_TPU}
+"""Backend -> what it implements; None: every specification."""
+
+BACKENDS: Final = tuple(_SUPPORTED)
+_WITH_FALLBACK: Final = ("reference", "torch_cuda")
+"""Backends that run what transformers' attention interface describes; jax_tpu also needs torchax to trace it."""
+FALLBACK_STATUS: Final = ("fallback",) * len(BACKENDS)
+
+_TRIED: Final = (
+    "BeamForCausalLM",
+    "BioGptForCausalLM",
+    "BitNetForCausalLM",
+    "CTRLLMHeadModel",
+    "DiffLlamaForCausalLM",
+    "HrmTextForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MinistralForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "NanoChatForCausalLM",
+    "SolarOpenForCausalLM",
+    "YoutuForCausalLM",
+)
+"""Architectures whose logits are compared in tests/models/test_transformers_models.py."""
+
+FALLBACK_ONLY: Final = tuple(name for name in _TRIED if name not in ARCHITECTURES)
+
+POOLED_BY_FALLBACK: Final = (
+    "AlbertForSequenceClassification",
+    "AlbertForTokenClassification",
+    "DebertaV2ForSequenceClassification",
+    "ElectraForSequenceClassification",
+    "MPNetModel",
+    "T5EncoderModel",
+)
+"""Pooling architectures whose outputs are compared in tests/models/test_transformers_pooling.py."""
+
+POOLING_STATUS: Final = tuple("fallback" if backend in _WITH_FALLBACK else "refused" for backend in BACKENDS)
+
+UNSUPPORTED: Final = (
+    "DeepseekV4ForCausalLM",
+    "IQuestLoopCoderForCausalLM",
+    "PanguProMoEV2ForCausalLM",
+)
+"""Architectures of vLLM's list that neither a specification nor the fallback is known to run."""
+
+_SAME_LAYERS: Final = {
+    "DotsOCRForCausalLM": "Qwen2ForCausalLM",
+    "Param2MoEForCausalLM": "BailingMoeV2ForCausalLM",
+}
+"""Architectures whose family has no tiny model -> one with the same layers."""
+
+
+def statuses() -> dict[str, tuple[str, ...]]:
+    """Return the words for each backend by architecture, for all that have a specification."""
+    by_family: dict[tuple[str, str], list[str]] = {}
+    cases = list(_tiny_configs())
+    found: dict[str, tuple[str, ...]] = {}
+    for architecture in {config["architectures"][0] for config in cases}:
+        configs = [config for config in cases if config["architectures"] == [architecture]]
+        found[architecture] = tuple(_status(backend, configs) for backend in BACKENDS)
+        by_family.setdefault(ARCHITECTURES[architecture], []).append(architecture)
+    others = ARCHITECTURES.keys() - found.keys()
+    like = {name: _SAME_LAYERS.get(name) or by_family[ARCHITECTURES[name]][0] for name in others}
+    return found | {name: found[other] for name, other in like.items()}
+
+
+def _tiny_configs() -> Iterator[dict[str, Any]]:
+    """Yield the config.json of each tiny model."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    import transformers
+    from models import tiny
+
+    transformers.logging.set_verbosity_error()
+    for case in tiny.TINY:
+        yield case.config()
+
+
+def _status(backend: str, configs: list[dict[str, Any]]) -> str:
+    """Return how a backend computes an architecture; what only some of its models need is named."""
+    missing = dict.fromkeys(_missing(backend, spec_from_config(config)[0]) for config in configs)
+    lacks = [each for each in missing if each is not None]
+    if not lacks:
+        return "spec"
+    if None in missing:
+        return f"spec, without {' and '.join(lacks)}"
+    if backend in _WITH_FALLBACK and all(_falls_back(config) for config in configs):
+        return "fallback"
+    return f"refused: {lacks[0]}"
+
+
+def _missing(backend: str, spec: ModelSpec) -> str | None:
+    """Return the first thing of a specification that a backend does not implement."""
+    supported = _SUPPORTED[backend]
+    try:
+        if supported is not None:
+            supported.check(spec)
+    except ModelError as error:
+        lacks = str(error).partition(" has ")[2].partition(", which ")[0].partition(" (")[0]
+        return lacks.removeprefix("a mixer of kind ")
+    return None
+
+
+def _falls_back(config: dict[str, Any]) -> bool:
+    from pagoda.backends.fallback.describe import describe
+
+    try:
+        describe(Path(), config, trust_remote_code=False)
+    except ModelError:
+        return False
+    return True
