@@ -29,7 +29,7 @@ TEXT = (
 BOUNDS = {
     "fp8 matrices": (("fp8", "float32"), 0.25, 0.85),
     "int8 matrices": (("tpu_int8", "float32"), 0.1, 0.9),
-    "int8 matrices and inputs": (("int8", "float32"), 0.2, 0.85),
+    "int8 matrices and inputs": (("int8", "float32"), 0.3, 0.8),  # 0.20 and 0.83 with transformers' layers rounded so
     "fp8 cache": ((None, "float8_e4m3fn"), 0.15, 0.8),
     "int8 cache": ((None, "int8"), 0.15, 0.9),
 }

@@ -143,7 +143,7 @@ MIXTURE = Moe(4, Mlp(40, "silu", True), Router(2, True), shared=Mlp(24, "silu", 
 STORED: dict[str, tuple[Scheme, int]] = {  # and tensor parallel size
     "fp8": (Float8("channel"), 2),
     "fp8-blocks": (Float8((16, 8)), 1),
-    "int4": (Int4((1, 8)), 2),
+    "int4": (Int4((1, 8), offsets=True), 2),
     "mxfp4": (Mxfp4(), 1),
 }
 

@@ -102,8 +102,8 @@ def test_stored_float8_numbers_keep_their_values(chip: str) -> None:
 
 GROUPED = {
     "float8 blocks": (Float8((16, 32)), MatrixFormat("float8_e4m3b11fnuz", for_kernel=True, group=32)),
-    "int8 groups": (Int8((1, 32)), MatrixFormat("int8", for_kernel=True, group=32, shifted=True)),
-    "int4": (Int4((1, 32)), MatrixFormat("int4", for_kernel=True, group=32, shifted=True)),
+    "int8 groups": (Int8((1, 32), offsets=True), MatrixFormat("int8", for_kernel=True, group=32, shifted=True)),
+    "int4": (Int4((1, 32), offsets=True), MatrixFormat("int4", for_kernel=True, group=32, shifted=True)),
     "mxfp4": (Mxfp4(), MatrixFormat("e2m1", for_kernel=True, group=32)),
     "nvfp4": (Nvfp4(), MatrixFormat("e2m1", for_kernel=True, group=16)),
 }
