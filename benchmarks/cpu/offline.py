@@ -101,6 +101,7 @@ def measure(workers: dict[str, Worker], cases: list[str], rounds: int, neighbour
         if neighbour:
             kept = {name: round(statistics.median(map(truediv, beside[name], quiet[name])), 2) for name in workers}
             results[f"{case}_beside_a_busy_process"] = summary(beside) | {"share_of_quiet": kept}
+        print(json.dumps({case: results[case]}), file=sys.stderr, flush=True)
     return results
 
 
