@@ -28,6 +28,12 @@ QUERIES: Final = 256
 """Queries whose attention scores are materialised at a time."""
 
 
+_MEMBERS: Final = 4
+"""Sequences that share a prefix at least; fewer do not pay for rearranging its keys."""
+
+_SHARED: Final = 64
+"""Positions of a shared prefix at least."""
+
 NO_MASKS: Final[Mapping[int, Tensor]] = {}
 
 
@@ -61,6 +67,19 @@ class CacheSpan:
         return CacheSpan(start, end - start, self.first_slot + cut, slots, mask=mask)
 
 
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Cached positions that several sequences with one token each share, so that their keys need to be read once.
+
+    Members are the sequences that share one with others.
+    """
+
+    tiles: Int32  # [n, 4] row of the block table, first member, positions, members
+    members: Int32  # [m] tokens in the step
+    begins: Int32  # [num_decodes] the first position of each sequence that is not of its prefix
+    states: Int32  # [num_decodes] 1 + the number of the member; 0: none
+
+
 @dataclass(frozen=True)
 class ViewBatch:
     """A step as seen by the layers of one view of the cache (see KvLayout)."""
@@ -71,6 +90,17 @@ class ViewBatch:
     lengths: Int32  # [S] new tokens
     window: int | None
     block_size: int
+    _prefixes: dict[tuple[int, int], Prefixes | None] = field(default_factory=dict)
+
+    def prefixes(self, decodes: int, tokens: int) -> Prefixes | None:
+        """Return what the first `decodes` sequences share, in tiles of at most `tokens` members; None if nothing."""
+        key = decodes, tokens
+        if key not in self._prefixes:
+            shared = None
+            if decodes >= _MEMBERS and self.window is None:
+                shared = _shared_prefixes(self.table[:decodes], self.context[:decodes], self.block_size, tokens)
+            self._prefixes[key] = shared
+        return self._prefixes[key]
 
     @cached_property
     def spans(self) -> tuple[CacheSpan, ...]:
@@ -180,6 +210,30 @@ def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: in
     """Return the cache slot of each (row of the table, position), int64 [T]."""
     blocks = table[rows, positions // block_size].astype(np.int64)
     return blocks * block_size + positions % block_size
+
+
+def _shared_prefixes(table: Int32, context: Int32, block_size: int, tokens: int) -> Prefixes | None:
+    """Return the prefixes shared by sequences whose first block is the same, as far as all of them share it."""
+    order = np.argsort(table[:, 0], kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(table[order, 0])) + 1)
+    begins, states = np.zeros_like(context), np.zeros_like(context)
+    tiles: list[tuple[int, int, int, int]] = []
+    members: list[int] = []
+    for rows in groups:
+        if len(rows) < _MEMBERS:
+            continue
+        differs = (table[rows] != table[rows[0]]).any(0)
+        pages = min(int(differs.argmax()) if differs.any() else len(differs), int(context[rows].min()) // block_size)
+        if pages * block_size < _SHARED:
+            continue
+        begins[rows] = pages * block_size
+        states[rows] = np.arange(1 + len(members), 1 + len(members) + len(rows))
+        tiles += [
+            (int(rows[0]), len(members) + at, pages * block_size, min(tokens, len(rows) - at))
+            for at in range(0, len(rows), tokens)
+        ]
+        members += rows.tolist()
+    return Prefixes(np.array(tiles, np.int32), np.array(members, np.int32), begins, states) if tiles else None
 
 
 def _spans(

@@ -372,5 +372,7 @@ class FusedAttention:
             queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
         attend = self._native.attention(self._shape, view.block_size)
         tiles = batch.tiles(attend.tile_tokens)
-        heads = attend(queries, cache.arrays, view.table, batch.context, batch.num_decodes, tiles, view.window)
+        heads = attend(
+            queries, cache.arrays, view.table, batch.context, batch.num_decodes, tiles, view.window, view.prefixes
+        )
         return self.project.out(heads, x)

@@ -20,7 +20,7 @@ ROWS: Final = 6
 
 _TILE_ROWS: Final = 48
 _REGISTERS: Final = 24
-_NEVER: Final = -1e30
+NEVER: Final = -1e30
 """A largest score before any key."""
 
 
@@ -59,13 +59,16 @@ class Shape:
 
 
 @cache
-def decode_kernel(shape: Shape) -> Kernel:
+def decode_kernel(shape: Shape, *, resumes: bool = False) -> Kernel:
     """Return the kernel of sequences with one token each.
 
     Arguments: queries [T, N, H] and their row stride, keys [K, slots, H], values [K, slots, V], slots, block table
-    int32 and its row stride, positions int32 [T], window (0: none), results [T, N, V] and their row stride.
+    int32 and its row stride, positions int32 [T], window (0: none), results [T, N, V] and their row stride. With
+    `resumes`, for sequences whose first keys are summed already: the first position of each that is not, int32 [T], the
+    row of each one's state, int32 [T], and states float32 [n, N, V + 32]: the sum of weighted values, 16 numbers whose
+    sum is that of the weights, and the largest score, 16 times.
     """
-    return Kernel(_Decode(shape).module)
+    return Kernel(_Decode(shape, resumes).module)
 
 
 @cache
@@ -78,7 +81,7 @@ def prefill_kernel(shape: Shape) -> Kernel:
     return Kernel(_Prefill(shape).module)
 
 
-class _Attention:
+class Attention:
     """What both kernels share: arguments, and the walk over the blocks."""
 
     def __init__(self, shape: Shape) -> None:
@@ -107,10 +110,11 @@ class _Attention:
         return e.add(e.mul(head, self.slots), e.mul(block, self.shape.block_size))
 
 
-class _Decode(_Attention):
-    def __init__(self, shape: Shape) -> None:
+class _Decode(Attention):
+    def __init__(self, shape: Shape, resumes: bool) -> None:
         super().__init__(shape)
         e = self.e
+        self.resumes = (e.pointer(11, I32), e.pointer(12, I32), e.pointer(13, F32)) if resumes else None
         self.scores = e.variable(F32, shape.group * shape.keys)
         self.tops = [e.variable(F32) for _ in range(shape.group)]
         with e.tasks() as task:
@@ -128,9 +132,13 @@ class _Decode(_Attention):
         mixed = [zeros(e, outs) for _ in range(shape.group)]
         totals = zeros(e, shape.group)
         for top in self.tops:
-            e.builder.store(F32(_NEVER), top)
+            e.builder.store(F32(NEVER), top)
         position = e.load_int(self.rows, row)
         first, end = self.first_seen(position), e.add(position, 1)
+        if self.resumes is not None:
+            begins, states, _ = self.resumes
+            first = e.load_int(begins, row)
+            self._resume(e.load_int(states, row), head, mixed, totals)
         first_page, begin = e.divmod(first, shape.block_size)
         last_page, _ = e.divmod(position, shape.block_size)
         with e.loop(first_page, e.add(last_page, 1)) as page:
@@ -150,6 +158,19 @@ class _Decode(_Attention):
             for out in range(outs):
                 value = e.builder.fmul(e.builder.load(mixed[group][out]), share)
                 e.store(value, self.out, e.add(result, group * shape.value_dim + out * LANES))
+
+    def _resume(self, state: Any, head: Any, mixed: list[Any], totals: Any) -> None:
+        """Begin with the sums of a state."""
+        assert self.resumes is not None
+        e, shape, (_, _, states) = self.e, self.shape, self.resumes
+        width = shape.value_dim + 2 * LANES
+        for group in range(shape.group):
+            of_head = e.add(e.mul(e.add(e.mul(state, shape.kv_heads), head), shape.group), group)
+            start = e.mul(of_head, width)
+            for out, into in enumerate(mixed[group]):
+                e.builder.store(e.load(states, e.add(start, out * LANES)), into)
+            e.builder.store(e.load(states, e.add(start, shape.value_dim)), totals[group])
+            e.builder.store(e.load_one(states, e.add(start, shape.value_dim + LANES)), self.tops[group])
 
     def _scores(self, query: list[list[Any]], slot: Any, low: Any, high: Any) -> None:
         """Store the scores of a page's keys from `low` to `high`, and minus infinity elsewhere."""
@@ -200,7 +221,7 @@ class _Decode(_Attention):
                     e.builder.store(e.fma(weight, value, e.builder.load(into)), into)
 
 
-class _Prefill(_Attention):
+class _Prefill(Attention):
     """Rows of a tile are the heads of its first token, those of its second, and so on."""
 
     def __init__(self, shape: Shape) -> None:
@@ -245,7 +266,7 @@ class _Prefill(_Attention):
         with e.loop(0, self.padded * shape.value_dim, LANES) as at:
             e.store(e.splat(0.0), self.mixed, at)
         with e.loop(0, self.padded) as at:
-            e.builder.store(F32(_NEVER), e.at(self.tops, at))
+            e.builder.store(F32(NEVER), e.at(self.tops, at))
             e.builder.store(F32(0.0), e.at(self.totals, at))
         with e.loop(0, rows) as at:
             of, group = e.divmod(at, shape.group)
@@ -264,7 +285,7 @@ class _Prefill(_Attention):
             slots = [e.mul(e.add(slot, e.least(key + lane, last)), shape.head_dim) for lane in range(LANES)]
             with e.loop(0, shape.head_dim, LANES) as part:
                 vectors = [e.load(self.k, e.add(start, part)) for start in slots]
-                for lane, vector in enumerate(_transposed(e, vectors)):
+                for lane, vector in enumerate(transposed(e, vectors)):
                     e.store(vector, self.keys, e.add(e.mul(e.add(part, lane), shape.keys), key))
 
     def _scores(self, at: Any) -> None:
@@ -293,7 +314,7 @@ class _Prefill(_Attention):
         kind = ir.VectorType(I32, LANES)
         newest = e.builder.trunc(builder.sub(position, here), I32)
         oldest = e.builder.trunc(builder.sub(self.first_seen(position), here), I32)
-        newest, oldest = _splat_i32(e, newest), _splat_i32(e, oldest)
+        newest, oldest = splat_int32(e, newest), splat_int32(e, oldest)
         start, scores = e.mul(at, shape.keys), []
         for key in range(0, shape.keys, LANES):
             numbers = builder.add(lane_numbers(), ir.Constant(kind, [I32(key)] * LANES))
@@ -359,13 +380,13 @@ class _Prefill(_Attention):
             e.store(value, self.out, e.add(start, part))
 
 
-def _splat_i32(e: Emitter, value: Any) -> Any:
+def splat_int32(e: Emitter, value: Any) -> Any:
     kind = ir.VectorType(I32, LANES)
     single = e.builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
     return e.builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [I32(0)] * LANES))
 
 
-def _transposed(e: Emitter, vectors: list[Any]) -> list[Any]:
+def transposed(e: Emitter, vectors: list[Any]) -> list[Any]:
     """Return the transpose of 16 vectors of 16 floats."""
     result = list(vectors)
     for step in (8, 4, 2, 1):

@@ -14,6 +14,25 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32: Final = ir.FloatType()
 VECTOR: Final = ir.VectorType(F32, LANES)
 
+_PAIRS: Final = ir.VectorType(I32, LANES)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRED: Final = ir.VectorType(_BFloat(), 2 * LANES)
+"""16 pairs of bfloat16 numbers."""
+
 _FAST: Final = ("nnan", "ninf", "nsz", "contract", "reassoc", "arcp")
 
 
@@ -153,6 +172,43 @@ class Emitter:
         else:
             self.builder.store(value, self.builder.bitcast(address, VECTOR.as_pointer()), align=4)
 
+    # Pairs of bfloat16 numbers, for processors with AVX512-BF16.
+
+    def load_pairs(self, array: Any, index: Any) -> Any:
+        """Return 16 pairs of an array of numbers (i16) or of pairs (i32)."""
+        return self.builder.load(self.builder.bitcast(self.at(array, index), _PAIRED.as_pointer()), align=2)
+
+    def splat_pair(self, array: Any, index: Any) -> Any:
+        """Return 16 copies of a pair that begins at an element of an array of numbers (i16)."""
+        builder = self.builder
+        pair = builder.load(builder.bitcast(self.at(array, index), I32.as_pointer()), align=2)
+        single = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, I32(0))
+        zeros = ir.Constant(_PAIRS, [I32(0)] * LANES)
+        return builder.bitcast(builder.shuffle_vector(single, ir.Constant(_PAIRS, ir.Undefined), zeros), _PAIRED)
+
+    def add_products(self, into: Any, a: Any, b: Any) -> None:
+        """Add the products of 16 pairs, each pair's two summed, to a vector variable."""
+        summed = self.call("llvm.x86.avx512bf16.dpbf16ps.512", self.builder.load(into), a, b)
+        self.builder.store(summed, into)
+
+    def store_bfloat16(self, value: Any, array: Any, index: Any) -> None:
+        """Store 16 floats, rounded by one instruction."""
+        kind = ir.VectorType(_BFloat(), LANES)
+        numbers = self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", value, result=kind)
+        self.builder.store(numbers, self.builder.bitcast(self.at(array, index), kind.as_pointer()), align=2)
+
+    def interleave(self, first: Any, second: Any, index: Any, into: Any, place: Any) -> None:
+        """Store 16 pairs of numbers of the arrays `first` and `second`, both from `index` on, in an array of i32."""
+        narrow = ir.VectorType(I16, LANES)
+        low, high = (
+            self.builder.zext(
+                self.builder.load(self.builder.bitcast(self.at(array, index), narrow.as_pointer()), align=2), _PAIRS
+            )
+            for array in (first, second)
+        )
+        pairs = self.builder.or_(low, self.builder.shl(high, splat_int(16)))
+        self.builder.store(pairs, self.builder.bitcast(self.at(into, place), _PAIRS.as_pointer()), align=4)
+
     def widen(self, bits: Any) -> Any:
         """Return bfloat16 numbers (i16) as floats."""
         wide = ir.VectorType(I32, LANES)
@@ -205,6 +261,18 @@ class Emitter:
     def maximum(self, a: Any, b: Any) -> Any:
         """Return the larger of each pair of floats."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def exp2(self, x: Any) -> Any:
+        """Return 2 ** x of a vector of numbers below 88, within 3e-6 of it; at least 2 ** -126."""
+        builder = self.builder
+        limited = self.maximum(x, self.splat(-126.0))
+        power = self.call(f"llvm.rint.v{LANES}f32", limited)
+        rest = builder.fsub(limited, power)
+        value = self.splat(math.log(2) ** 5 / 120)
+        for order in (4, 3, 2, 1, 0):
+            value = self.fma(value, rest, self.splat(math.log(2) ** order / math.factorial(order)))
+        exponent = builder.shl(builder.add(builder.fptosi(power, _PAIRS), splat_int(127)), splat_int(23))
+        return builder.fmul(value, builder.bitcast(exponent, VECTOR))
 
     def exp(self, x: Any) -> Any:
         """Return e ** x of a vector, within 2e-7 of it; 0 below -87, and limited above 88."""

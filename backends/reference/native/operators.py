@@ -18,10 +18,13 @@ from pagoda.common.engine.step import Int32
 
 _AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
 if TYPE_CHECKING or _AVAILABLE:
-    from pagoda.backends.reference.native import choice, products, rows
-    from pagoda.backends.reference.native.attention import Shape, decode_kernel, prefill_kernel
+    from pagoda.backends.reference.native import choice, paired_attention, products, rows
+    from pagoda.backends.reference.native.attention import NEVER, Shape, decode_kernel, prefill_kernel
     from pagoda.backends.reference.native.emit import LANES
     from pagoda.backends.reference.native.jit import Kernel
+
+if TYPE_CHECKING:
+    from pagoda.backends.reference.execution import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +181,9 @@ class PagedAttend:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._decode, self._prefill = decode_kernel(shape), prefill_kernel(shape)
+        self._paired = paired_attention.supported(shape)
+        self._decode = decode_kernel(shape)
+        self._prefill = paired_attention.prompt_kernel(shape) if self._paired else prefill_kernel(shape)
         self.tile_tokens = shape.tile_tokens
 
     def __call__(
@@ -190,29 +195,43 @@ class PagedAttend:
         decodes: int,
         tiles: Int32,
         window: int | None,
+        prefixes: Callable[[int, int], Prefixes | None] | None = None,
     ) -> Tensor:
-        """Queries [T, N, H] -> [T, N*V]. `decodes`: sequences with one token; `tiles`: see StepBatch."""
+        """Queries [T, N, H] -> [T, N*V]. `decodes`: sequences with one token; `tiles`: see StepBatch.
+
+        `prefixes`: `ViewBatch.prefixes`.
+        """
         shape, (keys, values) = self._shape, cache
         width = shape.kv_heads * shape.group * shape.value_dim
         out = torch.empty(queries.shape[0], width, dtype=queries.dtype)
-        last = np.ascontiguousarray(context, np.int32)
-        for kernel, count, described in ((self._decode, decodes, last), (self._prefill, len(tiles), tiles)):
-            if count:
-                arguments = (
-                    queries.data_ptr(),
-                    queries.stride(0),
-                    keys.data_ptr(),
-                    values.data_ptr(),
-                    keys.shape[1],
-                    table.ctypes.data,
-                    table.shape[1],
-                    described.ctypes.data,
-                    window or 0,
-                    out.data_ptr(),
-                    width,
-                )
-                kernel(arguments, count * shape.kv_heads, torch.get_num_threads() if queries.shape[0] > 1 else 1)
+        positions = np.ascontiguousarray(context, np.int32)
+        threads = torch.get_num_threads() if queries.shape[0] > 1 else 1
+        read = queries.data_ptr(), queries.stride(0), keys.data_ptr(), values.data_ptr(), keys.shape[1]
+        read = *read, table.ctypes.data, table.shape[1]
+        written = window or 0, out.data_ptr(), width
+        shared = prefixes(decodes, self.tile_tokens) if prefixes is not None and self._paired else None
+        if shared is not None:
+            states = self._prefix_states(read, shared, threads)
+            more = shared.begins.ctypes.data, shared.states.ctypes.data, states.data_ptr()
+            arguments = *read, positions.ctypes.data, *written, *more
+            decode_kernel(shape, resumes=True)(arguments, decodes * shape.kv_heads, threads)
+        elif decodes:
+            self._decode((*read, positions.ctypes.data, *written), decodes * shape.kv_heads, threads)
+        if len(tiles):
+            self._prefill((*read, tiles.ctypes.data, *written), len(tiles) * shape.kv_heads, threads)
         return out
+
+    def _prefix_states(self, read: tuple[int, ...], shared: Prefixes, threads: int) -> Tensor:
+        """Return the states after shared prefixes [1 + members, N, V + 32]; the first is that of no key."""
+        shape = self._shape
+        width = shape.value_dim + 2 * LANES
+        states = torch.empty(1 + len(shared.members), shape.kv_heads * shape.group, width)
+        states[0] = 0.0
+        states[0, :, -LANES:] = NEVER
+        row = states.stride(0)
+        arguments = *read, shared.tiles.ctypes.data, 0, states.data_ptr(), row, shared.members.ctypes.data
+        paired_attention.prefix_kernel(shape)(arguments, len(shared.tiles) * shape.kv_heads, threads)
+        return states
 
 
 @cache

@@ -11,35 +11,15 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from llvmlite import ir
 from torch import Tensor
 
-from pagoda.backends.reference.native.emit import F32, I16, I32, LANES, VECTOR, Emitter
+from pagoda.backends.reference.native.emit import F32, I16, LANES, VECTOR, Emitter
 from pagoda.backends.reference.native.jit import Kernel, has_feature
 
 VECTORS: Final = 2
 COLUMNS: Final = VECTORS * LANES
 _BLOCKS: Final = (12, 8, 4, 2, 1)
 """Rows that are multiplied at a time: as many as registers hold, then what is left."""
-
-_PAIRS: Final = ir.VectorType(I32, LANES)
-_INSTRUCTION: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no class for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_NUMBERS: Final = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def supported(columns: int) -> bool:
@@ -115,27 +95,14 @@ class _Product:
         base = e.mul(panel, self.width * COLUMNS)
         with e.loop(0, self.width // 2) as pair:
             place = e.add(base, e.mul(pair, 2 * COLUMNS))
-            weights = [self._numbers(self.panels, e.add(place, 2 * LANES * part)) for part in range(VECTORS)]
+            weights = [e.load_pairs(self.panels, e.add(place, 2 * LANES * part)) for part in range(VECTORS)]
             for start, own in zip(starts, sums):
-                x = self._spread(e.add(start, e.mul(pair, 2)))
+                x = e.splat_pair(self.x, e.add(start, e.mul(pair, 2)))
                 for into, weight in zip(own, weights):
-                    summed = e.call(_INSTRUCTION, e.builder.load(into), x, weight)
-                    e.builder.store(summed, into)
+                    e.add_products(into, x, weight)
         for row, own in enumerate(sums):
             for part, into in enumerate(own):
                 column, value = e.add(e.mul(panel, COLUMNS), part * LANES), e.builder.load(into)
                 if self.bias is not None:
                     value = e.builder.fadd(value, e.load(self.bias, column))
                 e.store(value, self.out, e.add(e.mul(e.add(first, row), self.out_stride), column))
-
-    def _numbers(self, array: Any, index: Any) -> Any:
-        address = self.e.builder.bitcast(self.e.at(array, index), _NUMBERS.as_pointer())
-        return self.e.builder.load(address, align=2)
-
-    def _spread(self, index: Any) -> Any:
-        """Return 16 copies of a pair of inputs."""
-        builder = self.e.builder
-        pair = builder.load(builder.bitcast(self.e.at(self.x, index), I32.as_pointer()), align=2)
-        single = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, I32(0))
-        zeros = ir.Constant(_PAIRS, [I32(0)] * LANES)
-        return builder.bitcast(builder.shuffle_vector(single, ir.Constant(_PAIRS, ir.Undefined), zeros), _NUMBERS)

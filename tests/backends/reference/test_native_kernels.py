@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.reference_driver import Driver, tiny_spec
 from torch import Tensor
 
+from pagoda.backends.reference.execution import ViewBatch
 from pagoda.backends.reference.model import ops
 from pagoda.backends.reference.model.linear import float32_linear, linear
 from pagoda.backends.reference.model.numerics import Numerics
@@ -62,6 +63,7 @@ def test_attention_over_scattered_blocks(dtype: torch.dtype, window: int | None)
     queries = random(sum(new), HEADS.heads, HEADS.head_dim, dtype=dtype)
     attend = Operators(dtype).attention(HEADS, BLOCK)
     tiles, expected, begin = [], [], 0
+    freed = [0 if window is None else max(0, cached + 1 - window) // BLOCK for cached in context]
     for row, (cached, count) in enumerate(zip(context, new)):
         positions = torch.arange(cached, cached + count)
         seen = torch.arange(cached + count)
@@ -76,8 +78,41 @@ def test_attention_over_scattered_blocks(dtype: torch.dtype, window: int | None)
             step = attend.tile_tokens
             tiles += [(row, begin + t, cached + t, min(step, count - t)) for t in range(0, count, step)]
         begin += count
+    for row, blocks in zip(table, freed):
+        row[:blocks] = 0  # holds NaN
     run = partial(attend, queries, (keys, values), table, np.array(context, np.int32), 4)
     assert_close(run(np.array(tiles, np.int32), window), torch.cat(expected))
+
+
+@pair_instructions
+@pytest.mark.parametrize("block", [4, 16, 48, 128])
+def test_shared_prefixes(block: int) -> None:
+    """Sequences 0 to 5 share 300 positions, 6 to 9 share 140, 10 and 11 are alone or too few."""
+    shared, pages = {0: (range(6), 300), 6: (range(6, 10), 140), 10: (range(10, 12), 200)}, -(-340 // block)
+    table = 1 + np.arange(12 * pages, dtype=np.int32).reshape(12, pages)
+    for first, (rows, positions) in shared.items():
+        table[rows, : positions // block] = table[first, : positions // block]
+    context = np.array([300 + 5 * row if row < 6 else 200 + row for row in range(12)], np.int32)
+    keys, values = (
+        random(2, (1 + table.size) * block, dim, dtype=torch.bfloat16) for dim in (HEADS.head_dim, HEADS.value_dim)
+    )
+    queries = random(12, HEADS.heads, HEADS.head_dim, dtype=torch.bfloat16) * 3
+    slots = torch.from_numpy(table.astype(np.int64))[:, :, None] * block + torch.arange(block)
+    expected = []
+    for row, cached in enumerate(context.tolist()):
+        at = slots[row].flatten()[: cached + 1]
+        k, v = keys[:, at].transpose(0, 1), values[:, at].transpose(0, 1)
+        expected.append(defined(queries[row : row + 1], k, v, torch.tensor([cached]), None))
+        keys[:, slots[row].flatten()[cached + 1 :]] = torch.nan
+    ones = np.ones(12, np.int32)
+    view = ViewBatch(torch.zeros(12, dtype=torch.int64), table, context, ones, None, block)
+    attend = Operators(torch.bfloat16).attention(HEADS, block)
+    found = view.prefixes(12, attend.tile_tokens)
+    assert found is not None
+    assert found.begins.tolist() == [300 // block * block] * 6 + [140 // block * block] * 4 + [0] * 2
+    run = partial(attend, queries, (keys, values), table, context, 12, np.zeros((0, 4), np.int32), None)
+    assert_close(run(prefixes=view.prefixes), torch.cat(expected))
+    assert_close(run(), torch.cat(expected))
 
 
 @DTYPES

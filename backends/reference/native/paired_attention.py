@@ -1,0 +1,287 @@
+"""Attention of tiles of queries by the processor's instructions for pairs of bfloat16 numbers.
+
+A tile is the tokens of a prompt, or the single tokens of several sequences whose cached tokens begin with the same
+blocks. The keys and values of about 64 positions at a time are rearranged once for the whole tile. Queries, keys,
+values and weights are bfloat16, sums float32. A task is one KV head of one tile.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, Final
+
+from llvmlite import ir
+
+from pagoda.backends.reference.native.attention import NEVER, Attention, Shape, splat_int32, transposed
+from pagoda.backends.reference.native.emit import F32, I16, I32, I64, LANES, VECTOR, lane_numbers, zeros
+from pagoda.backends.reference.native.jit import Kernel, has_feature
+
+_ROWS: Final = 6
+"""Rows of queries in one block of products: with 4 vectors each they fill 24 of 32 registers."""
+
+_VECTORS: Final = 4
+_KEYS: Final = 64
+"""Positions that are rearranged at a time, where blocks are not larger."""
+
+
+def supported(shape: Shape) -> bool:
+    """Return whether the processor has the instructions, and heads are whole vectors of pairs."""
+    return shape.bfloat16 and has_feature("avx512bf16") and shape.head_dim % (2 * LANES) == 0
+
+
+@cache
+def prompt_kernel(shape: Shape) -> Kernel:
+    """Return the kernel of tiles of prompts; arguments as of `attention.prefill_kernel`."""
+    return Kernel(_PromptTiles(shape).module)
+
+
+@cache
+def prefix_kernel(shape: Shape) -> Kernel:
+    """Return the kernel of prefixes that single tokens of several sequences share.
+
+    Arguments: as of `attention.prefill_kernel`, with tiles int32 [n, 4] of: row of the block table, first member,
+    number of positions, number of members; in place of results the states float32 [1 + members, N, V + 32] that
+    `attention.decode_kernel` goes on from, and their row stride; then the members' tokens int32 [members].
+    """
+    return Kernel(_PrefixTiles(shape).module)
+
+
+class _Tiles(Attention):
+    """The rows of a tile are the heads of its first token, those of its second, and so on."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        e = self.e
+        self.padded = -(-shape.tile_tokens * shape.group // _ROWS) * _ROWS
+        self.span = max(1, _KEYS // shape.block_size) * shape.block_size  # positions at a time
+        self.width = -(-self.span // LANES) * LANES
+        self.queries = e.variable(I16, self.padded * shape.head_dim)
+        self.places = e.variable(I64, self.width)
+        self.keys = e.variable(I32, shape.head_dim // 2 * self.width)
+        self.values = e.variable(I32, self.width // 2 * shape.value_dim)
+        self.scores = e.variable(F32, self.padded * self.width)
+        self.weights = e.variable(I16, self.padded * self.width)
+        self.mixed = e.variable(F32, self.padded * shape.value_dim)
+        self.tops = e.variable(F32, self.padded)
+        self.totals = e.variable(F32, self.padded * LANES)
+        self.prepare()
+        with e.tasks() as task:
+            tile, head = e.divmod(task, shape.kv_heads)
+            fields = [e.load_int(self.rows, e.add(e.mul(tile, 4), field)) for field in range(4)]
+            self._attend(head, *fields)
+
+    def prepare(self) -> None:
+        """Read arguments of a kernel's own."""
+
+    def token(self, first: Any, of: Any) -> Any:
+        """Return the number in the step of a token of the tile."""
+        raise NotImplementedError
+
+    def last(self, position: Any, count: Any) -> Any:
+        """Return the last position that a token of the tile sees."""
+        raise NotImplementedError
+
+    def newest(self, position: Any, of: Any) -> Any:
+        """Return the last position that this token of the tile sees."""
+        raise NotImplementedError
+
+    def write(self, head: Any, first: Any, at: Any) -> None:
+        """Write the result of a row."""
+        raise NotImplementedError
+
+    def _attend(self, head: Any, row: Any, first: Any, position: Any, count: Any) -> None:
+        e, shape = self.e, self.shape
+        rows = e.mul(count, shape.group)
+        self._begin(head, first, rows)
+        last = self.last(position, count)
+        oldest = self.first_seen(self.newest(position, 0))
+        begin, _ = e.divmod(oldest, self.span)
+        end, _ = e.divmod(last, self.span)
+        with e.loop(begin, e.add(end, 1)) as number:
+            here = e.mul(number, self.span)
+            self._find_slots(row, head, here, oldest, last)
+            self._pack_keys()
+            self._pack_values()
+            with e.loop(0, rows, _ROWS) as at:
+                self._score(at)
+            with e.loop(0, rows) as at:
+                self._weigh(at, self.newest(position, e.divmod(at, shape.group)[0]), here)
+            with e.loop(0, rows, _ROWS) as at:
+                self._mix(at)
+        with e.loop(0, rows) as at:
+            self.write(head, first, at)
+
+    def _begin(self, head: Any, first: Any, rows: Any) -> None:
+        """Read the queries, and set all sums to 0."""
+        e, shape = self.e, self.shape
+        with e.loop(0, self.padded * shape.head_dim, LANES) as at:
+            e.store(e.splat(0.0), self.queries, at)
+        with e.loop(0, self.padded * shape.value_dim, LANES) as at:
+            e.store(e.splat(0.0), self.mixed, at)
+        with e.loop(0, self.padded) as at:
+            e.builder.store(F32(NEVER), e.at(self.tops, at))
+            e.store(e.splat(0.0), self.totals, e.mul(at, LANES))
+        with e.loop(0, rows) as at:
+            of, group = e.divmod(at, shape.group)
+            of_head = e.mul(e.add(e.mul(head, shape.group), group), shape.head_dim)
+            start = e.add(e.mul(self.token(first, of), self.q_stride), of_head)
+            for part in range(0, shape.head_dim, 2 * LANES):
+                numbers = e.load_pairs(self.q, e.add(start, part))
+                place = e.at(self.queries, e.add(e.mul(at, shape.head_dim), part))
+                e.builder.store(numbers, e.builder.bitcast(place, numbers.type.as_pointer()), align=2)
+
+    def _find_slots(self, row: Any, head: Any, here: Any, oldest: Any, last: Any) -> None:
+        """Store the cache slots of positions from `here` on; outside of `oldest` to `last` those of the nearest one."""
+        e, shape = self.e, self.shape
+        with e.loop(0, self.width) as key:
+            position = e.most(e.least(e.add(here, key), last), oldest)
+            page, offset = e.divmod(position, shape.block_size)
+            e.builder.store(e.add(self.slot_of(row, page, head), offset), e.at(self.places, key))
+
+    def _place(self, key: Any) -> Any:
+        return self.e.builder.load(self.e.at(self.places, key))
+
+    def _pack_keys(self) -> None:
+        """Store the keys as pairs [H / 2, width]."""
+        e, shape = self.e, self.shape
+        with e.loop(0, self.width, LANES) as key:
+            starts = [e.mul(self._place(e.add(key, lane)), shape.head_dim) for lane in range(LANES)]
+            with e.loop(0, shape.head_dim // 2, LANES) as pair:
+                rows = [e.at(self.k, e.add(start, e.mul(pair, 2))) for start in starts]
+                pairs = [e.builder.load(e.builder.bitcast(row, VECTOR.as_pointer()), align=2) for row in rows]
+                for lane, vector in enumerate(transposed(e, pairs)):
+                    place = e.at(self.keys, e.add(e.mul(e.add(pair, lane), self.width), key))
+                    e.builder.store(vector, e.builder.bitcast(place, VECTOR.as_pointer()), align=4)
+
+    def _pack_values(self) -> None:
+        """Store the values as pairs of positions [width / 2, V]."""
+        e, shape = self.e, self.shape
+        with e.loop(0, self.width // 2) as pair:
+            keys = e.mul(pair, 2), e.add(e.mul(pair, 2), 1)
+            first, second = (e.at(self.v, e.mul(self._place(key), shape.value_dim)) for key in keys)
+            for part in range(0, shape.value_dim, LANES):
+                e.interleave(first, second, part, self.values, e.add(e.mul(pair, shape.value_dim), part))
+
+    def _score(self, at: Any) -> None:
+        """Store the scores of some rows from `at` on."""
+        e, shape = self.e, self.shape
+        for begin in range(0, self.width, _VECTORS * LANES):
+            parts = range(begin, min(begin + _VECTORS * LANES, self.width), LANES)
+            sums = [zeros(e, len(parts)) for _ in range(_ROWS)]
+            starts = [e.mul(e.add(at, row), shape.head_dim) for row in range(_ROWS)]
+            with e.loop(0, shape.head_dim // 2) as pair:
+                keys = [e.load_pairs(self.keys, e.add(e.mul(pair, self.width), part)) for part in parts]
+                for start, own in zip(starts, sums):
+                    query = e.splat_pair(self.queries, e.add(start, e.mul(pair, 2)))
+                    for into, key in zip(own, keys):
+                        e.add_products(into, query, key)
+            for row, own in enumerate(sums):
+                for part, into in zip(parts, own):
+                    e.store(e.builder.load(into), self.scores, e.add(e.mul(e.add(at, row), self.width), part))
+
+    def _weigh(self, at: Any, newest: Any, here: Any) -> None:
+        """Store the weights of a row, 0 for keys that it does not see, and rescale what was summed before."""
+        e, shape, builder = self.e, self.shape, self.e.builder
+        newest_here = splat_int32(e, builder.trunc(builder.sub(newest, here), I32))
+        oldest_here = splat_int32(e, builder.trunc(builder.sub(self.first_seen(newest), here), I32))
+        kind, start, scores = ir.VectorType(I32, LANES), e.mul(at, self.width), []
+        for key in range(0, self.width, LANES):
+            numbers = builder.add(lane_numbers(), ir.Constant(kind, [I32(key)] * LANES))
+            seen = builder.icmp_signed("<=", numbers, newest_here)
+            seen = builder.and_(seen, builder.icmp_signed(">=", numbers, oldest_here))
+            if key + LANES > self.span:
+                seen = builder.and_(
+                    seen, builder.icmp_signed("<", numbers, ir.Constant(kind, [I32(self.span)] * LANES))
+                )
+            score = builder.fmul(e.load(self.scores, e.add(start, key)), e.splat(shape.scale * math.log2(math.e)))
+            scores.append(builder.select(seen, score, e.splat(float("-inf"))))
+        highest = scores[0]
+        for other in scores[1:]:
+            highest = e.maximum(highest, other)
+        before = e.load_one(self.tops, at)
+        top = e.maximum(before, e.largest(highest))
+        builder.store(top, e.at(self.tops, at))
+        rescale = e.exp2(e.splat(builder.fsub(before, top)))
+        total = builder.fmul(e.load(self.totals, e.mul(at, LANES)), rescale)
+        for key, score in zip(range(0, self.width, LANES), scores):
+            weight = e.exp2(builder.fsub(score, e.splat(top)))
+            total = builder.fadd(total, weight)
+            e.store_bfloat16(weight, self.weights, e.add(start, key))
+        e.store(total, self.totals, e.mul(at, LANES))
+        for part in range(0, shape.value_dim, LANES):
+            place = e.add(e.mul(at, shape.value_dim), part)
+            e.store(builder.fmul(e.load(self.mixed, place), rescale), self.mixed, place)
+
+    def _mix(self, at: Any) -> None:
+        """Add the weighted values to some rows from `at` on."""
+        e, shape = self.e, self.shape
+        for begin in range(0, shape.value_dim, _VECTORS * LANES):
+            parts = range(begin, min(begin + _VECTORS * LANES, shape.value_dim), LANES)
+            places = [[e.add(e.mul(e.add(at, row), shape.value_dim), part) for part in parts] for row in range(_ROWS)]
+            sums = [[e.variable(VECTOR) for _ in parts] for _ in range(_ROWS)]
+            for own, where in zip(sums, places):
+                for into, place in zip(own, where):
+                    e.builder.store(e.load(self.mixed, place), into)
+            starts = [e.mul(e.add(at, row), self.width) for row in range(_ROWS)]
+            with e.loop(0, self.width // 2) as pair:
+                values = [e.load_pairs(self.values, e.add(e.mul(pair, shape.value_dim), part)) for part in parts]
+                for start, own in zip(starts, sums):
+                    weights = e.splat_pair(self.weights, e.add(start, e.mul(pair, 2)))
+                    for into, value in zip(own, values):
+                        e.add_products(into, weights, value)
+            for own, where in zip(sums, places):
+                for into, place in zip(own, where):
+                    e.store(e.builder.load(into), self.mixed, place)
+
+
+class _PromptTiles(_Tiles):
+    """Consecutive tokens of one sequence; each sees the positions up to its own."""
+
+    def token(self, first: Any, of: Any) -> Any:
+        return self.e.add(first, of)
+
+    def last(self, position: Any, count: Any) -> Any:
+        return self.e.add(position, count, -1)
+
+    def newest(self, position: Any, of: Any) -> Any:
+        return self.e.add(position, of)
+
+    def write(self, head: Any, first: Any, at: Any) -> None:
+        e, shape = self.e, self.shape
+        of, group = e.divmod(at, shape.group)
+        share = e.splat(e.builder.fdiv(F32(1.0), e.sum(e.load(self.totals, e.mul(at, LANES)))))
+        of_head = e.mul(e.add(e.mul(head, shape.group), group), shape.value_dim)
+        start = e.add(e.mul(self.token(first, of), self.out_stride), of_head)
+        for part in range(0, shape.value_dim, LANES):
+            value = e.builder.fmul(e.load(self.mixed, e.add(e.mul(at, shape.value_dim), part)), share)
+            e.store_bfloat16(value, self.out, e.add(start, part))
+
+
+class _PrefixTiles(_Tiles):
+    """Single tokens of several sequences, which all see all positions of the prefix."""
+
+    def prepare(self) -> None:
+        self.members = self.e.pointer(11, I32)
+        self.states = self.e.pointer(9, F32)
+
+    def token(self, first: Any, of: Any) -> Any:
+        return self.e.load_int(self.members, self.e.add(first, of))
+
+    def last(self, position: Any, count: Any) -> Any:
+        return self.e.add(position, -1)
+
+    def newest(self, position: Any, of: Any) -> Any:
+        return self.e.add(position, -1)
+
+    def write(self, head: Any, first: Any, at: Any) -> None:
+        e, shape = self.e, self.shape
+        of, group = e.divmod(at, shape.group)
+        width = shape.value_dim + 2 * LANES
+        of_head = e.mul(e.add(e.mul(head, shape.group), group), width)
+        start = e.add(e.mul(e.add(first, of, 1), self.out_stride), of_head)
+        for part in range(0, shape.value_dim, LANES):
+            e.store(e.load(self.mixed, e.add(e.mul(at, shape.value_dim), part)), self.states, e.add(start, part))
+        e.store(e.load(self.totals, e.mul(at, LANES)), self.states, e.add(start, shape.value_dim))
+        top = e.builder.fmul(e.load_one(self.tops, at), F32(math.log(2)))  # the decode kernel takes powers of e
+        e.store(e.splat(top), self.states, e.add(start, shape.value_dim + LANES))
