@@ -92,6 +92,10 @@ class ViewBatch:
     block_size: int
     _prefixes: dict[tuple[int, int], Prefixes | None] = field(default_factory=dict)
 
+    def shares(self, decodes: int) -> bool:
+        """Return whether some of the first `decodes` sequences share a prefix."""
+        return self.prefixes(decodes, _MEMBERS) is not None
+
     def prefixes(self, decodes: int, tokens: int) -> Prefixes | None:
         """Return what the first `decodes` sequences share, in tiles of at most `tokens` members; None if nothing."""
         key = decodes, tokens

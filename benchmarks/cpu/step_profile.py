@@ -1,6 +1,7 @@
 """What a step of the reference backend costs: processor time, page faults and parallel regions, with random weights.
 
-usage: python step_profile.py CONFIG.json CASE... [--threads N] [--steps N] [--operations]
+usage: python step_profile.py CONFIG.json CASE... [--quantization METHOD] [--threads N] [--steps N]
+           [--operations]
 
 CASE: ROWSxCONTEXT (one token of each sequence), pTOKENS (one prompt), mROWSxTOKENS (prompts), sROWSxPREFIXxOWN (one
 token of each sequence after a shared prefix). On a busy machine counts and the processor time of one thread tell most.
@@ -30,6 +31,7 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import RowStart, StepPlan
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
+from pagoda.common.weights.quantization.on_the_fly import quantized, schemes_on_the_fly
 
 BLOCK, BLOCKS = 32, 2500
 GREEDY = SamplingRules(temperature=0.0)
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", help="int8, int4, ...: rounds the random weights")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--operations", action="store_true", help="print the time of each torch operation")
@@ -105,7 +108,8 @@ def main() -> None:
     layout = kv_layout(spec, BLOCK)
     options = BackendOptions(spec=spec, limits=limits, layout=layout, cache=CacheConfig(), dtype=args.dtype)
     backend = load_backend("reference").create(options)
-    backend.load(random_weights(spec))
+    schemes = schemes_on_the_fly(args.quantization, params(spec)) if args.quantization else {}
+    backend.load(quantized(random_weights(spec), schemes))
     backend.init_cache((BLOCKS,))
     if args.threads:
         backend._threads.count = args.threads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import NormalDist
 from typing import Final, assert_never
@@ -190,16 +190,23 @@ class Decoder:
         self.streams = make_streams(spec, params)
         self.final_norm = make_norm(spec.final_norm, params.final_norm, native)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
+        self.programs = None if native is None else native.programs(self._run_layers, max_len)
 
     def hidden(
         self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
     ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
         x = self.embed(token_ids, batch.positions, embedded=embedded)
-        rotations = self.rotary.at(batch.positions)
         if self.streams is not None:
+            rotations = self.rotary.at(batch.positions)
             x = self.streams.run(token_ids, x, lambda index, x: self.layers[index](x, batch, caches, rotations))
             return self.final_norm(x)
+        hidden = None if self.programs is None else self.programs.run(x, batch, caches)
+        return self._run_layers(x, batch, caches) if hidden is None else hidden
+
+    def _run_layers(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache]) -> Tensor:
+        """Embeddings [T, D] -> hidden states [T, D] after the final norm."""
+        rotations = self.rotary.at(batch.positions)
         for layer in self.layers:
             x = layer(x, batch, caches, rotations)
         return self.final_norm(x)
@@ -361,6 +368,7 @@ class DecoderLayer:
         if spec.ffn is not None and params.ffn is not None:
             self.ffn = make_ffn(spec.ffn, params.ffn, batch_invariant=batch_invariant, native=native)
         self.norm_after_add, self.scale = spec.norm_after_add, spec.residual_scale
+        self.add: Callable[[Tensor, Tensor], Tensor] = torch.add if native is None else native.add
         self.norm_residual = spec.norm_residual
         self.parallel, self.shares_norm = spec.parallel, spec.norms.before_ffn is None
         self.side = None
@@ -411,7 +419,8 @@ class DecoderLayer:
             update = after(update)
         if self.scale != 1.0:
             update = update * self.scale
-        return after(x + update) if self.norm_after_add else x + update
+        total = self.add(x, update)
+        return after(total) if self.norm_after_add else total
 
 
 def make_shortcut(spec: Shortcut, params: MoeParams, extras: dict[str, Tensor], batch_invariant: bool) -> FfnStep:

@@ -1,20 +1,25 @@
 """LLVM IR -> machine code for this processor, and its call by torch's own threads.
 
-A kernel is a function `void f(int64 *arguments)`. Its first argument is a counter from which threads take tasks, the
-second the number of tasks. ctypes releases the GIL during a call.
+A kernel is a function `void f(int64 *words)`. Its first words are counters from which threads take tasks, 0 at first.
+ctypes releases the GIL during a call. The calls of a step can be recorded, to be repeated by `program.Program`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 _KERNEL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _lock: Final = threading.Lock()  # LLVM's global state
@@ -59,26 +64,69 @@ class Kernel:
 
     def __call__(self, arguments: Sequence[int], tasks: int, threads: int = 1) -> None:
         """Run tasks 0 to `tasks` - 1. `arguments`: integers and addresses, after counter and number of tasks."""
-        packed = (ctypes.c_int64 * (2 + len(arguments)))(0, tasks, *arguments)
-        self.run(ctypes.addressof(packed), min(threads, tasks))
+        self.run(array("q", (0, tasks, *arguments)), min(threads, tasks))
 
-    def run(self, arguments: int, threads: int) -> None:
-        """Call it in a team of threads. `arguments`: address of all arguments, counters included."""
+    def run(self, words: array[int], threads: int) -> None:
+        """Call it in a team of threads. `words`: all of them, counters included."""
+        recording = _recording.get()
+        if recording is not None:
+            recording.calls.append((self.address, words[:]))
+        self.call(words.buffer_info()[0], threads)
+
+    def call(self, words: int, threads: int) -> None:
+        """Call it in a team of threads. `words`: their address."""
         if threads > 1 and (parallel := _gomp_parallel()) is not None:
-            parallel(self.address, arguments, threads, 0)
+            parallel(self.address, words, threads, 0)
         else:
-            self._call(arguments)
+            self._call(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The calls of kernels in one thread, and the memory that they write."""
+
+    calls: list[tuple[int, array[int]]] = field(default_factory=list)  # address of the kernel, its words
+    memory: list[Tensor] = field(default_factory=list)
+
+
+_recording: Final[ContextVar[Recording | None]] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def record() -> Iterator[Recording]:
+    """Record the calls of this thread meanwhile; they run, too."""
+    token = _recording.set(recording := Recording())
+    try:
+        yield recording
+    finally:
+        _recording.reset(token)
+
+
+def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return an array that a kernel writes; a recording keeps it."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if (recording := _recording.get()) is not None:
+        recording.memory.append(tensor)
+    return tensor
 
 
 @cache
-def _gomp_parallel() -> Callable[..., None] | None:
-    """Return the entry of a parallel region of the OpenMP runtime that torch has loaded; None if it is another one."""
+def gomp() -> ctypes.CDLL | None:
+    """Return the OpenMP runtime that torch has loaded; None if it is not libgomp."""
     torch.get_num_threads()
     try:
         with open("/proc/self/maps") as maps:
             path = next(line.split()[-1] for line in maps if "libgomp" in line)
-        parallel = ctypes.CDLL(path).GOMP_parallel
-    except (OSError, StopIteration, AttributeError):
+        return ctypes.CDLL(path)
+    except (OSError, StopIteration):
+        return None
+
+
+@cache
+def _gomp_parallel() -> Callable[..., None] | None:
+    """Return the entry of a parallel region; None if there is none."""
+    parallel = getattr(gomp(), "GOMP_parallel", None)
+    if parallel is None:
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None

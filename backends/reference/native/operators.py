@@ -21,7 +21,8 @@ if TYPE_CHECKING or _AVAILABLE:
     from pagoda.backends.reference.native import choice, paired_attention, products, rows
     from pagoda.backends.reference.native.attention import NEVER, Shape, decode_kernel, prefill_kernel
     from pagoda.backends.reference.native.emit import LANES
-    from pagoda.backends.reference.native.jit import Kernel
+    from pagoda.backends.reference.native.jit import Kernel, allocate
+    from pagoda.backends.reference.native.program import RunLayers, StepPrograms
 
 if TYPE_CHECKING:
     from pagoda.backends.reference.execution import Prefixes
@@ -72,6 +73,10 @@ class Operators:
 
     dtype: torch.dtype
 
+    def programs(self, run: RunLayers, max_len: int) -> StepPrograms:
+        """Return the programs of small steps. `run`: computes all layers."""
+        return StepPrograms(run, max_len)
+
     @property
     def bfloat16(self) -> bool:
         """Whether numbers are bfloat16; else float32."""
@@ -91,7 +96,7 @@ class Operators:
 
         def norm(x: Tensor) -> Tensor:
             x = x if x.stride(-1) == 1 else x.contiguous()
-            out = torch.empty(x.shape, dtype=x.dtype)
+            out = allocate(*x.shape, dtype=x.dtype)
             count = x.shape[0]
             arguments = count, x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()
             kernel(arguments, rows.tasks_of(count), _threads(count * width))
@@ -107,12 +112,21 @@ class Operators:
 
         def gate(both: Tensor) -> Tensor:
             count = both.shape[0]
-            out = torch.empty(count, width, dtype=both.dtype)
+            out = allocate(count, width, dtype=both.dtype)
             arguments = count, both.data_ptr(), both.stride(0), out.data_ptr()
             kernel(arguments, rows.tasks_of(count), _threads(2 * count * width))
             return out
 
         return gate
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the sum of x and y [T, D]."""
+        if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()) or x.shape[1] % LANES:
+            return x + y
+        out, (count, width) = allocate(*x.shape, dtype=x.dtype), x.shape
+        arguments = count, x.data_ptr(), y.data_ptr(), out.data_ptr()
+        rows.sum_kernel(width, self.bfloat16)(arguments, rows.tasks_of(count), _threads(count * width))
+        return out
 
     def cache_writer(self, shape: HeadShape, rotary: int) -> CacheWriter | None:
         """Return RoPE of `rotary` channels with the write into the cache."""
@@ -203,7 +217,7 @@ class PagedAttend:
         """
         shape, (keys, values) = self._shape, cache
         width = shape.kv_heads * shape.group * shape.value_dim
-        out = torch.empty(queries.shape[0], width, dtype=queries.dtype)
+        out = allocate(queries.shape[0], width, dtype=queries.dtype)
         positions = np.ascontiguousarray(context, np.int32)
         threads = torch.get_num_threads() if queries.shape[0] > 1 else 1
         read = queries.data_ptr(), queries.stride(0), keys.data_ptr(), values.data_ptr(), keys.shape[1]
@@ -225,7 +239,7 @@ class PagedAttend:
         """Return the states after shared prefixes [1 + members, N, V + 32]; the first is that of no key."""
         shape = self._shape
         width = shape.value_dim + 2 * LANES
-        states = torch.empty(1 + len(shared.members), shape.kv_heads * shape.group, width)
+        states = allocate(1 + len(shared.members), shape.kv_heads * shape.group, width, dtype=torch.float32)
         states[0] = 0.0
         states[0, :, -LANES:] = NEVER
         row = states.stride(0)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.native.emit import F32, I16, LANES, VECTOR, Emitter
-from pagoda.backends.reference.native.jit import Kernel, has_feature
+from pagoda.backends.reference.native.jit import Kernel, allocate, has_feature
 
 VECTORS: Final = 2
 COLUMNS: Final = VECTORS * LANES
@@ -59,7 +59,7 @@ class PackedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """X bfloat16 [T, in] -> [T, out]."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = torch.empty(x.shape[0], self.padded, dtype=self.result)
+        out = allocate(x.shape[0], self.padded, dtype=self.result)
         panels, bias = self._packed
         arguments = x.shape[0], x.data_ptr(), x.stride(0), panels, out.data_ptr(), self.padded, bias
         self._kernel(arguments, len(self.panels), torch.get_num_threads())

@@ -1,6 +1,7 @@
 """LLVM IR of products with quantised weights: activations of 8 bits times unsigned numbers of 4 or 8 bits.
 
-One call rounds the activations, row by row, and multiplies. A tile is as many outputs as a vector has lanes. For each
+One call rounds the activations, row by row, and multiplies. A precise product rounds what is left of a row, too, as a
+second row, and adds the two results. A tile is as many outputs as a vector has lanes. For each
 quad of inputs it holds one vector: 4 unsigned bytes per output, which one instruction (vpdpbusd) multiplies with 4
 signed bytes of a row of activations and adds to one 32-bit sum per output. What a row gives does not depend on the
 other rows: its sums have one order.
@@ -11,7 +12,7 @@ the lower halves of its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import cache
@@ -54,7 +55,7 @@ class Argument(IntEnum):
     BIAS = auto()  # float32 [outputs]
     NUMBERS = auto()  # scratch: int8 [rows, inputs]
     ROW_FACTORS = auto()  # scratch: FACTOR_BYTES [rows, groups]
-    ROWS = auto()  # sizes
+    ROWS = auto()  # sizes; a precise product has two rows for each of x
     GROUPS = auto()  # of a row of activations
     CHUNKS = auto()  # of a group
     OUTPUTS = auto()
@@ -80,7 +81,13 @@ class ProductForm:
     chunk: Literal[16, 32] = 32  # inputs that are multiplied without a loop
     chunks: int | None = 1  # of a group of activations; None: all
     e2m1: bool = False  # 4 bits are a float; else an integer
+    precise: bool = False  # activations of 16 bits, as two rows of 8
     lanes: Literal[8, 16] = 16
+
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """ROW_BLOCKS, with both rows of an activation in one block."""
+        return ROW_BLOCKS[:-1] if self.precise else ROW_BLOCKS
 
     @property
     def chunk_bytes(self) -> int:
@@ -118,14 +125,14 @@ def module(form: ProductForm) -> str:
             for real in _BYTES
         ),
     ]
-    functions = [_rounding(form, attributes), *(_tile(form, rows, attributes) for rows in ROW_BLOCKS)]
+    functions = [_rounding(form, attributes), *(_tile(form, rows, attributes) for rows in form.row_blocks)]
     return "\n".join([*declarations, *functions, _kernel(form, attributes)])
 
 
 def _rounding(form: ProductForm, attributes: str) -> str:
     """Return `round_row`: a row of activations as numbers from -127 to 127, with a scale per group.
 
-    A NaN makes the scale of its group NaN.
+    A NaN makes the scale of its group NaN. A precise product has a second row of numbers and one of scales after them.
     """
     f = Function(
         "internal void @round_row(ptr %x, ptr %numbers, ptr %factors, i64 %groups, i64 %chunks)",
@@ -134,6 +141,8 @@ def _rounding(form: ProductForm, attributes: str) -> str:
     chunks = "%chunks" if form.chunks is None else str(form.chunks)
     size, per_group = form.chunk, f.let(f"mul i64 {chunks}, {form.chunk}")
     floats, ints, bytes_ = f"<{size} x float>", f"<{size} x i32>", f"<{size} x i8>"
+    row_numbers = f.let(f"mul i64 %groups, {per_group}")
+    second = f.at("%numbers", row_numbers), f.at("%factors", f.let(f"mul i64 %groups, {FACTOR_BYTES}"))
 
     def load(group_start: str, chunk: str) -> tuple[str, str]:
         """Return the first input of a chunk and its values."""
@@ -141,11 +150,13 @@ def _rounding(form: ProductForm, attributes: str) -> str:
         values = f.load(f"<{size} x {form.x}>", f.at("%x", f.let(f"mul i64 {start}, {_BYTES[form.x]}")))
         return start, values if form.x == "float" else f.let(f"fpext <{size} x {form.x}> {values} to {floats}")
 
-    def group(index: str, _: Sequence[str]) -> list[str]:
-        group_start = f.let(f"mul i64 {index}, {per_group}")
+    def round_group(
+        index: str, read: Callable[[str], tuple[str, str]], numbers_row: str, factors_row: str
+    ) -> Callable[[str], tuple[str, str]]:
+        """Round a group; return how to read what is left of it."""
 
         def largest(chunk: str, carried: Sequence[str]) -> list[str]:
-            sizes = f.let(f"call {floats} @llvm.fabs.v{size}f32({floats} {load(group_start, chunk)[1]})")
+            sizes = f.let(f"call {floats} @llvm.fabs.v{size}f32({floats} {read(chunk)[1]})")
             return [f.let(f"call {floats} @llvm.maximum.v{size}f32({floats} {carried[0]}, {floats} {sizes})")]
 
         (sizes,) = f.loop("0", chunks, largest, [(floats, "zeroinitializer")])
@@ -155,20 +166,36 @@ def _rounding(form: ProductForm, attributes: str) -> str:
         quotient = f.let(f"fdiv float {_LARGEST:.1f}, {peak}")
         inverse = f.splat("float", f.let(f"select i1 {positive}, float {quotient}, float 0.0"), size)
 
-        def rounded(chunk: str, carried: Sequence[str]) -> list[str]:
-            start, values = load(group_start, chunk)
+        def even(values: str) -> str:
             exact = f.let(f"fmul {floats} {values}, {inverse}")
-            even = f.let(f"call {floats} @llvm.roundeven.v{size}f32({floats} {exact})")
-            numbers = f.let(f"call {bytes_} @llvm.fptosi.sat.v{size}i8.v{size}f32({floats} {even})")
-            f.store(bytes_, numbers, f.at("%numbers", start))
+            return f.let(f"call {floats} @llvm.roundeven.v{size}f32({floats} {exact})")
+
+        def rounded(chunk: str, carried: Sequence[str]) -> list[str]:
+            start, values = read(chunk)
+            numbers = f.let(f"call {bytes_} @llvm.fptosi.sat.v{size}i8.v{size}f32({floats} {even(values)})")
+            f.store(bytes_, numbers, f.at(numbers_row, start))
             return [f.let(f"add {ints} {carried[0]}, {f.let(f'sext {bytes_} {numbers} to {ints}')}")]
 
         (sums,) = f.loop("0", chunks, rounded, [(ints, "zeroinitializer")])
         total = f.let(f"call i32 @llvm.vector.reduce.add.v{size}i32({ints} {sums})")
-        place = f.at("%factors", f.let(f"mul i64 {index}, {FACTOR_BYTES}"))
+        place = f.at(factors_row, f.let(f"mul i64 {index}, {FACTOR_BYTES}"))
         f.store("float", scale, place)
         f.store("i32", f.let(f"mul i32 {total}, {-form.zero}"), f.at(place, 4))
         f.store("float", f.let(f"fmul float {scale}, {f.let(f'sitofp i32 {total} to float')}"), f.at(place, 8))
+        steps = f.splat("float", scale, size)
+
+        def left(chunk: str) -> tuple[str, str]:
+            start, values = read(chunk)
+            taken = f.let(f"fmul {floats} {even(values)}, {steps}")
+            return start, f.let(f"fsub {floats} {values}, {taken}")
+
+        return left
+
+    def group(index: str, _: Sequence[str]) -> list[str]:
+        group_start = f.let(f"mul i64 {index}, {per_group}")
+        left = round_group(index, lambda chunk: load(group_start, chunk), "%numbers", "%factors")
+        if form.precise:
+            round_group(index, left, *second)
         return []
 
     f.loop("0", "%groups", group)
@@ -241,8 +268,10 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
     if form.biased:
         load = f"@llvm.masked.load.v{lanes}f32.p0(ptr %bias, i32 4, <{lanes} x i1> %mask, {floats} zeroinitializer)"
         bias = f.let(f"call {floats} {load}")
-    for row in range(rows):
-        value = _fma(f, lanes, totals[row], by, bias)
+    if form.precise:
+        totals = [f.let(f"fadd {floats} {upper}, {lower}") for upper, lower in zip(totals[::2], totals[1::2])]
+    for row, total in enumerate(totals):
+        value = _fma(f, lanes, total, by, bias)
         if form.out != "float":
             value = f.let(f"fptrunc {floats} {value} to <{lanes} x {form.out}>")
         place = f.at("%out", f.let(f"mul i64 %outputs, {row * _BYTES[form.out]}"))
@@ -291,7 +320,7 @@ def _kernel(form: ProductForm, attributes: str) -> str:
 
     A task is some tiles times a panel of rows.
     """
-    lanes, out_bytes = form.lanes, _BYTES[form.out]
+    lanes, out_bytes, per_row = form.lanes, _BYTES[form.out], 2 if form.precise else 1
     f = Function("void @kernel(ptr %words)", attributes)
     words = {field: f.load("i64", f.at("%words", 8 * field), 8) for field in Argument if field > Argument.TASKS_CLAIMED}
     pointers = {
@@ -310,14 +339,16 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         return f.at(pointers[field], f.let(f"mul i64 {row}, {size}"))
 
     def round_row(row: str) -> None:
-        arguments = [of_row(Argument.X, row, x_bytes), of_row(Argument.NUMBERS, row, inputs)]
-        arguments.append(of_row(Argument.ROW_FACTORS, row, row_factors))
+        first = f.let(f"mul i64 {row}, {per_row}")
+        arguments = [of_row(Argument.X, row, x_bytes), of_row(Argument.NUMBERS, first, inputs)]
+        arguments.append(of_row(Argument.ROW_FACTORS, first, row_factors))
         pointed = ", ".join(f"ptr {each}" for each in arguments)
         f.do(f"call void @round_row({pointed}, i64 {groups}, i64 {words[Argument.CHUNKS]})")
         f.let(f"atomicrmw add ptr {f.at('%words', 8 * Argument.ROWS_ROUNDED)}, i64 1 release")
 
-    f.claim(f.at("%words", 8 * Argument.ROWS_CLAIMED), rows, round_row)
-    f.wait(f.at("%words", 8 * Argument.ROWS_ROUNDED), rows, "llvm.x86.sse2.pause")
+    to_round = f.let(f"udiv i64 {rows}, {per_row}")
+    f.claim(f.at("%words", 8 * Argument.ROWS_CLAIMED), to_round, round_row)
+    f.wait(f.at("%words", 8 * Argument.ROWS_ROUNDED), to_round, "llvm.x86.sse2.pause")
     tile_bytes = f.let(f"mul i64 {all_chunks}, {form.chunk_bytes}")
     tile_scales = f.let(f"mul i64 {groups}, {lanes * 2}")
     lane_numbers = _constant("i64", range(lanes))
@@ -332,11 +363,12 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         left = f.splat("i64", f.let(f"sub i64 {outputs}, {first}"), lanes)
         mask = f.let(f"icmp slt <{lanes} x i64> {lane_numbers}, {left}")
         begin, count = first_row, f.let(f"sub i64 {last_row}, {first_row}")
-        for size in ROW_BLOCKS:
+        for size in form.row_blocks:
             end = f.let(f"add i64 {first_row}, {f.let(f'and i64 {count}, {-size}')}")
 
             def block(row: str, _: Sequence[str], size: int = size) -> list[str]:
-                cell = f.let(f"add i64 {f.let(f'mul i64 {row}, {outputs}')}, {first}")
+                of_x = f.let(f"udiv i64 {row}, {per_row}")
+                cell = f.let(f"add i64 {f.let(f'mul i64 {of_x}, {outputs}')}, {first}")
                 own = [of_row(Argument.NUMBERS, row, inputs), of_row(Argument.ROW_FACTORS, row, row_factors)]
                 own.append(f.at(pointers[Argument.OUT], f.let(f"mul i64 {cell}, {out_bytes}")))
                 pointed = ", ".join(f"ptr {each}" for each in (*matrix, *own))

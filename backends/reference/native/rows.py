@@ -1,4 +1,4 @@
-"""Operations on rows of activations, each in one pass: RMSNorm, gated activations, RoPE with the write into the cache.
+"""Operations on rows of activations, each in one pass: sums, RMSNorm, gated activations, RoPE with the cache's write.
 
 Rounding follows the torch operations of `model`: a norm rounds before its weight, an activation before the product.
 """
@@ -79,6 +79,24 @@ class _Norm(_Rows):
             else:
                 value = e.rounded(value, self.kind)
             e.store(builder.fmul(value, weight), self.out, e.add(result, at))
+
+
+@cache
+def sum_kernel(width: int, bfloat16: bool) -> Kernel:
+    """Return x + y. Arguments: rows, x, y and results [T, D] without gaps."""
+    return _Sum(width, bfloat16).build()
+
+
+class _Sum(_Rows):
+    def __init__(self, width: int, bfloat16: bool) -> None:
+        super().__init__()
+        self.width = width
+        self.x, self.y, self.out = (self.e.pointer(index, _kind(bfloat16)) for index in (1, 2, 3))
+
+    def row(self, row: Any) -> None:
+        e, start = self.e, self.e.mul(row, self.width)
+        with e.loop(start, e.add(start, self.width), LANES) as at:
+            e.store(e.builder.fadd(e.load(self.x, at), e.load(self.y, at)), self.out, at)
 
 
 @cache

@@ -38,8 +38,6 @@ _WEIGHT_ONLY_GROUP: Final = 128
 _SERIAL_WORK: Final = 1 << 18
 """Numbers that one thread multiplies by itself: waking others takes as long."""
 
-_LARGEST: Final = 127
-
 _PANEL_BYTES: Final = 1 << 18
 """Of rounded activations that are multiplied with all weights before the next: they stay in the second cache."""
 
@@ -68,10 +66,7 @@ class CompiledLinear:
         precise: bool = False,
     ) -> None:
         """`x`, `out`: types of input and output; `width`: from `lanes`; `precise`: without effect on rounded rows."""
-        self.result, self.bias, self.precise = out, None, precise and not matrix.form.rounded_rows
-        if self.precise:
-            x = out = torch.float32
-            self.bias, bias = None if bias is None else bias.float(), None
+        self.precise = precise and not matrix.form.rounded_rows
         form, (self.outputs, self.inputs) = matrix.form, matrix.shape
         chunk: Literal[16, 32] = 32 if not form.grouped or form.group % _CHUNK == 0 else 16
         self.padding = -self.inputs % chunk
@@ -90,6 +85,7 @@ class CompiledLinear:
             chunk=chunk,
             chunks=None if form.rounded_rows else group // chunk,
             e2m1=form.e2m1,
+            precise=self.precise,
             lanes=width,
         )
         self.kernel, self.dtype, self.out = product(self.form), x, out
@@ -122,33 +118,15 @@ class CompiledLinear:
         return words
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.precise:
-            return self._product(x)
-        rows = len(x)
-        both = self._product(x)
-        total = both[:rows].add_(both[rows:])
-        return (total if self.bias is None else total.add_(self.bias)).to(self.result)
-
-    def _halves(self, x: Tensor) -> Tensor:
-        """Return rows [2 T, I]: what 8 bits hold of x, then the rest."""
-        grouped = x.float().view(len(x), self.groups, -1)
-        scale = grouped.abs().amax(-1, keepdim=True) / _LARGEST
-        scale = torch.where(scale > 0, scale, 1)
-        upper = (grouped / scale).round_().mul_(scale)
-        return torch.cat([upper, grouped - upper]).view(2 * len(x), -1)
-
-    def _product(self, x: Tensor) -> Tensor:
         if self.order is not None:
             x = x.index_select(1, self.order)
         if self.padding:
             x = F.pad(x, (0, self.padding))
-        if self.precise:
-            x = self._halves(x)
         if x.dtype != self.dtype or x.stride(1) != 1:
             x = x.to(self.dtype).contiguous()
-        rows = len(x)
-        out = torch.empty((rows, self.outputs), dtype=self.out)
-        scratch = torch.empty(rows * self.row_bytes, dtype=torch.uint8)
+        rows = len(x) * 2 if self.precise else len(x)
+        out = jit.allocate(len(x), self.outputs, dtype=self.out)
+        scratch = jit.allocate(rows * self.row_bytes, dtype=torch.uint8)
         threads = torch.get_num_threads() if rows * self.outputs * self.padded > _SERIAL_WORK else 1
         words = self._words[:]
         step = -(-self.tiles // (_TASKS_PER_THREAD * threads)) if threads > 1 else self.tiles
@@ -159,7 +137,7 @@ class CompiledLinear:
         words[Argument.ROW_FACTORS] = numbers + rows * self.padded
         words[Argument.TILE_STEP], words[Argument.TILE_TASKS] = step, tasks
         words[Argument.TASKS] = tasks * -(-rows // words[Argument.PANEL])
-        self.kernel.run(words.buffer_info()[0], threads)
+        self.kernel.run(words, threads)
         return out
 
 

@@ -1,0 +1,237 @@
+"""Small steps as programs: the kernel calls of all layers, recorded once per number of sequences, repeated by one call.
+
+A step of one token each of a few sequences takes less time to compute than hundreds of Python calls take, and than
+threads take to wake up hundreds of times. A program runs in one parallel region; its threads wait for each other
+between kernels. Its inputs are in arrays of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagoda.backends.reference.execution import StepBatch
+from pagoda.backends.reference.memory import LayerCache
+from pagoda.backends.reference.native.ir_text import ENTRY, Function
+from pagoda.backends.reference.native.jit import Kernel, gomp, record
+
+logger = logging.getLogger(__name__)
+
+MOST_SEQUENCES: Final = 16
+"""Of a program. Each keeps its activations; in larger steps calls cost little beside the products."""
+
+_SPINS: Final = 4096
+"""Before a waiting thread gives up its core: about 40 us."""
+
+Caches = Mapping[int, LayerCache]
+RunLayers = Callable[[Tensor, StepBatch, Caches], Tensor]
+"""(embeddings [S, D], batch, caches by number) -> hidden states [S, D]"""
+
+
+class StepPrograms:
+    """The programs of a model over its caches."""
+
+    def __init__(self, run: RunLayers, max_len: int) -> None:
+        self._run, self._max_len = run, max_len
+        self._programs: dict[int, _Step] = {}
+        self._recordable, self._caches = True, ""
+        self._busy = threading.Lock()
+
+    def run(self, x: Tensor, batch: StepBatch, caches: Caches) -> Tensor | None:
+        """Return the hidden states [S, D] of embeddings [S, D]; None for a step that a program does not compute."""
+        count = len(batch.sequences)
+        one_token_each = batch.num_decodes == count == len(x)
+        if not self._recordable or not one_token_each or count > MOST_SEQUENCES or batch.states:
+            return None
+        if any(view.shares(count) for view in batch.views.values()) or not self._busy.acquire(blocking=False):
+            return None
+        try:
+            return self._run_alone(x, batch, caches)
+        finally:
+            self._busy.release()
+
+    def _run_alone(self, x: Tensor, batch: StepBatch, caches: Caches) -> Tensor:
+        if self._caches != (memory := _memory(caches)):
+            self._programs, self._caches = {}, memory
+        step = self._programs.get(len(x))
+        if step is not None:
+            return step.repeat(x, batch)
+        step, hidden = _Step.record(self._run, x, batch, caches, self._max_len)
+        if step is None:
+            self._recordable = False
+        else:
+            self._programs[len(x)] = step
+        return hidden
+
+
+def _memory(caches: Caches) -> str:
+    """Return what tells allocations of the caches apart."""
+    return str([(array.data_ptr(), array.shape) for cache in caches.values() for array in cache.arrays[:1]][:1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A program with its inputs and its result."""
+
+    program: Program
+    x: Tensor
+    batch: StepBatch
+    hidden: Tensor
+
+    @classmethod
+    def record(
+        cls, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches, max_len: int
+    ) -> tuple[_Step | None, Tensor]:
+        """Run a step and return its program, if kernels compute all of it, and its result."""
+        own_x, own = x.clone(), _own_arrays(batch, max_len)
+        with record() as recording, _Foreign() as foreign:
+            hidden = run(own_x, own, caches)
+        if foreign.operations:
+            logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
+            return None, hidden
+        logger.debug("recorded the %d kernels of a step of %d sequences", len(recording.calls), len(x))
+        return cls(Program(recording.calls, recording.memory), own_x, own, hidden), hidden.clone()
+
+    def repeat(self, x: Tensor, batch: StepBatch) -> Tensor:
+        """Return the hidden states of another step with as many sequences."""
+        self.x.copy_(x)
+        self.batch.positions.copy_(batch.positions)
+        self.batch.context[:] = batch.context
+        for number, view in self.batch.views.items():
+            given = batch.views[number]
+            view.write_slots.copy_(given.write_slots)
+            view.table[:, : given.table.shape[1]] = given.table
+        self.program(torch.get_num_threads())
+        return self.hidden.clone()
+
+
+def _own_arrays(batch: StepBatch, max_len: int) -> StepBatch:
+    """Return the batch in memory of its own, with block tables as wide as they can be."""
+    context = np.array(batch.context, np.int32)
+    views = {}
+    for number, view in batch.views.items():
+        table = np.zeros((len(view.table), -(-max_len // view.block_size)), np.int32)
+        table[:, : view.table.shape[1]] = view.table
+        views[number] = replace(view, write_slots=view.write_slots.clone(), table=table, context=context, _prefixes={})
+    return replace(batch, positions=batch.positions.clone(), views=views, context=context, _tiles={})
+
+
+class _Foreign(TorchDispatchMode):
+    """Notes which operations torch itself computes meanwhile."""
+
+    _VIEWS: Final = frozenset({"alias", "detach", "empty", "select", "slice", "split", "t", "transpose", "view"})
+    """Operations that compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self._VIEWS:
+            self.operations.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Program:
+    """Kernel calls in their order."""
+
+    def __init__(self, calls: list[tuple[int, array[int]]], memory: list[Tensor]) -> None:
+        """`calls`: kernels' addresses and words; `memory`: what the words point to and nothing else keeps."""
+        self._memory = memory
+        width = max(len(words) for _, words in calls)
+        self._first = np.zeros((len(calls), width), np.int64)  # words before a run
+        for row, (_, words) in zip(self._first, calls):
+            row[: len(words)] = words
+        self._words = self._first.copy()
+        rows = self._words.ctypes.data + np.arange(len(calls)) * self._words.strides[0]
+        self._calls = np.stack([np.array([address for address, _ in calls], np.int64), rows], 1)
+        team = getattr(gomp(), "omp_get_num_threads", None)
+        self._header = np.array([0, len(calls), self._calls.ctypes.data, _address(team)], np.int64)
+        self._kernel = _interpreter()
+
+    def __call__(self, threads: int) -> None:
+        """Run all calls."""
+        self._words[:] = self._first
+        self._header[0] = 0
+        self._kernel.call(self._header.ctypes.data, threads)
+
+
+def _address(function: Any) -> int:
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@cache
+def _interpreter() -> Kernel:
+    """Return the kernel that calls others in turn.
+
+    Words: how many arrivals there were at the ends of kernels, number of calls, address of the calls (int64 [n, 2]:
+    kernel, its words), address of the function that returns the number of threads, or 0: there is one.
+    """
+    f = Function("void @kernel(ptr %words)")
+    count, calls, asked = (f.load("i64", f.at("%words", 8 * word), 8) for word in (1, 2, 3))
+    none = f.let(f"icmp eq i64 {asked}, 0")
+    f.do(f"br i1 {none}, label %begin, label %ask")
+    f.label("ask")
+    function = f.let(f"inttoptr i64 {asked} to ptr")
+    answer = f.let(f"call i32 {function}()")
+    team = f.let(f"sext i32 {answer} to i64")
+    f.do("br label %begin")
+    f.label("begin")
+    threads = f.let(f"phi i64 [ 1, %{ENTRY} ], [ {team}, %ask ]")
+
+    def call(index: str, _: object) -> list[str]:
+        before = f.let(f"mul i64 {index}, 16")
+        entry = f.let(f"inttoptr i64 {f.let(f'add i64 {calls}, {before}')} to ptr")
+        kernel, words = (f.load("i64", f.at(entry, 8 * part), 8) for part in (0, 1))
+        function, own = (f.let(f"inttoptr i64 {each} to ptr") for each in (kernel, words))
+        f.do(f"call void {function}(ptr {own})")
+        arrivals = f.let(f"mul i64 {threads}, {f.let(f'add i64 {index}, 1')}")
+        f.let("atomicrmw add ptr %words, i64 1 acq_rel")
+        f.do(f"call void @await(ptr %words, i64 {arrivals})")
+        return []
+
+    f.loop("0", count, call)
+    f.do("ret void")
+    return Kernel(f"{_AWAIT}\n{f.text}")
+
+
+_AWAIT: Final = f"""
+declare void @llvm.x86.sse2.pause()
+declare i32 @sched_yield()
+
+define internal void @await(ptr %counter, i64 %count) {{
+entry:
+  br label %look
+look:
+  %tries = phi i64 [ 0, %entry ], [ %more, %spin ], [ 0, %yield ]
+  %reached = load atomic i64, ptr %counter acquire, align 8
+  %done = icmp sge i64 %reached, %count
+  br i1 %done, label %end, label %pause
+pause:
+  %more = add i64 %tries, 1
+  %long = icmp sge i64 %more, {_SPINS}
+  br i1 %long, label %yield, label %spin
+spin:
+  call void @llvm.x86.sse2.pause()
+  br label %look
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %look
+end:
+  ret void
+}}
+"""
