@@ -59,16 +59,13 @@ class Shape:
 
 
 @cache
-def decode_kernel(shape: Shape, *, resumes: bool = False) -> Kernel:
+def decode_kernel(shape: Shape) -> Kernel:
     """Return the kernel of sequences with one token each.
 
     Arguments: queries [T, N, H] and their row stride, keys [K, slots, H], values [K, slots, V], slots, block table
-    int32 and its row stride, positions int32 [T], window (0: none), results [T, N, V] and their row stride. With
-    `resumes`, for sequences whose first keys are summed already: the first position of each that is not, int32 [T], the
-    row of each one's state, int32 [T], and states float32 [n, N, V + 32]: the sum of weighted values, 16 numbers whose
-    sum is that of the weights, and the largest score, 16 times.
+    int32 and its row stride, positions int32 [T], window (0: none), results [T, N, V] and their row stride.
     """
-    return Kernel(_Decode(shape, resumes).module)
+    return Kernel(_Decode(shape).module)
 
 
 @cache
@@ -111,10 +108,9 @@ class Attention:
 
 
 class _Decode(Attention):
-    def __init__(self, shape: Shape, resumes: bool) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         e = self.e
-        self.resumes = (e.pointer(11, I32), e.pointer(12, I32), e.pointer(13, F32)) if resumes else None
         self.scores = e.variable(F32, shape.group * shape.keys)
         self.tops = [e.variable(F32) for _ in range(shape.group)]
         with e.tasks() as task:
@@ -135,10 +131,6 @@ class _Decode(Attention):
             e.builder.store(F32(NEVER), top)
         position = e.load_int(self.rows, row)
         first, end = self.first_seen(position), e.add(position, 1)
-        if self.resumes is not None:
-            begins, states, _ = self.resumes
-            first = e.load_int(begins, row)
-            self._resume(e.load_int(states, row), head, mixed, totals)
         first_page, begin = e.divmod(first, shape.block_size)
         last_page, _ = e.divmod(position, shape.block_size)
         with e.loop(first_page, e.add(last_page, 1)) as page:
@@ -158,19 +150,6 @@ class _Decode(Attention):
             for out in range(outs):
                 value = e.builder.fmul(e.builder.load(mixed[group][out]), share)
                 e.store(value, self.out, e.add(result, group * shape.value_dim + out * LANES))
-
-    def _resume(self, state: Any, head: Any, mixed: list[Any], totals: Any) -> None:
-        """Begin with the sums of a state."""
-        assert self.resumes is not None
-        e, shape, (_, _, states) = self.e, self.shape, self.resumes
-        width = shape.value_dim + 2 * LANES
-        for group in range(shape.group):
-            of_head = e.add(e.mul(e.add(e.mul(state, shape.kv_heads), head), shape.group), group)
-            start = e.mul(of_head, width)
-            for out, into in enumerate(mixed[group]):
-                e.builder.store(e.load(states, e.add(start, out * LANES)), into)
-            e.builder.store(e.load(states, e.add(start, shape.value_dim)), totals[group])
-            e.builder.store(e.load_one(states, e.add(start, shape.value_dim + LANES)), self.tops[group])
 
     def _scores(self, query: list[list[Any]], slot: Any, low: Any, high: Any) -> None:
         """Store the scores of a page's keys from `low` to `high`, and minus infinity elsewhere."""

@@ -191,6 +191,18 @@ class Emitter:
         summed = self.call("llvm.x86.avx512bf16.dpbf16ps.512", self.builder.load(into), a, b)
         self.builder.store(summed, into)
 
+    def load_interleaved(self, array: Any, first: Any, second: Any) -> list[Any]:
+        """Return pairs of 32 numbers from two places of an array (i16) on, as two vectors of 16 pairs."""
+        kind, lanes = ir.VectorType(I16, 2 * LANES), range(LANES)
+        rows = [
+            self.builder.load(self.builder.bitcast(self.at(array, start), kind.as_pointer()), align=2)
+            for start in (first, second)
+        ]
+        masks = ([I32(part + lane + 2 * LANES * side) for lane in lanes for side in (0, 1)] for part in (0, LANES))
+        mask_kind = ir.VectorType(I32, 2 * LANES)
+        pairs = [self.builder.shuffle_vector(*rows, ir.Constant(mask_kind, mask)) for mask in masks]
+        return [self.builder.bitcast(each, _PAIRED) for each in pairs]
+
     def store_bfloat16(self, value: Any, array: Any, index: Any) -> None:
         """Store 16 floats, rounded by one instruction."""
         kind = ir.VectorType(_BFloat(), LANES)

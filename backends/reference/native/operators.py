@@ -195,9 +195,10 @@ class PagedAttend:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._paired = paired_attention.supported(shape)
-        self._decode = decode_kernel(shape)
-        self._prefill = paired_attention.prompt_kernel(shape) if self._paired else prefill_kernel(shape)
+        paired = paired_attention.supported(shape)
+        self._decodes_paired = paired_attention.decodes(shape)
+        self._decode = paired_attention.decode_kernel(shape) if self._decodes_paired else decode_kernel(shape)
+        self._prefill = paired_attention.prompt_kernel(shape) if paired else prefill_kernel(shape)
         self.tile_tokens = shape.tile_tokens
 
     def __call__(
@@ -223,12 +224,12 @@ class PagedAttend:
         read = queries.data_ptr(), queries.stride(0), keys.data_ptr(), values.data_ptr(), keys.shape[1]
         read = *read, table.ctypes.data, table.shape[1]
         written = window or 0, out.data_ptr(), width
-        shared = prefixes(decodes, self.tile_tokens) if prefixes is not None and self._paired else None
+        shared = prefixes(decodes, self.tile_tokens) if prefixes is not None and self._decodes_paired else None
         if shared is not None:
             states = self._prefix_states(read, shared, threads)
             more = shared.begins.ctypes.data, shared.states.ctypes.data, states.data_ptr()
             arguments = *read, positions.ctypes.data, *written, *more
-            decode_kernel(shape, resumes=True)(arguments, decodes * shape.kv_heads, threads)
+            paired_attention.decode_kernel(shape, resumes=True)(arguments, decodes * shape.kv_heads, threads)
         elif decodes:
             self._decode((*read, positions.ctypes.data, *written), decodes * shape.kv_heads, threads)
         if len(tiles):

@@ -1,20 +1,32 @@
-"""Attention of tiles of queries by the processor's instructions for pairs of bfloat16 numbers.
+"""Attention by the processor's instructions for pairs of bfloat16 numbers: of single tokens, and of tiles of queries.
 
 A tile is the tokens of a prompt, or the single tokens of several sequences whose cached tokens begin with the same
 blocks. The keys and values of about 64 positions at a time are rearranged once for the whole tile. Queries, keys,
-values and weights are bfloat16, sums float32. A task is one KV head of one tile.
+values and weights are bfloat16, sums float32. A task is one KV head of one sequence or tile.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
 from llvmlite import ir
 
 from pagoda.backends.reference.native.attention import NEVER, Attention, Shape, splat_int32, transposed
-from pagoda.backends.reference.native.emit import F32, I16, I32, I64, LANES, VECTOR, lane_numbers, zeros
+from pagoda.backends.reference.native.emit import (
+    F32,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    Emitter,
+    lane_numbers,
+    splat_int,
+    zeros,
+)
 from pagoda.backends.reference.native.jit import Kernel, has_feature
 
 _ROWS: Final = 6
@@ -30,6 +42,21 @@ def supported(shape: Shape) -> bool:
     return shape.bfloat16 and has_feature("avx512bf16") and shape.head_dim % (2 * LANES) == 0
 
 
+def decodes(shape: Shape) -> bool:
+    """Return whether single tokens are attended to, too: blocks are whole vectors of keys."""
+    return supported(shape) and shape.value_dim % (2 * LANES) == 0 and shape.block_size % LANES == 0
+
+
+@cache
+def decode_kernel(shape: Shape, *, resumes: bool = False) -> Kernel:
+    """Return the kernel of sequences with one token each; arguments as of `attention.decode_kernel`.
+
+    With `resumes`, for sequences whose first keys are summed already, three more: the first position of each that is
+    not, int32 [T], the row of each one's state, int32 [T], and the states that `prefix_kernel` writes.
+    """
+    return Kernel(_Decode(shape, resumes).module)
+
+
 @cache
 def prompt_kernel(shape: Shape) -> Kernel:
     """Return the kernel of tiles of prompts; arguments as of `attention.prefill_kernel`."""
@@ -41,10 +68,152 @@ def prefix_kernel(shape: Shape) -> Kernel:
     """Return the kernel of prefixes that single tokens of several sequences share.
 
     Arguments: as of `attention.prefill_kernel`, with tiles int32 [n, 4] of: row of the block table, first member,
-    number of positions, number of members; in place of results the states float32 [1 + members, N, V + 32] that
-    `attention.decode_kernel` goes on from, and their row stride; then the members' tokens int32 [members].
+    number of positions, number of members; in place of results states float32 [1 + members, N, V + 32] and their row
+    stride; then the members' tokens int32 [members]. A state is the sum of weighted values, 16 numbers whose sum is
+    that of the weights, and 16 times the binary logarithm of what the weights were divided by. The first is left out.
     """
     return Kernel(_PrefixTiles(shape).module)
+
+
+class _Decode(Attention):
+    def __init__(self, shape: Shape, resumes: bool) -> None:
+        super().__init__(shape)
+        e = self.e
+        self.resumes = (e.pointer(11, I32), e.pointer(12, I32), e.pointer(13, F32)) if resumes else None
+        self.products = e.variable(F32, shape.group * LANES * LANES)
+        self.scores = e.variable(F32, shape.group * shape.block_size)
+        self.weights = e.variable(I16, shape.group * shape.block_size)
+        self.tops = [e.variable(F32) for _ in range(shape.group)]
+        with e.tasks() as task:
+            row, head = e.divmod(task, shape.kv_heads)
+            self._attend(row, head)
+
+    def _attend(self, row: Any, head: Any) -> None:
+        e, shape = self.e, self.shape
+        mixed = [zeros(e, shape.value_dim // LANES) for _ in range(shape.group)]
+        totals = zeros(e, shape.group)
+        for top in self.tops:
+            e.builder.store(F32(NEVER), top)
+        position = e.load_int(self.rows, row)
+        first = self.first_seen(position)
+        if self.resumes is not None:
+            begins, states, _ = self.resumes
+            first = e.load_int(begins, row)
+            self._resume(e.load_int(states, row), head, mixed, totals)
+        start = e.add(e.mul(row, self.q_stride), e.mul(head, shape.group * shape.head_dim))
+        first_page, last_page = (e.divmod(at, shape.block_size)[0] for at in (first, position))
+        with e.loop(first_page, e.add(last_page, 1)) as page:
+            here = e.mul(page, shape.block_size)
+            low, newest = (e.builder.sub(at, here) for at in (first, position))
+            slot = self.slot_of(row, page, head)
+            high = e.least(e.add(newest, 1), shape.block_size)
+            end = e.mul(e.divmod(e.add(high, LANES - 1), LANES)[0], LANES)
+            with e.loop(0, end, LANES) as key:
+                self._score(start, e.add(slot, key), key)
+            for group in range(shape.group):
+                self._weigh(group, low, newest, totals[group], mixed[group])
+            self._mix(mixed, slot, high)
+        result = e.add(e.mul(row, self.out_stride), e.mul(head, shape.group * shape.value_dim))
+        for group in range(shape.group):
+            share = e.splat(e.builder.fdiv(F32(1.0), e.sum(e.builder.load(totals[group]))))
+            for out, sums in enumerate(mixed[group]):
+                value = e.builder.fmul(e.builder.load(sums), share)
+                e.store_bfloat16(value, self.out, e.add(result, group * shape.value_dim + out * LANES))
+
+    def _resume(self, state: Any, head: Any, mixed: Sequence[Any], totals: Sequence[Any]) -> None:
+        """Begin with the sums of a state."""
+        assert self.resumes is not None
+        e, shape, (_, _, states) = self.e, self.shape, self.resumes
+        width = shape.value_dim + 2 * LANES
+        for group in range(shape.group):
+            of_head = e.add(e.mul(e.add(e.mul(state, shape.kv_heads), head), shape.group), group)
+            start = e.mul(of_head, width)
+            for out, into in enumerate(mixed[group]):
+                e.builder.store(e.load(states, e.add(start, out * LANES)), into)
+            e.builder.store(e.load(states, e.add(start, shape.value_dim)), totals[group])
+            e.builder.store(e.load_one(states, e.add(start, shape.value_dim + LANES)), self.tops[group])
+
+    def _score(self, start: Any, slot: Any, key: Any) -> None:
+        """Store the scores of 16 consecutive keys, those of unwritten keys included.
+
+        A loop over the keys, not unrolled: the processor fetches ahead for instructions that it meets again and again.
+        """
+        e, shape = self.e, self.shape
+        parts = range(0, shape.head_dim, 2 * LANES)
+        with e.loop(0, LANES) as lane:
+            at = e.mul(e.add(slot, lane), shape.head_dim)
+            keys = [e.load_pairs(self.k, e.add(at, part)) for part in parts]
+            for group in range(shape.group):
+                (into,) = zeros(e, 1)
+                for part, own in zip(parts, keys):
+                    e.add_products(into, e.load_pairs(self.q, e.add(start, group * shape.head_dim + part)), own)
+                e.store(e.builder.load(into), self.products, e.add(e.mul(lane, LANES), group * LANES * LANES))
+        for group in range(shape.group):
+            products = [e.load(self.products, group * LANES * LANES + lane * LANES) for lane in range(LANES)]
+            e.store(_sums(e, products), self.scores, e.add(key, group * shape.block_size))
+
+    def _weigh(self, group: int, low: Any, newest: Any, total: Any, mixed: Sequence[Any]) -> None:
+        """Store the weights of one head, 0 for keys that are not seen, and rescale what was summed before."""
+        e, shape, builder = self.e, self.shape, self.e.builder
+        oldest_here, newest_here = (splat_int32(e, builder.trunc(at, I32)) for at in (low, newest))
+        places = range(0, shape.block_size, LANES)
+        scores = []
+        for key in places:
+            numbers = builder.add(lane_numbers(), splat_int(key))
+            seen = builder.icmp_signed("<=", numbers, newest_here)
+            seen = builder.and_(seen, builder.icmp_signed(">=", numbers, oldest_here))
+            score = e.load(self.scores, group * shape.block_size + key)
+            score = builder.fmul(score, e.splat(shape.scale * math.log2(math.e)))
+            scores.append(builder.select(seen, score, e.splat(float("-inf"))))
+        highest = scores[0]
+        for other in scores[1:]:
+            highest = e.maximum(highest, other)
+        before = builder.load(self.tops[group])
+        top = e.maximum(before, e.largest(highest))
+        builder.store(top, self.tops[group])
+        rescale = e.exp2(e.splat(builder.fsub(before, top)))
+        summed = builder.fmul(builder.load(total), rescale)
+        for key, score in zip(places, scores):
+            weight = e.exp2(builder.fsub(score, e.splat(top)))
+            summed = builder.fadd(summed, weight)
+            e.store_bfloat16(weight, self.weights, group * shape.block_size + key)
+        builder.store(summed, total)
+        for part in mixed:
+            builder.store(builder.fmul(builder.load(part), rescale), part)
+
+    def _mix(self, mixed: Sequence[Sequence[Any]], slot: Any, high: Any) -> None:
+        """Add the weighted values of a block's first `high` keys."""
+        e, shape = self.e, self.shape
+        per_pass = max(1, _ROWS * _VECTORS // shape.group // 2) * 2  # vectors of outputs
+        for begin in range(0, shape.value_dim // LANES, per_pass):
+            outs = range(begin, min(begin + per_pass, shape.value_dim // LANES))
+            with e.loop(0, high, 2) as key:
+                second = e.least(e.add(key, 1), e.add(high, -1))  # the one behind the last has no value
+                rows = [e.mul(e.add(slot, at), shape.value_dim) for at in (key, second)]
+                weights = [
+                    e.splat_pair(self.weights, e.add(key, group * shape.block_size)) for group in range(shape.group)
+                ]
+                for out in outs[::2]:
+                    halves = e.load_interleaved(self.v, *(e.add(row, out * LANES) for row in rows))
+                    for into, own in zip(mixed, weights):
+                        for part, values in enumerate(halves):
+                            e.add_products(into[out + part], own, values)
+
+
+def _sums(e: Emitter, vectors: list[Any]) -> Any:
+    """Return the sums of 16 vectors as one vector."""
+    for size in (8, 4, 2, 1):
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :])
+        vectors = [_folded(e, first, second, size) for first, second in pairs]
+    return vectors[0]
+
+
+def _folded(e: Emitter, first: Any, second: Any, size: int) -> Any:
+    """Return the sums of lanes that differ in the bit `size`: of `first` in lanes without the bit, else of `second`."""
+    kind = ir.VectorType(I32, LANES)
+    masks = [[(lane & ~size | bit) + (LANES if lane & size else 0) for lane in range(LANES)] for bit in (0, size)]
+    parts = [e.builder.shuffle_vector(first, second, ir.Constant(kind, [I32(lane) for lane in mask])) for mask in masks]
+    return e.builder.fadd(*parts)
 
 
 class _Tiles(Attention):
@@ -283,5 +452,4 @@ class _PrefixTiles(_Tiles):
         for part in range(0, shape.value_dim, LANES):
             e.store(e.load(self.mixed, e.add(e.mul(at, shape.value_dim), part)), self.states, e.add(start, part))
         e.store(e.load(self.totals, e.mul(at, LANES)), self.states, e.add(start, shape.value_dim))
-        top = e.builder.fmul(e.load_one(self.tops, at), F32(math.log(2)))  # the decode kernel takes powers of e
-        e.store(e.splat(top), self.states, e.add(start, shape.value_dim + LANES))
+        e.store(e.splat(e.load_one(self.tops, at)), self.states, e.add(start, shape.value_dim + LANES))
