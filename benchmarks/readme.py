@@ -63,10 +63,10 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Run the benchmarks and keep what they print."""
-    peer = [f"--{k.replace('_', '-')}={v}" for k in ("peer_python", "peer_model") if (v := getattr(args, k))]
+    peer = [f"--peer-python={args.peer_python}"] if args.peer_python else []
     results: dict = {"machine": machine()}
     if "offline" in args.only:
-        results["offline"] = run("cpu/offline.py", "--model", args.model, *peer)
+        results["offline"] = run("cpu/offline.py", "--model", args.peer_model or args.model, *peer)
     if "startup" in args.only:
         results["startup"] = run("server/startup.py", "--model", args.model)
     if "scheduler" in args.only:

@@ -1,10 +1,11 @@
 """Offline throughput and single-stream speed, pagoda beside a peer in one run.
 
-usage: python offline.py --model MODEL [--peer-python VENV/bin/python --peer-model FOLDER] [--rounds 3] [--cases all]
-           [--neighbour]
+usage: python offline.py --model MODEL [--peer vllm|llama --peer-python VENV/bin/python] [--rounds 3] [--cases all]
+           [--quantization METHOD...] [--neighbour]
 
 The engines run in turn, round by round; the one that waits is stopped with SIGSTOP, so that its idle threads take
-nothing from the other. Prints one JSON line: the processor, medians, and the ratio of each round. The peer is vLLM.
+nothing from the other. Prints one JSON line: the processor, medians, and of each round pagoda's ratio to the others.
+`--peer llama`: llama.cpp, MODEL is a GGUF file. `--quantization`: pagoda again, with each of these methods.
 `--neighbour` runs each case a second time beside a process that keeps one core busy, and adds what share of the quiet
 throughput each engine keeps.
 """
@@ -31,16 +32,17 @@ CASES = {  # requests, tokens of each prompt, of each answer, and of these promp
     "prompts_16x512_16": (16, 512, 16, 0),
     "shared_prefix_32x1024_64": (32, 1024 + 32, 64, 1024),
 }
+PEERS = ("vllm", "llama")
 USUAL = ("throughput_64x128_128", "single_stream_128_128")
 
 
 class Worker:
     """An engine process that sleeps unless asked."""
 
-    def __init__(self, python: str, module: str, model: str, dtype: str) -> None:
-        script = Path(__file__).with_name("offline_worker.py")
+    def __init__(self, python: str, module: str, model: str, dtype: str, *more: str) -> None:
+        script = Path(__file__).with_name("llama_worker.py" if module == "llama" else "offline_worker.py")
         self.process = subprocess.Popen(
-            [python, str(script), module, model, dtype],
+            [python, str(script), module, model, dtype, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -107,9 +109,10 @@ def measure(workers: dict[str, Worker], cases: list[str], rounds: int, neighbour
 
 def summary(runs: dict[str, list[float]]) -> dict:
     result: dict = {name: {"tokens_per_s": each, "median": statistics.median(each)} for name, each in runs.items()}
-    if "vllm" in runs:
-        ratios = [ours / theirs for ours, theirs in zip(runs["pagoda"], runs["vllm"])]
-        result["ratio"] = {"rounds": [round(r, 2) for r in ratios], "median": round(statistics.median(ratios), 2)}
+    for name in list(runs)[1:]:
+        ratios = [ours / theirs for ours, theirs in zip(runs["pagoda"], runs[name])]
+        key = "ratio" if name in PEERS else f"ratio to {name}"
+        result[key] = {"rounds": [round(r, 2) for r in ratios], "median": round(statistics.median(ratios), 2)}
     return result
 
 
@@ -124,18 +127,21 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="what pagoda serves")
-    parser.add_argument("--peer-python", help="interpreter of an environment with vllm")
-    parser.add_argument("--peer-model", help="the same weights as a Hugging Face folder; default: --model")
+    parser.add_argument("--peer", choices=PEERS, default="vllm")
+    parser.add_argument("--peer-python", help="interpreter of an environment with vllm, or with llama-cpp-python")
+    parser.add_argument("--quantization", nargs="*", default=[], help="measure pagoda with these, too")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=[*CASES, "all"], default=list(USUAL))
     parser.add_argument("--neighbour", action="store_true", help="measure beside a busy process, too")
     args = parser.parse_args()
     cases = list(CASES) if "all" in args.cases else args.cases
-    workers = {"pagoda": Worker(sys.executable, "pagoda", args.peer_model or args.model, args.dtype)}
+    workers = {"pagoda": Worker(sys.executable, "pagoda", args.model, args.dtype)}
     try:
+        for method in args.quantization:
+            workers[f"pagoda {method}"] = Worker(sys.executable, "pagoda", args.model, args.dtype, method)
         if args.peer_python:
-            workers["vllm"] = Worker(args.peer_python, "vllm", args.peer_model or args.model, args.dtype)
+            workers[args.peer] = Worker(args.peer_python, args.peer, args.model, args.dtype)
         results = measure(workers, cases, args.rounds, args.neighbour)
         print(json.dumps({"processor": processor(), "load": os.getloadavg()} | results))
     finally:

@@ -1,6 +1,6 @@
 """One engine behind stdin and stdout, so that two engines can be measured in turn.
 
-usage: python offline_worker.py pagoda|vllm MODEL DTYPE
+usage: python offline_worker.py pagoda|vllm MODEL DTYPE [QUANTIZATION]
 
 Each line "REQUESTS INPUT OUTPUT SHARED" on stdin runs that many random prompts, of which the first SHARED tokens are
 the same, greedy, EOS ignored, and answers with the seconds it took. The module named is the only difference between
@@ -21,12 +21,13 @@ def random_tokens(count: int) -> list[int]:
 
 
 def main() -> None:
-    module, model, dtype = sys.argv[1:]
+    module, model, dtype, *quantization = sys.argv[1:]
     os.environ["HF_HUB_OFFLINE"] = "1"
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints goes to stderr
     engine = importlib.import_module(module)
     extra = {"gpu_memory_utilization": 0.4} if module == "vllm" else {}
+    extra |= {"quantization": quantization[0]} if quantization else {}
     llm = engine.LLM(model, dtype=dtype, max_model_len=2048, **extra)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
