@@ -20,10 +20,10 @@ _PARTS: Final = SchemeSupport(
     "computes",
     "some rows are dequantised at a time, at every product, where others have kernels, else dequantises",
 )
-_REPACKED: Final = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q8_0", "MXFP4"})
-"""ggml's types that are repacked as numbers of 4 or 8 bits with scales per 32, at 1.15 times the bytes at most."""
+_REPACKED: Final = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4"})
+"""ggml's types that are repacked as numbers of 4 to 8 bits with scales, at 1.15 times the bytes at most."""
 
-_IN_BLOCKS: Final = frozenset({"Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
+_IN_BLOCKS: Final = frozenset({"Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"})
 """Others that stay in blocks."""
 
 

@@ -1,4 +1,4 @@
-"""LLVM IR of products with quantised weights: activations of 8 bits times unsigned numbers of 4 or 8 bits.
+"""LLVM IR of products with quantised weights: activations of 8 bits times unsigned numbers of 4, 5, 6 or 8 bits.
 
 One call rounds the activations, row by row, and multiplies. A precise product rounds what is left of a row, too, as a
 second row, and adds the two results. A tile is as many outputs as a vector has lanes. For each
@@ -7,7 +7,8 @@ signed bytes of a row of activations and adds to one 32-bit sum per output. What
 other rows: its sums have one order.
 
 Memory of a tile, in order of inputs: for 8 bits the vectors of quads; for 4 bits one vector per two quads, the first in
-the lower halves of its bytes.
+the lower halves of its bytes. For 5 and 6 bits a chunk of inputs has these vectors of the lower 4 bits of its numbers,
+then vectors of their upper 1 or 2, each byte with those of 8 or 4 quads, the first lowest.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Argument(IntEnum):
 class ProductForm:
     """What a product is specialised on."""
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 5, 6, 8]
     zero: int  # unsigned number whose value is 0, or the offset
     grouped: bool  # scales per group of inputs; False: only factors per output
     offsets: bool  # per group of inputs
@@ -293,6 +294,21 @@ def _weights(f: Function, form: ProductForm, tile: str) -> Iterator[str]:
             both = f.load(ints, f.at(tile, quad // 2 * vector))
         codes = both if quad % 2 == 0 else f.let(f"lshr {ints} {both}, {_constant('i32', [4] * lanes)}")
         codes = f.let(f"and {ints} {codes}, {_constant('i32', [0x0F0F0F0F] * lanes)}")
+        if form.bits > 4:
+            upper_bits = form.bits - 4
+            per_vector = 8 // upper_bits
+            if quad % per_vector == 0:
+                first = (form.chunk // QUAD // 2 + quad // per_vector) * vector
+                uppers = f.load(ints, f.at(tile, first))
+            shift = 4 - quad % per_vector * upper_bits
+            moved = uppers
+            if shift:
+                moved = f.let(
+                    f"{'shl' if shift > 0 else 'lshr'} {ints} {uppers}, {_constant('i32', [abs(shift)] * lanes)}"
+                )
+            mask = (0x10101010, 0x30303030)[upper_bits - 1]
+            moved = f.let(f"and {ints} {moved}, {_constant('i32', [mask] * lanes)}")
+            codes = f.let(f"or {ints} {codes}, {moved}")
         if form.e2m1:
             index = f.let(f"bitcast {ints} {codes} to {bytes_}")
             table = _constant("i8", E2M1_DOUBLED * (vector // len(E2M1_DOUBLED)))

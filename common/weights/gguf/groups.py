@@ -39,6 +39,7 @@ class GroupFormat:
     scheme: Int4 | Int8 | Mxfp4
     numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # unsigned numbers of blocks [n, bytes] -> out [n, elements]
     scales: Callable[[Bytes], Floats]  # blocks -> [n, groups]
+    bits: int  # of the unsigned numbers
     zero: int = 0  # number whose value is 0, or the offset
     offsets: Callable[[Bytes], Floats] | None = None  # blocks -> [n, groups], the value of number `zero`
 
@@ -64,19 +65,21 @@ def _powers(blocks: Bytes) -> Floats:
 
 _INT4, _INT8 = Int4((1, 32)), Int8((1, 32))
 _FORMATS: Final[Mapping[str, GroupFormat]] = {
-    "Q4_0": GroupFormat(_INT4, lambda b, out: nibbles(b[:, 2:18], out), lambda b: half(b, 0), _INT4_ZERO),
-    "Q4_1": GroupFormat(_INT4, lambda b, out: nibbles(b[:, 4:20], out), lambda b: half(b, 0), _INT4_ZERO, _q4_1_offset),
-    "Q4_K": GroupFormat(_INT4, q4_k_numbers, lambda b: scales_and_minima(b)[0], _INT4_ZERO, _q4_k_offsets),
-    "Q5_0": GroupFormat(_INT8, lambda b, out: nibbles(b[:, 6:22], out, b[:, 2:6]), lambda b: half(b, 0), 16),
+    "Q4_0": GroupFormat(_INT4, lambda b, out: nibbles(b[:, 2:18], out), lambda b: half(b, 0), 4, _INT4_ZERO),
+    "Q4_1": GroupFormat(
+        _INT4, lambda b, out: nibbles(b[:, 4:20], out), lambda b: half(b, 0), 4, _INT4_ZERO, _q4_1_offset
+    ),
+    "Q4_K": GroupFormat(_INT4, q4_k_numbers, lambda b: scales_and_minima(b)[0], 4, _INT4_ZERO, _q4_k_offsets),
+    "Q5_0": GroupFormat(_INT8, lambda b, out: nibbles(b[:, 6:22], out, b[:, 2:6]), lambda b: half(b, 0), 5, 16),
     "Q5_1": GroupFormat(
-        _INT8, lambda b, out: nibbles(b[:, 8:24], out, b[:, 4:8]), lambda b: half(b, 0), offsets=lambda b: half(b, 2)
+        _INT8, lambda b, out: nibbles(b[:, 8:24], out, b[:, 4:8]), lambda b: half(b, 0), 5, offsets=lambda b: half(b, 2)
     ),
     "Q5_K": GroupFormat(
-        _INT8, q5_k_numbers, lambda b: scales_and_minima(b)[0], offsets=lambda b: -scales_and_minima(b)[1]
+        _INT8, q5_k_numbers, lambda b: scales_and_minima(b)[0], 5, offsets=lambda b: -scales_and_minima(b)[1]
     ),
-    "Q6_K": GroupFormat(Int8((1, 16)), q6_k_numbers, q6_k_scales, 32),
-    "Q8_0": GroupFormat(_INT8, _signed_bytes, lambda b: half(b, 0)),
-    "MXFP4": GroupFormat(Mxfp4(), lambda b, out: nibbles(b[:, 1:], out), _powers),
+    "Q6_K": GroupFormat(Int8((1, 16)), q6_k_numbers, q6_k_scales, 6, 32),
+    "Q8_0": GroupFormat(_INT8, _signed_bytes, lambda b: half(b, 0), 8),
+    "MXFP4": GroupFormat(Mxfp4(), lambda b, out: nibbles(b[:, 1:], out), _powers, 4),
 }
 
 

@@ -184,7 +184,17 @@ def test_several_matrices(lanes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "group", "share"), [("Q4_0", 32, 1.0), ("Q4_1", 32, 1.0), ("Q8_0", 32, 1.0), ("Q4_K", 32, 1.12)]
+    ("kind", "group", "share"),
+    [
+        ("Q4_0", 32, 1.0),
+        ("Q4_1", 32, 1.0),
+        ("Q5_0", 32, 1.0),
+        ("Q5_1", 32, 1.0),
+        ("Q8_0", 32, 1.0),
+        ("Q4_K", 32, 1.12),
+        ("Q5_K", 32, 1.1),
+        ("Q6_K", 16, 1.07),
+    ],
 )
 def test_blocks_of_ggml(kind: str, group: int, share: float, lanes: int) -> None:
     """`share`: bytes in memory per byte of the file, but for 4 per output."""
@@ -192,9 +202,13 @@ def test_blocks_of_ggml(kind: str, group: int, share: float, lanes: int) -> None
     noise = np.random.default_rng(0)
     scheme = SCHEMES[f"GGUF {kind}"]
     assert isinstance(scheme, Blocks)
-    if kind == "Q4_K":
+    if kind.endswith("K"):
         data = noise.integers(0, 256, (64, 2 * scheme.kind.bytes), np.uint8)
-        data.reshape(64, 2, -1)[..., :4] = noise.uniform(0.001, 0.1, (64, 2, 2)).astype(np.float16).view(np.uint8)
+        scales = noise.uniform(0.001, 0.1, (64, 2, 2)).astype(np.float16).view(np.uint8)
+        if kind == "Q6_K":
+            data.reshape(64, 2, -1)[..., -2:] = scales[..., :2]
+        else:
+            data.reshape(64, 2, -1)[..., :4] = scales
     else:
         values = noise.normal(0, 0.1, (64, 512)).astype(np.float32)
         data = quants.quantize(values, getattr(quants.GGMLQuantizationType, kind))
@@ -202,7 +216,7 @@ def test_blocks_of_ggml(kind: str, group: int, share: float, lanes: int) -> None
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     product = float32_linear(stored, None, NARROW)
     assert isinstance(product, compiled.CompiledLinear)
-    assert_near(product(x), expected(stored, x, group), 4e-4 if kind == "Q4_K" else 3e-6)
+    assert_near(product(x), expected(stored, x, group), 4e-4 if kind.endswith("K") else 3e-6)
     assert product.nbytes - 4 * 64 <= share * data.nbytes
 
 

@@ -93,7 +93,7 @@ class CompiledLinear:
         tiles = -(-self.outputs // width)
         self.groups, self.row_bytes = padded // group, padded + padded // group * FACTOR_BYTES
         self.padded, self.tiles = padded, tiles
-        self._arrays = _Packed.of(matrix, width, padded, None if bias is None else bias.float())
+        self._arrays = _Packed.of(matrix, width, padded, chunk, None if bias is None else bias.float())
         self._words = self._constants(group // chunk)
 
     @property
@@ -145,7 +145,7 @@ class CompiledLinear:
 class _Packed:
     """A matrix as the kernel reads it."""
 
-    numbers: Tensor
+    numbers: Tensor  # [tiles, chunks, vectors, width, QUAD]
     scales: Tensor | None
     offsets: Tensor | None
     factors: Tensor
@@ -157,16 +157,19 @@ class _Packed:
         return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
-    def of(cls, matrix: ScaledMatrix, width: int, padded: int, bias: Tensor | None) -> _Packed:
+    def of(cls, matrix: ScaledMatrix, width: int, padded: int, chunk: int, bias: Tensor | None) -> _Packed:
         """Return tiles of `width` outputs with `padded` inputs."""
         outputs, missing = matrix.shape[0], -matrix.shape[0] % width
         numbers = torch.from_numpy(matrix.numbers)
         if matrix.form.bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], -1).view(outputs, -1)
         numbers = F.pad(numbers, (0, padded - numbers.shape[1], 0, missing))
-        tiles = numbers.view(-1, width, padded // QUAD, QUAD).transpose(1, 2)
-        if matrix.form.bits == 4:
-            tiles = tiles[:, ::2] | tiles[:, 1::2] << 4
+        tiles = numbers.view(-1, width, padded // chunk, chunk // QUAD, QUAD).permute(0, 2, 3, 1, 4)
+        if matrix.form.bits < 8:
+            planes = [_side_by_side(tiles & 15, 4)]
+            if matrix.form.bits > 4:
+                planes.append(_side_by_side(tiles >> 4, matrix.form.bits - 4))
+            tiles = torch.cat(planes, 2)
         return cls(
             tiles.contiguous(),
             _tiled(matrix.scales, width),
@@ -174,6 +177,14 @@ class _Packed:
             F.pad(torch.from_numpy(matrix.factors), (0, missing)).contiguous(),
             bias,
         )
+
+
+def _side_by_side(quads: Tensor, bits: int) -> Tensor:
+    """Return vectors [tiles, chunks, quads, ...] whose bytes have numbers of `bits` bits of 8 / `bits` quads each."""
+    per_byte = 8 // bits
+    return sum(
+        (quads[:, :, part::per_byte] << part * bits for part in range(per_byte)), torch.zeros((), dtype=torch.uint8)
+    )
 
 
 def _tiled(values: np.ndarray, width: int) -> Tensor | None:

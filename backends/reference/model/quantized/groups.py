@@ -1,4 +1,4 @@
-"""Quantised matrices in one form: unsigned numbers of 4 or 8 bits, scales and offsets per group, a factor per output.
+"""Quantised matrices in one form: unsigned numbers of 4, 5, 6 or 8 bits, scales, offsets, and a factor per output.
 
 The value of number n of an output's group is ((n - zero) * scale + offset) * factor.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ _FINEST: Final = 2.0**-11
 """Relative error of a scale in float16, where it is a normal number."""
 
 _MOST_GROWTH: Final = 1.15
-"""Bytes per byte of ggml's blocks. Those of 5 and 6 bits would take 1.4 times as many as numbers of 8 bits."""
+"""Bytes per byte of ggml's blocks."""
 
 Halves = npt.NDArray[np.float16]
 
@@ -33,7 +33,7 @@ Halves = npt.NDArray[np.float16]
 class NumberForm:
     """What the numbers of a matrix are. Matrices of one form can be one below the other."""
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 5, 6, 8]
     zero: int
     group: int  # inputs per scale; all: there are only factors
     grouped: bool
@@ -56,18 +56,18 @@ class ScaledMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         outputs, entries = self.numbers.shape
-        return outputs, entries * 8 // self.form.bits
+        return outputs, entries * 2 if self.form.bits == 4 else entries
 
 
 def is_grouped(scheme: Scheme, inputs: int) -> bool:
-    """Return whether `grouped` converts matrices of a scheme: 4 and 8 bits, groups that are multiples of 16."""
+    """Return whether `grouped` converts matrices of a scheme: 4 to 8 bits, groups that are multiples of 16."""
     if isinstance(scheme, Blocks):
         form = group_format(scheme.kind)
         if form is None:
             return False
         group = form.scheme.group[1]
         assert isinstance(group, int)
-        bits = (8 if isinstance(form.scheme, Int8) else 4) + 16 * (1 if form.offsets is None else 2) / group
+        bits = form.bits + 16 * (1 if form.offsets is None else 2) / group
         fits = bits * scheme.kind.elements / 8 <= _MOST_GROWTH * scheme.kind.bytes
         return fits and is_grouped(form.scheme, inputs)
     if not isinstance(scheme, Int4 | Int8 | Mxfp4 | Nvfp4):
@@ -81,16 +81,24 @@ def is_grouped(scheme: Scheme, inputs: int) -> bool:
 def grouped(tensor: QuantizedTensor) -> ScaledMatrix | None:
     """Return a matrix of a scheme that `is_grouped`; None for scales that float16 does not hold to 12 bits."""
     if isinstance(tensor.scheme, Blocks):
-        converted = as_groups(tensor)
-        return None if converted is None else grouped(converted)
+        converted, form = as_groups(tensor), group_format(tensor.scheme.kind)
+        if converted is None or form is None:
+            return None
+        return _grouped(converted, form.bits, form.zero if form.bits in (5, 6) else None)
+    return _grouped(tensor, 8 if isinstance(tensor.scheme, Int8) else 4)
+
+
+def _grouped(tensor: QuantizedTensor, bits: int, zero: int | None = None) -> ScaledMatrix | None:
+    """Return a matrix of numbers of 4 or 8 bits, those of 8 narrowed to `bits` bits around `zero`."""
     outputs, inputs = tensor.shape
     scales = _per_row(tensor.scales, tensor.group_shape[0], outputs)
     offsets = None if tensor.offsets is None else _per_row(tensor.offsets, tensor.group_shape[0], outputs)
     row_scales = np.ones(outputs, np.float32) if tensor.row_scales is None else tensor.row_scales
-    bits, e2m1 = 8 if isinstance(tensor.scheme, Int8) else 4, isinstance(tensor.scheme, Mxfp4 | Nvfp4)
+    e2m1 = isinstance(tensor.scheme, Mxfp4 | Nvfp4)
+    zero = _ZEROS.get(bits, 0) if zero is None else zero
     form = NumberForm(
-        bits=8 if bits == 8 else 4,
-        zero=_E2M1_ZERO if e2m1 else _ZEROS[bits],
+        bits=cast(Literal[4, 5, 6, 8], bits),
+        zero=_E2M1_ZERO if e2m1 else zero,
         group=min(tensor.group_shape[1], inputs),
         grouped=scales.shape[1] > 1 or offsets is not None,
         offsets=offsets is not None,
@@ -98,7 +106,7 @@ def grouped(tensor: QuantizedTensor) -> ScaledMatrix | None:
         rounded_rows=getattr(tensor.scheme, "activations", None) is not None and scales.shape[1] == 1,
     )
     numbers = tensor.data.view(np.uint8)
-    numbers = numbers ^ np.uint8(128) if form.bits == 8 else numbers
+    numbers = numbers if form.bits == 4 else numbers + np.uint8(zero)  # modulo 256
     factors: Floats = row_scales * np.float32(0.5 if e2m1 else 1)
     none = np.empty((outputs, 0), np.float16)
     if not form.grouped:
