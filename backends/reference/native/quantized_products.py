@@ -61,6 +61,7 @@ class Argument(IntEnum):
     CHUNKS = auto()  # of a group
     OUTPUTS = auto()
     X_STRIDE = auto()  # elements
+    OUT_STRIDE = auto()  # likewise
     TILES = auto()
     TILE_STEP = auto()  # tiles of a task
     TILE_TASKS = auto()  # tasks of a panel of rows
@@ -210,7 +211,7 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
     ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
     f = Function(
         f"internal void @tile_{rows}(ptr %weights, ptr %scales, ptr %offsets, ptr %by, ptr %bias, ptr %numbers, "
-        f"ptr %factors, ptr %out, i64 %groups, i64 %chunks, i64 %outputs, <{lanes} x i1> %mask)",
+        f"ptr %factors, ptr %out, i64 %groups, i64 %chunks, i64 %stride, <{lanes} x i1> %mask)",
         f"noinline {attributes}",
     )
     chunks = "%chunks" if form.chunks is None else str(form.chunks)
@@ -275,7 +276,7 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
         value = _fma(f, lanes, total, by, bias)
         if form.out != "float":
             value = f.let(f"fptrunc {floats} {value} to <{lanes} x {form.out}>")
-        place = f.at("%out", f.let(f"mul i64 %outputs, {row * _BYTES[form.out]}"))
+        place = f.at("%out", f.let(f"mul i64 %stride, {row * _BYTES[form.out]}"))
         arguments = f"<{lanes} x {form.out}> {value}, ptr {place}, i32 {_BYTES[form.out]}, <{lanes} x i1> %mask"
         f.do(f"call void @llvm.masked.store.v{lanes}{_SUFFIX[form.out]}.p0({arguments})")
     f.do("ret void")
@@ -345,6 +346,7 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         if Argument.X <= field <= Argument.ROW_FACTORS
     }
     rows, groups, outputs = words[Argument.ROWS], words[Argument.GROUPS], words[Argument.OUTPUTS]
+    stride = words[Argument.OUT_STRIDE]
     chunks = words[Argument.CHUNKS] if form.chunks is None else str(form.chunks)
     all_chunks = f.let(f"mul i64 {groups}, {chunks}")
     inputs = f.let(f"mul i64 {all_chunks}, {form.chunk}")
@@ -384,11 +386,11 @@ def _kernel(form: ProductForm, attributes: str) -> str:
 
             def block(row: str, _: Sequence[str], size: int = size) -> list[str]:
                 of_x = f.let(f"udiv i64 {row}, {per_row}")
-                cell = f.let(f"add i64 {f.let(f'mul i64 {of_x}, {outputs}')}, {first}")
+                cell = f.let(f"add i64 {f.let(f'mul i64 {of_x}, {stride}')}, {first}")
                 own = [of_row(Argument.NUMBERS, row, inputs), of_row(Argument.ROW_FACTORS, row, row_factors)]
                 own.append(f.at(pointers[Argument.OUT], f.let(f"mul i64 {cell}, {out_bytes}")))
                 pointed = ", ".join(f"ptr {each}" for each in (*matrix, *own))
-                sizes = f"i64 {groups}, i64 {words[Argument.CHUNKS]}, i64 {outputs}, <{lanes} x i1> {mask}"
+                sizes = f"i64 {groups}, i64 {words[Argument.CHUNKS]}, i64 {stride}, <{lanes} x i1> {mask}"
                 f.do(f"call void @tile_{size}({pointed}, {sizes})")
                 return []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -117,7 +118,8 @@ class CompiledLinear:
         words[Argument.PANEL] = panel * ROW_BLOCKS[0]
         return words
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """X [T, I] -> [T, O]. `out`: where to write it, rows without gaps."""
         if self.order is not None:
             x = x.index_select(1, self.order)
         if self.padding:
@@ -125,19 +127,35 @@ class CompiledLinear:
         if x.dtype != self.dtype or x.stride(1) != 1:
             x = x.to(self.dtype).contiguous()
         rows = len(x) * 2 if self.precise else len(x)
-        out = jit.allocate(len(x), self.outputs, dtype=self.out)
+        if out is None:
+            out = jit.allocate(len(x), self.outputs, dtype=self.out)
         scratch = jit.allocate(rows * self.row_bytes, dtype=torch.uint8)
         threads = torch.get_num_threads() if rows * self.outputs * self.padded > _SERIAL_WORK else 1
         words = self._words[:]
         step = -(-self.tiles // (_TASKS_PER_THREAD * threads)) if threads > 1 else self.tiles
         tasks = -(-self.tiles // step)
         words[Argument.X], words[Argument.X_STRIDE] = x.data_ptr(), x.stride(0)
-        words[Argument.OUT], words[Argument.ROWS] = out.data_ptr(), rows
+        words[Argument.OUT], words[Argument.OUT_STRIDE] = out.data_ptr(), out.stride(0)
+        words[Argument.ROWS] = rows
         words[Argument.NUMBERS] = numbers = scratch.data_ptr()
         words[Argument.ROW_FACTORS] = numbers + rows * self.padded
         words[Argument.TILE_STEP], words[Argument.TILE_TASKS] = step, tasks
         words[Argument.TASKS] = tasks * -(-rows // words[Argument.PANEL])
         self.kernel.run(words, threads)
+        return out
+
+
+class SideBySide:
+    """Layers of one input, whose outputs are parts of one result."""
+
+    def __init__(self, layers: Sequence[CompiledLinear]) -> None:
+        self.layers, self.outputs = tuple(layers), sum(layer.outputs for layer in layers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """X [T, I] -> [T, O]."""
+        out = jit.allocate(len(x), self.outputs, dtype=self.layers[0].out)
+        for layer, part in zip(self.layers, out.split([layer.outputs for layer in self.layers], 1)):
+            layer(x, part)
         return out
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.quantized.compiled import CompiledLinear, lanes
+from pagoda.backends.reference.model.quantized.compiled import CompiledLinear, SideBySide, lanes
 from pagoda.backends.reference.model.quantized.groups import ScaledMatrix, grouped, is_grouped, stacked
 from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
 from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor, Scheme
@@ -51,7 +51,8 @@ def quantized_linear(
     layers = [_layer(run, part, numerics, out, precise) for run, part in zip(runs, biases)]
     if len(layers) == 1:
         return layers[0]
-    return lambda x: torch.cat([layer(x) for layer in layers], 1)
+    compiled = [layer for layer in layers if isinstance(layer, CompiledLinear)]
+    return SideBySide(compiled) if compiled == layers else lambda x: torch.cat([layer(x) for layer in layers], 1)
 
 
 def _kind(matrix: ScaledMatrix) -> tuple[object, ...]:
