@@ -130,7 +130,9 @@ def _own_arrays(batch: StepBatch, max_len: int) -> StepBatch:
 class _Foreign(TorchDispatchMode):
     """Notes which operations torch itself computes meanwhile."""
 
-    _VIEWS: Final = frozenset({"alias", "detach", "empty", "select", "slice", "split", "t", "transpose", "view"})
+    _VIEWS: Final = frozenset(
+        {"alias", "detach", "empty", "select", "slice", "split", "split_with_sizes", "t", "transpose", "view"}
+    )
     """Operations that compute nothing."""
 
     def __init__(self) -> None:
