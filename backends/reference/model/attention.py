@@ -6,7 +6,7 @@ blocks that another one fills in the same step).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -95,8 +95,12 @@ class RotaryTables:
 class Projection:
     """One layer's projections around attention."""
 
-    def __init__(self, spec: Attention, params: AttentionParams) -> None:
+    def __init__(
+        self, spec: Attention, params: AttentionParams, head_norm: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """`head_norm`: computes the QK norm of heads [T, N + K, H]."""
         self.spec, self.params = spec, params
+        self._normalise = self._normalise_parts if head_norm is None else head_norm
 
     def __call__(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """X [T, D] -> queries [T, N, H], keys [T, K, H] and values [T, K, V], normalised and rotated."""
@@ -141,7 +145,7 @@ class Projection:
             gate = gate.repeat_interleave(self.spec.value_width, 1)
         return self.params.out(heads * gate)
 
-    def _normalise(self, heads: Tensor) -> Tensor:
+    def _normalise_parts(self, heads: Tensor) -> Tensor:
         """Apply the QK norm, if any, to heads [T, N+K, H]."""
         spec, params = self.spec, self.params
         if spec.qk_norm is None:
@@ -348,7 +352,20 @@ def fused_attention(spec: Attention, params: AttentionParams, number: int, nativ
     write = native.cache_writer(shape, 0 if spec.rope is None else spec.rope.dim)
     if write is None or not native.attends(shape):
         return None
-    return FusedAttention(Projection(spec, params), number, shape, write, native)
+    return FusedAttention(
+        Projection(spec, params, _head_norm(spec, params, shape, native)), number, shape, write, native
+    )
+
+
+def _head_norm(
+    spec: Attention, params: AttentionParams, shape: HeadShape, native: Operators
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the compiled QK norm; None if there is none, or no kernel for it."""
+    kind, q_norm, k_norm = spec.qk_norm, params.q_norm, params.k_norm
+    if kind is None or kind.kind != "rms" or spec.qk_norm_over != "per_head" or q_norm is None or k_norm is None:
+        return None
+    weights = q_norm.weight, k_norm.weight
+    return native.head_norm(shape, kind.eps, *weights, unit_offset=kind.unit_offset)
 
 
 class FusedAttention:

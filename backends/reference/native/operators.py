@@ -104,6 +104,27 @@ class Operators:
 
         return norm
 
+    def head_norm(
+        self, shape: HeadShape, eps: float, of_queries: Tensor, of_keys: Tensor, *, unit_offset: bool
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return RMSNorm of each head of queries and keys [T, N + K, H]; weights [H]."""
+        width, total = shape.head_dim, shape.heads + shape.kv_heads
+        if width % LANES or any(
+            weight.shape != (width,) or weight.dtype != self.dtype for weight in (of_queries, of_keys)
+        ):
+            return None
+        kernel = rows.head_norm_kernel(shape.heads, shape.kv_heads, width, eps, self.bfloat16, unit_offset)
+        of_queries, of_keys = of_queries.contiguous(), of_keys.contiguous()
+
+        def norm(heads: Tensor) -> Tensor:
+            count = heads.shape[0]
+            out = allocate(count, total, width, dtype=heads.dtype)
+            read = heads.data_ptr(), heads.stride(0), of_queries.data_ptr()
+            kernel((count, *read, out.data_ptr(), of_keys.data_ptr()), rows.tasks_of(count), _threads(out.numel()))
+            return out
+
+        return norm
+
     def gate(self, width: int, activation: str) -> Callable[[Tensor], Tensor] | None:
         """Return act(gate) * up of gate and up side by side [T, 2F]."""
         if activation not in rows.GATES or width % LANES:

@@ -62,23 +62,51 @@ class _Norm(_Rows):
         self.squares = e.variable(VECTOR)
 
     def row(self, row: Any) -> None:
+        self.normalise(self.e.mul(row, self.stride), self.weight, self.e.mul(row, self.width))
+
+    def normalise(self, start: Any, weights: Any, result: Any) -> None:
+        """Write the norm of the numbers from `start` on at `result`."""
         e, builder = self.e, self.e.builder
-        start = e.mul(row, self.stride)
         builder.store(e.splat(0.0), self.squares)
         with e.loop(0, self.width, LANES) as at:
             x = e.load(self.x, e.add(start, at))
             builder.store(e.fma(x, x, builder.load(self.squares)), self.squares)
         mean = builder.fmul(e.sum(builder.load(self.squares)), F32(1.0 / self.width))
         root = e.call("llvm.sqrt.f32", builder.fadd(mean, F32(self.eps)))
-        scale, result = e.splat(builder.fdiv(F32(1.0), root)), e.mul(row, self.width)
+        scale = e.splat(builder.fdiv(F32(1.0), root))
         with e.loop(0, self.width, LANES) as at:
-            weight = e.load(self.weight, at)
+            weight = e.load(weights, at)
             value = builder.fmul(e.load(self.x, e.add(start, at)), scale)
             if self.unit_offset:
                 weight = builder.fadd(weight, e.splat(1.0))
             else:
                 value = e.rounded(value, self.kind)
             e.store(builder.fmul(value, weight), self.out, e.add(result, at))
+
+
+@cache
+def head_norm_kernel(heads: int, kv_heads: int, head_dim: int, eps: float, bfloat16: bool, unit_offset: bool) -> Kernel:
+    """Return RMSNorm of each head of queries and keys.
+
+    Arguments: rows, queries and keys [T, N + K, H] and their row stride, weight of queries [H], results [T, N + K, H]
+    without gaps, weight of keys [H].
+    """
+    return _HeadNorm(heads, kv_heads, head_dim, eps, bfloat16, unit_offset).build()
+
+
+class _HeadNorm(_Norm):
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, eps: float, bfloat16: bool, unit_offset: bool) -> None:
+        super().__init__(head_dim, eps, bfloat16, unit_offset)
+        self.heads, self.kv_heads = heads, kv_heads
+        self.of_keys = self.e.pointer(5, self.kind)
+
+    def row(self, row: Any) -> None:
+        e, total = self.e, self.heads + self.kv_heads
+        start, result = e.mul(row, self.stride), e.mul(row, total * self.width)
+        for begin, end, weights in ((0, self.heads, self.weight), (self.heads, total, self.of_keys)):
+            with e.loop(begin, end) as head:
+                at = e.mul(head, self.width)
+                self.normalise(e.add(start, at), weights, e.add(result, at))
 
 
 @cache

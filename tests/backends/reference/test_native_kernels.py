@@ -126,6 +126,19 @@ def test_norm(dtype: torch.dtype, unit_offset: bool) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_head_norm(dtype: torch.dtype, unit_offset: bool) -> None:
+    shape = HeadShape(heads=3, kv_heads=2, head_dim=48, value_dim=16, scale=1.0)
+    heads = random(11, 7, 48, dtype=dtype)[:, :5]
+    weights = random(48, dtype=dtype), random(2, 48, dtype=dtype)[1]
+    head_norm = Operators(dtype).head_norm(shape, 1e-5, *weights, unit_offset=unit_offset)
+    assert head_norm is not None
+    spec = Norm(1e-5, unit_offset=unit_offset)
+    expected = [ops.norm(part, spec, weight) for part, weight in zip(heads.split([3, 2], 1), weights)]
+    assert_close(head_norm(heads), torch.cat(expected, 1))
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate(dtype: torch.dtype, activation: str) -> None:
     both = random(9, 96, dtype=dtype) * 30

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not has_feature("avx512bf16") or not lanes(), re
 NORM = Norm(1e-5)
 ATTENTION = Attention(4, 2, 32, 0.2, Rope(1e4, 32), qkv_bias=True)
 LAYER = Layer((ATTENTION,), Mlp(96, "silu", True), Norms(NORM, None, NORM, None))
-WINDOWED = replace(LAYER, mixers=(replace(ATTENTION, window=6),))
+WINDOWED = replace(LAYER, mixers=(replace(ATTENTION, window=6, qk_norm=NORM),))
 SPEC = ModelSpec(vocab=96, width=64, layers=(LAYER, WINDOWED), final_norm=NORM, tied=True, max_positions=256)
 EVERYTHING = SamplingRules(temperature=0.0, logprobs=96)
 PROMPTS = [[5, 9, 2], [7] * 9, [1, 2, 3, 4, 5, 6, 7]]
@@ -72,7 +72,7 @@ def test_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_torch_computes_is_not_repeated() -> None:
-    normed = replace(LAYER, mixers=(replace(ATTENTION, qk_norm=NORM),))
+    normed = replace(LAYER, mixers=(replace(ATTENTION, qk_norm=NORM, qk_norm_over="full"),))
     made = driver(replace(SPEC, layers=(LAYER, normed)))
     plain = driver(replace(SPEC, layers=(LAYER, normed)))
     plain.backend._decoder.programs = None
