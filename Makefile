@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test test-clients test-torchax test-torch-xla test-tpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
+.PHONY: serve test test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -46,6 +46,10 @@ unit: $(VENV)/.dev $(MODEL)
 # Every kernel and step program for every kind of TPU, through the TPU's compiler: many minutes.
 test-tpu-aot: $(VENV)/.dev
 	$(BIN)/python -m pytest -m tpu_matrix
+
+# Every Triton kernel as machine code for sm_80, sm_90 and sm_100: a quarter of an hour.
+test-gpu-aot: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu_matrix
 
 # Requests made up from /openapi.json, 5,000 of them, against a real model: minutes.
 test-fuzz: $(VENV)/.dev $(MODEL)

@@ -1,6 +1,6 @@
 """Compile the kernels ahead of time for any chip and report their resource usage.
 
-    python -m pagoda.backends.torch_cuda.kernels.aot [--chip sm_90] [folder ...]
+    python -m pagoda.backends.torch_cuda.kernels.aot [--chip sm_90] [--most 3] [folder ...]
 
 prints one JSON line per kernel, specialisation and chip. TRITON_INTERPRET must not be set.
 """
@@ -38,20 +38,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="aot", description="Compile Triton kernels for any GPU, without one.")
     parser.add_argument("folders", nargs="*", default=FOLDERS, metavar="folder", help=", ".join(FOLDERS))
     parser.add_argument("--chip", action="append", choices=tuple(CHIPS), help="default: sm_80, sm_90 and sm_100")
+    parser.add_argument("--most", type=int, help="specialisations of each folder, hot ones first; default: all")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args: Any = parser.parse_args(arguments)
-    for built in build_all(tuple(args.folders), tuple(args.chip or TARGETS), args.threads):
+    for built in build_all(tuple(args.folders), tuple(args.chip or TARGETS), args.threads, args.most):
         print(json.dumps(asdict(built)), flush=True)
     return 0
 
 
-def build_all(folders: tuple[str, ...], chips: tuple[str, ...], threads: int) -> Iterator[CompiledKernel]:
-    """Compile every specialisation of the folders for the chips."""
+def build_all(
+    folders: tuple[str, ...], chips: tuple[str, ...], threads: int, most: int | None = None
+) -> Iterator[CompiledKernel]:
+    """Compile the specialisations of the folders for the chips. `most`: of each folder and chip, hot ones first."""
     jobs = [
         (f"{folder}/{name}", launch, CHIPS[chip])
         for folder in folders
         for chip in chips
-        for name, launch in launches(folder, CHIPS[chip]).items()
+        for name, launch in sorted(launches(folder, CHIPS[chip]).items(), key=lambda one: not one[1].hot)[:most]
     ]
     with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(lambda job: build(*job), jobs)
