@@ -45,7 +45,8 @@ class StepPrograms:
     def __init__(self, run: RunLayers, max_len: int) -> None:
         self._run, self._max_len = run, max_len
         self._programs: dict[int, _Step] = {}
-        self._recordable, self._caches = True, ""
+        self._recordable = True
+        self._caches: tuple[int, ...] = ()
         self._busy = threading.Lock()
 
     def run(self, x: Tensor, batch: StepBatch, caches: Caches) -> Tensor | None:
@@ -75,9 +76,10 @@ class StepPrograms:
         return hidden
 
 
-def _memory(caches: Caches) -> str:
-    """Return what tells allocations of the caches apart."""
-    return str([(array.data_ptr(), array.shape) for cache in caches.values() for array in cache.arrays[:1]][:1])
+def _memory(caches: Caches) -> tuple[int, ...]:
+    """Return what tells allocations of the caches apart: where the first array is, and its shape."""
+    first = next(array for cache in caches.values() for array in cache.arrays)
+    return first.data_ptr(), *first.shape
 
 
 @dataclass(frozen=True, slots=True)
