@@ -242,8 +242,8 @@ class PagedAttend:
         out = allocate(queries.shape[0], width, dtype=queries.dtype)
         positions = np.ascontiguousarray(context, np.int32)
         threads = torch.get_num_threads() if queries.shape[0] > 1 else 1
-        read = queries.data_ptr(), queries.stride(0), keys.data_ptr(), values.data_ptr(), keys.shape[1]
-        read = *read, table.ctypes.data, table.shape[1]
+        arrays = queries.data_ptr(), queries.stride(0), keys.data_ptr(), values.data_ptr(), keys.shape[1]
+        read = *arrays, table.ctypes.data, table.shape[1]
         written = window or 0, out.data_ptr(), width
         shared = prefixes(decodes, self.tile_tokens) if prefixes is not None and self._decodes_paired else None
         if shared is not None:
