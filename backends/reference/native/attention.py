@@ -78,7 +78,7 @@ def prefill_kernel(shape: Shape) -> Kernel:
     return Kernel(_Prefill(shape).module)
 
 
-class Attention:
+class PagedKernel:
     """What both kernels share: arguments, and the walk over the blocks."""
 
     def __init__(self, shape: Shape) -> None:
@@ -107,7 +107,7 @@ class Attention:
         return e.add(e.mul(head, self.slots), e.mul(block, self.shape.block_size))
 
 
-class _Decode(Attention):
+class _Decode(PagedKernel):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         e = self.e
@@ -200,7 +200,7 @@ class _Decode(Attention):
                     e.builder.store(e.fma(weight, value, e.builder.load(into)), into)
 
 
-class _Prefill(Attention):
+class _Prefill(PagedKernel):
     """Rows of a tile are the heads of its first token, those of its second, and so on."""
 
     def __init__(self, shape: Shape) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING or _AVAILABLE:
     from pagoda.backends.reference.native.attention import NEVER, Shape, decode_kernel, prefill_kernel
     from pagoda.backends.reference.native.emit import LANES
     from pagoda.backends.reference.native.jit import Kernel, allocate
-    from pagoda.backends.reference.native.program import RunLayers, StepPrograms
+    from pagoda.backends.reference.native.program import RecordedSteps, RunLayers
 
 if TYPE_CHECKING:
     from pagoda.backends.reference.execution import Prefixes
@@ -73,9 +73,9 @@ class Operators:
 
     dtype: torch.dtype
 
-    def programs(self, run: RunLayers, max_len: int) -> StepPrograms:
+    def programs(self, run: RunLayers, max_len: int) -> RecordedSteps:
         """Return the programs of small steps. `run`: computes all layers."""
-        return StepPrograms(run, max_len)
+        return RecordedSteps(run, max_len)
 
     @property
     def bfloat16(self) -> bool:
@@ -219,6 +219,8 @@ class PagedAttend:
         paired = paired_attention.supported(shape)
         self._decodes_paired = paired_attention.decodes(shape)
         self._decode = paired_attention.decode_kernel(shape) if self._decodes_paired else decode_kernel(shape)
+        if self._decodes_paired:  # compiled before the first request, not with it
+            self._prefix = paired_attention.prefix_kernel(shape), paired_attention.decode_kernel(shape, resumes=True)
         self._prefill = paired_attention.prompt_kernel(shape) if paired else prefill_kernel(shape)
         self.tile_tokens = shape.tile_tokens
 
@@ -250,7 +252,7 @@ class PagedAttend:
             states = self._prefix_states(read, shared, threads)
             more = shared.begins.ctypes.data, shared.states.ctypes.data, states.data_ptr()
             arguments = *read, positions.ctypes.data, *written, *more
-            paired_attention.decode_kernel(shape, resumes=True)(arguments, decodes * shape.kv_heads, threads)
+            self._prefix[1](arguments, decodes * shape.kv_heads, threads)
         elif decodes:
             self._decode((*read, positions.ctypes.data, *written), decodes * shape.kv_heads, threads)
         if len(tiles):
@@ -266,7 +268,7 @@ class PagedAttend:
         states[0, :, -LANES:] = NEVER
         row = states.stride(0)
         arguments = *read, shared.tiles.ctypes.data, 0, states.data_ptr(), row, shared.members.ctypes.data
-        paired_attention.prefix_kernel(shape)(arguments, len(shared.tiles) * shape.kv_heads, threads)
+        self._prefix[0](arguments, len(shared.tiles) * shape.kv_heads, threads)
         return states
 
 

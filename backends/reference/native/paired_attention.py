@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from pagoda.backends.reference.native.attention import NEVER, Attention, Shape, splat_int32, transposed
+from pagoda.backends.reference.native.attention import NEVER, PagedKernel, Shape, splat_int32, transposed
 from pagoda.backends.reference.native.emit import (
     F32,
     I16,
@@ -54,7 +54,7 @@ def decode_kernel(shape: Shape, *, resumes: bool = False) -> Kernel:
     With `resumes`, for sequences whose first keys are summed already, three more: the first position of each that is
     not, int32 [T], the row of each one's state, int32 [T], and the states that `prefix_kernel` writes.
     """
-    return Kernel(_Decode(shape, resumes).module)
+    return Kernel(_PairedDecode(shape, resumes).module)
 
 
 @cache
@@ -75,7 +75,7 @@ def prefix_kernel(shape: Shape) -> Kernel:
     return Kernel(_PrefixTiles(shape).module)
 
 
-class _Decode(Attention):
+class _PairedDecode(PagedKernel):
     def __init__(self, shape: Shape, resumes: bool) -> None:
         super().__init__(shape)
         e = self.e
@@ -216,7 +216,7 @@ def _folded(e: Emitter, first: Any, second: Any, size: int) -> Any:
     return e.builder.fadd(*parts)
 
 
-class _Tiles(Attention):
+class _Tiles(PagedKernel):
     """The rows of a tile are the heads of its first token, those of its second, and so on."""
 
     def __init__(self, shape: Shape) -> None:

@@ -39,7 +39,7 @@ RunLayers = Callable[[Tensor, StepBatch, Caches], Tensor]
 """(embeddings [S, D], batch, caches by number) -> hidden states [S, D]"""
 
 
-class StepPrograms:
+class RecordedSteps:
     """The programs of a model over its caches."""
 
     def __init__(self, run: RunLayers, max_len: int) -> None:
