@@ -50,9 +50,9 @@ class Case:
 
 
 CASES = {
-    "w8a8": Case(W8A8, (50, 160), 160),
-    "w8a8-tensor": Case(Int8("tensor", Activations("int8", "row")), (64, 96), 96),
-    "w8a8-odd": Case(W8A8, (48, 90), 90),
+    "w8a8": Case(W8A8, (50, 160), 32),
+    "w8a8-tensor": Case(Int8("tensor", Activations("int8", "row")), (64, 192), 64),
+    "w8a8-odd": Case(W8A8, (48, 90), 32),
     "int8": Case(Int8("channel"), (48, 256), 128),
     "int8-odd": Case(Int8("channel"), (48, 96), 32),
     "int8-blocks": Case(Int8((16, 32)), (56, 96), 32, rows=16),
@@ -125,7 +125,7 @@ def test_compiled_products(name: str, lanes: int) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4-offsets", "nvfp4", "w8a8"])
 def test_precise_layers_keep_16_bits_of_activations(name: str, lanes: int) -> None:
-    """But where the checkpoint rounds rows to 8 bits."""
+    """But where the checkpoint rounds them to 8 bits."""
     case, noise = CASES[name], torch.Generator().manual_seed(0)
     stored, bias = tensor(case), torch.randn(case.shape[0], generator=noise)
     x = torch.randn(27, case.shape[1], generator=noise)

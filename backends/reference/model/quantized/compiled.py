@@ -1,7 +1,8 @@
 """Products with quantised weights by kernels compiled for this processor.
 
-Activations are rounded to 8 bits, with a scale per group of weights, or per row where the checkpoint says so. A precise
-layer multiplies what the rounding leaves as further rows: 16 bits in all.
+Activations are rounded to 8 bits, with a scale per group of inputs: that of the weights, else of up to 128. One per
+row, as W8A8 checkpoints have it, is hardly faster and several times less exact. A precise layer multiplies what the
+rounding leaves as further rows: 16 bits in all.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if importlib.util.find_spec("llvmlite"):
 
 _REAL: Final[dict[torch.dtype, Real]] = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _CHUNK: Final = 32
-_WEIGHT_ONLY_GROUP: Final = 128
-"""Inputs that share a scale of the activations where weights have one per output and the checkpoint none."""
+_GROUPS: Final = (128, 64, 32)
+"""Inputs that share a scale of the activations where weights have one per output: the first that divides a row."""
 
 _SERIAL_WORK: Final = 1 << 18
 """Numbers that one thread multiplies by itself: waking others takes as long."""
@@ -66,15 +67,16 @@ class CompiledLinear:
         width: Literal[8, 16],
         precise: bool = False,
     ) -> None:
-        """`x`, `out`: types of input and output; `width`: from `lanes`; `precise`: without effect on rounded rows."""
-        self.precise = precise and not matrix.form.rounded_rows
+        """`x`, `out`: types of input and output; `width`: from `lanes`.
+
+        `precise`: has no effect where the checkpoint rounds activations, too.
+        """
+        self.precise = precise and not matrix.form.rounds_activations
         form, (self.outputs, self.inputs) = matrix.form, matrix.shape
         chunk: Literal[16, 32] = 32 if not form.grouped or form.group % _CHUNK == 0 else 16
         self.padding = -self.inputs % chunk
         padded = self.inputs + self.padding
-        group = form.group if form.grouped else _WEIGHT_ONLY_GROUP if padded % _WEIGHT_ONLY_GROUP == 0 else chunk
-        if form.rounded_rows:
-            group = padded
+        group = form.group if form.grouped else next(size for size in _GROUPS if padded % size == 0)
         self.form = ProductForm(
             bits=form.bits,
             zero=form.zero,
@@ -84,7 +86,7 @@ class CompiledLinear:
             x=_REAL[x],
             out=_REAL[out],
             chunk=chunk,
-            chunks=None if form.rounded_rows else group // chunk,
+            chunks=group // chunk,
             e2m1=form.e2m1,
             precise=self.precise,
             lanes=width,

@@ -39,7 +39,7 @@ class NumberForm:
     grouped: bool
     offsets: bool
     e2m1: bool  # 4 bits are codes of half e2m1 numbers
-    rounded_rows: bool  # the layer's input has one scale per row, else one per group
+    rounds_activations: bool  # to 8 bits, as the checkpoint's scheme says
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +103,7 @@ def _grouped(tensor: QuantizedTensor, bits: int, zero: int | None = None) -> Sca
         grouped=scales.shape[1] > 1 or offsets is not None,
         offsets=offsets is not None,
         e2m1=e2m1,
-        rounded_rows=getattr(tensor.scheme, "activations", None) is not None and scales.shape[1] == 1,
+        rounds_activations=getattr(tensor.scheme, "activations", None) is not None and scales.shape[1] == 1,
     )
     numbers = tensor.data.view(np.uint8)
     numbers = numbers if form.bits == 4 else numbers + np.uint8(zero)  # modulo 256
