@@ -178,7 +178,7 @@ def join(
 
 
 def group_size(count: int, state_bytes: int) -> int:
-    """Return the sequences of a grid step, of `count` with states of so many bytes each."""
+    """Return how many of `count` sequences one grid step takes. `state_bytes`: of the states of one sequence."""
     return max(1, min(count, GROUP, GROUP_BYTES // state_bytes))
 
 

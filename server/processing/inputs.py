@@ -272,7 +272,7 @@ class InputProcessor:
     def _parse(
         self, prompt: PromptType, options: TextOptions, keep: int | None, check: Callable[[int], None]
     ) -> Prompt:
-        """Tokenise one part of a prompt. `check`: raises RequestError for so many tokens."""
+        """Tokenise one part of a prompt. `check`: raises RequestError for a number of tokens that is too large."""
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):

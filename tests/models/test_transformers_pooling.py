@@ -195,7 +195,7 @@ def test_refusals(architecture: str, use: PoolUse, changes: dict[str, Any], word
 
 @pytest.mark.usefixtures("code_cache")
 def test_custom_code(tmp_path: Path) -> None:
-    """It embeds if it is trusted; what it raises is told at load, and prompts run apart if they change each other."""
+    """Custom code needs trust; its errors are reported at load; prompts run one by one if they influence each other."""
     saved = Saved.save(Case("LlamaForCausalLM", "embed", "last", {"num_key_value_heads": 2}), tmp_path / "llama")
     mixed = "inputs_embeds = inputs_embeds + inputs_embeds.cumsum(1)"
     prompts = [tiny.tokens(12), tiny.tokens(5)]

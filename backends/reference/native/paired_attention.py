@@ -8,7 +8,9 @@ values and weights are bfloat16, sums float32. A task is one KV head of one sequ
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -155,29 +157,15 @@ class _PairedDecode(PagedKernel):
     def _weigh(self, group: int, low: Any, newest: Any, total: Any, mixed: Sequence[Any]) -> None:
         """Store the weights of one head, 0 for keys that are not seen, and rescale what was summed before."""
         e, shape, builder = self.e, self.shape, self.e.builder
-        oldest_here, newest_here = (splat_int32(e, builder.trunc(at, I32)) for at in (low, newest))
-        places = range(0, shape.block_size, LANES)
-        scores = []
-        for key in places:
-            numbers = builder.add(lane_numbers(), splat_int(key))
-            seen = builder.icmp_signed("<=", numbers, newest_here)
-            seen = builder.and_(seen, builder.icmp_signed(">=", numbers, oldest_here))
-            score = e.load(self.scores, group * shape.block_size + key)
-            score = builder.fmul(score, e.splat(shape.scale * math.log2(math.e)))
-            scores.append(builder.select(seen, score, e.splat(float("-inf"))))
-        highest = scores[0]
-        for other in scores[1:]:
-            highest = e.maximum(highest, other)
-        before = builder.load(self.tops[group])
-        top = e.maximum(before, e.largest(highest))
-        builder.store(top, self.tops[group])
-        rescale = e.exp2(e.splat(builder.fsub(before, top)))
-        summed = builder.fmul(builder.load(total), rescale)
-        for key, score in zip(places, scores):
-            weight = e.exp2(builder.fsub(score, e.splat(top)))
-            summed = builder.fadd(summed, weight)
-            e.store_bfloat16(weight, self.weights, group * shape.block_size + key)
-        builder.store(summed, total)
+        places = [group * shape.block_size + key for key in range(0, shape.block_size, LANES)]
+        scores = [e.load(self.scores, place) for place in places]
+        before, summed = builder.load(self.tops[group]), builder.load(total)
+        step = _softmax(e, scores, shape.scale, low, newest, shape.block_size, before, summed)
+        builder.store(step.top, self.tops[group])
+        builder.store(step.total, total)
+        for place, weight in zip(places, step.weights):
+            e.store_bfloat16(weight, self.weights, place)
+        rescale = step.rescale
         for part in mixed:
             builder.store(builder.fmul(builder.load(part), rescale), part)
 
@@ -200,6 +188,45 @@ class _PairedDecode(PagedKernel):
                             e.add_products(into[out + part], own, values)
 
 
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """One step of an online softmax in powers of 2."""
+
+    weights: list[Any]
+    top: Any  # largest score so far
+    total: Any  # vector whose sum is that of all weights so far
+    rescale: Any  # factor of what was summed with the weights before
+
+
+def _softmax(
+    e: Emitter, scores: Sequence[Any], scale: float, low: Any, newest: Any, span: int, before: Any, total: Any
+) -> _Softmax:
+    """Return the weights of keys 0, 1, ..., 0 for those outside of `low` to `newest` and from `span` on.
+
+    `before`, `total`: largest score and sum of the keys before.
+    """
+    builder, masked = e.builder, []
+    oldest_here, newest_here = (splat_int32(e, builder.trunc(at, I32)) for at in (low, newest))
+    for key, score in zip(range(0, len(scores) * LANES, LANES), scores):
+        numbers = builder.add(lane_numbers(), splat_int(key))
+        seen = builder.icmp_signed("<=", numbers, newest_here)
+        seen = builder.and_(seen, builder.icmp_signed(">=", numbers, oldest_here))
+        if key + LANES > span:
+            seen = builder.and_(seen, builder.icmp_signed("<", numbers, splat_int(span)))
+        scaled = builder.fmul(score, e.splat(scale * math.log2(math.e)))
+        masked.append(builder.select(seen, scaled, e.splat(float("-inf"))))
+    highest = masked[0]
+    for other in masked[1:]:
+        highest = e.maximum(highest, other)
+    top = e.maximum(before, e.largest(highest))
+    rescale = e.exp2(e.splat(builder.fsub(before, top)))
+    weights = [e.exp2(builder.fsub(score, e.splat(top))) for score in masked]
+    total = builder.fmul(total, rescale)
+    for weight in weights:
+        total = builder.fadd(total, weight)
+    return _Softmax(weights, top, total, rescale)
+
+
 def _sums(e: Emitter, vectors: list[Any]) -> Any:
     """Return the sums of 16 vectors as one vector."""
     for size in (8, 4, 2, 1):
@@ -216,7 +243,7 @@ def _folded(e: Emitter, first: Any, second: Any, size: int) -> Any:
     return e.builder.fadd(*parts)
 
 
-class _Tiles(PagedKernel):
+class _Tiles(PagedKernel, ABC):
     """The rows of a tile are the heads of its first token, those of its second, and so on."""
 
     def __init__(self, shape: Shape) -> None:
@@ -243,21 +270,21 @@ class _Tiles(PagedKernel):
     def prepare(self) -> None:
         """Read arguments of a kernel's own."""
 
+    @abstractmethod
     def token(self, first: Any, of: Any) -> Any:
         """Return the number in the step of a token of the tile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def last(self, position: Any, count: Any) -> Any:
         """Return the last position that a token of the tile sees."""
-        raise NotImplementedError
 
+    @abstractmethod
     def newest(self, position: Any, of: Any) -> Any:
         """Return the last position that this token of the tile sees."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, head: Any, first: Any, at: Any) -> None:
         """Write the result of a row."""
-        raise NotImplementedError
 
     def _attend(self, head: Any, row: Any, first: Any, position: Any, count: Any) -> None:
         e, shape = self.e, self.shape
@@ -352,32 +379,16 @@ class _Tiles(PagedKernel):
     def _weigh(self, at: Any, newest: Any, here: Any) -> None:
         """Store the weights of a row, 0 for keys that it does not see, and rescale what was summed before."""
         e, shape, builder = self.e, self.shape, self.e.builder
-        newest_here = splat_int32(e, builder.trunc(builder.sub(newest, here), I32))
-        oldest_here = splat_int32(e, builder.trunc(builder.sub(self.first_seen(newest), here), I32))
-        kind, start, scores = ir.VectorType(I32, LANES), e.mul(at, self.width), []
-        for key in range(0, self.width, LANES):
-            numbers = builder.add(lane_numbers(), ir.Constant(kind, [I32(key)] * LANES))
-            seen = builder.icmp_signed("<=", numbers, newest_here)
-            seen = builder.and_(seen, builder.icmp_signed(">=", numbers, oldest_here))
-            if key + LANES > self.span:
-                seen = builder.and_(
-                    seen, builder.icmp_signed("<", numbers, ir.Constant(kind, [I32(self.span)] * LANES))
-                )
-            score = builder.fmul(e.load(self.scores, e.add(start, key)), e.splat(shape.scale * math.log2(math.e)))
-            scores.append(builder.select(seen, score, e.splat(float("-inf"))))
-        highest = scores[0]
-        for other in scores[1:]:
-            highest = e.maximum(highest, other)
-        before = e.load_one(self.tops, at)
-        top = e.maximum(before, e.largest(highest))
-        builder.store(top, e.at(self.tops, at))
-        rescale = e.exp2(e.splat(builder.fsub(before, top)))
-        total = builder.fmul(e.load(self.totals, e.mul(at, LANES)), rescale)
-        for key, score in zip(range(0, self.width, LANES), scores):
-            weight = e.exp2(builder.fsub(score, e.splat(top)))
-            total = builder.fadd(total, weight)
-            e.store_bfloat16(weight, self.weights, e.add(start, key))
-        e.store(total, self.totals, e.mul(at, LANES))
+        low, high = (builder.sub(each, here) for each in (self.first_seen(newest), newest))
+        places = [e.add(e.mul(at, self.width), key) for key in range(0, self.width, LANES)]
+        scores = [e.load(self.scores, place) for place in places]
+        before, summed = e.load_one(self.tops, at), e.load(self.totals, e.mul(at, LANES))
+        step = _softmax(e, scores, shape.scale, low, high, self.span, before, summed)
+        builder.store(step.top, e.at(self.tops, at))
+        e.store(step.total, self.totals, e.mul(at, LANES))
+        for place, weight in zip(places, step.weights):
+            e.store_bfloat16(weight, self.weights, place)
+        rescale = step.rescale
         for part in range(0, shape.value_dim, LANES):
             place = e.add(e.mul(at, shape.value_dim), part)
             e.store(builder.fmul(e.load(self.mixed, place), rescale), self.mixed, place)

@@ -1,7 +1,7 @@
 """FlashMLA (package flash_mla): latent decode attention on Hopper GPUs, over pages of 64 tokens.
 
-Its schedule of a step is made on the device by the step's first layer and shared by the others; a captured step
-makes it anew at every replay.
+The first layer of a step computes the step's schedule on the device, and the other layers share it. A captured step
+computes it again at each replay.
 """
 
 from __future__ import annotations
