@@ -32,7 +32,7 @@ MOST_SEQUENCES: Final = 16
 """Of a program. Each keeps its activations; in larger steps calls cost little beside the products."""
 
 _SPINS: Final = 4096
-"""Before a waiting thread gives up its core: about 40 us."""
+"""Tries before a waiting thread gives up its core: some tens of microseconds."""
 
 Caches = Mapping[int, LayerCache]
 RunLayers = Callable[[Tensor, StepBatch, Caches], Tensor]
