@@ -91,6 +91,7 @@ class ReferenceBackend:
         self.spec, self.limits, self.layout = options.spec, options.limits, options.layout
         self.cache_config = options.cache
         self.numerics = numerics(options.dtype, batch_invariant=options.batch_invariant)
+        self._head_scheme = options.schemes.get("head")
         keep_freed_memory()
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
         self._sampler = Sampler(
@@ -116,7 +117,7 @@ class ReferenceBackend:
             self._decoder = decoder = self._load_transformers(self.spec, weights)
             self._weight_bytes = decoder.num_bytes
             return
-        params = Packer(self.spec, self.numerics).pack(weights)
+        params = Packer(self.spec, self.numerics, self._head_scheme).pack(weights)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
         self._weight_bytes = params.num_bytes
 
@@ -140,7 +141,7 @@ class ReferenceBackend:
         if isinstance(self.spec, TransformersSpec):
             raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
         assert isinstance(self._decoder, Decoder), "load comes before update_weights"
-        params = Packer(self.spec, self.numerics).pack(weights, self._decoder.params)
+        params = Packer(self.spec, self.numerics, self._head_scheme).pack(weights, self._decoder.params)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
     def plan_memory(self, weights: int | None = None) -> MemoryPlan:

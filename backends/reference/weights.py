@@ -19,7 +19,7 @@ from pagoda.backends.reference.memory import held_bytes
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear, float32_linear, linear
 from pagoda.backends.reference.model.linear import Weight as PackWeight
 from pagoda.backends.reference.model.numerics import Numerics, thread_count
-from pagoda.backends.reference.model.ops import to_torch
+from pagoda.backends.reference.model.ops import to_numpy, to_torch
 from pagoda.backends.reference.model.quantized.blocks import BlockMatrix, BlockTable, Table, keeps
 from pagoda.backends.reference.model.quantized.compiled import lanes
 from pagoda.backends.reference.model.quantized.layer import computes
@@ -38,7 +38,8 @@ from pagoda.common.models.mixers import (
 )
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import Ffn, InputBlock, Layer, Mlp, ModelSpec, Moe
-from pagoda.common.weights.quantization.tensors import QuantizedTensor, dequantized, log_dequantized, take_matrix
+from pagoda.common.weights.quantization.on_the_fly import quantize
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Scheme, dequantized, log_dequantized, take_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +284,9 @@ class Packer:
     A unit is what is packed together: a layer, the head with its bias, or a parameter of its own with its bias.
     """
 
-    def __init__(self, spec: ModelSpec, numerics: Numerics) -> None:
-        self.spec, self.numerics = spec, numerics
+    def __init__(self, spec: ModelSpec, numerics: Numerics, head_scheme: Scheme | None = None) -> None:
+        """`head_scheme`: that a dense output head is quantised in; an embedding table of the same weight stays dense."""
+        self.spec, self.numerics, self._head_scheme = spec, numerics, head_scheme
         self._expected = params(spec)
         self._float32 = {param.name for param in self._expected.values() if param.float32}
         self._tensors: dict[str, PackWeight] = {}
@@ -326,7 +328,7 @@ class Packer:
                 continue
             if unit == "head":
                 bias = LayerParts(self._tensors, self.numerics).get("head_bias")
-                head = pool.submit(float32_linear, self._tensors[self._head], bias, self.numerics)
+                head = pool.submit(self._packed_head, self._tensors[self._head], bias)
             if not unit.startswith("layers."):
                 continue
             pending = [layer for layer in layers.values() if not layer.done()]
@@ -348,6 +350,11 @@ class Packer:
                 layers[unit] = pool.submit(LayerParts({}, self.numerics).layer, unit, layer)
         ready = tuple(layers[unit].result() if unit in layers else kept[unit] for unit in units)
         return self._model(ready, None if head is None else head.result(), old)
+
+    def _packed_head(self, weight: PackWeight, bias: Tensor | None) -> Linear:
+        if self._head_scheme is not None and isinstance(weight, Tensor):
+            weight = quantize(to_numpy(weight), self._head_scheme)
+        return float32_linear(weight, bias, self.numerics)
 
     def _keeps(self, name: str, value: QuantizedTensor) -> bool:
         """Return whether a parameter stays quantised: matrices of layers or the head that compute so, and blocks.

@@ -106,9 +106,11 @@ def main() -> None:
     spec, _ = spec_from_config(json.loads(args.config.read_text()))
     limits = Limits(max_model_len=2048, max_num_batched_tokens=8192, max_num_seqs=256, block_size=BLOCK)
     layout = kv_layout(spec, BLOCK)
-    options = BackendOptions(spec=spec, limits=limits, layout=layout, cache=CacheConfig(), dtype=args.dtype)
+    schemes = schemes_on_the_fly(args.quantization, params(spec), head=True) if args.quantization else {}
+    options = BackendOptions(
+        spec=spec, limits=limits, layout=layout, cache=CacheConfig(), dtype=args.dtype, schemes=schemes
+    )
     backend = load_backend("reference").create(options)
-    schemes = schemes_on_the_fly(args.quantization, params(spec)) if args.quantization else {}
     backend.load(quantized(random_weights(spec), schemes))
     backend.init_cache((BLOCKS,))
     if args.threads:

@@ -119,7 +119,8 @@ class Resolved:
             sources = tensor_sources(self.family.rules, parameters)
             return parameter_schemes(self.quantization, parameters, sources, self.checkpoint.names)
         if (method := self._dense_quantization) is not None:
-            return schemes_on_the_fly(method, parameters) if self.quantizes_on_host else {}
+            has_head = self.spec.pooler is None
+            return schemes_on_the_fly(method, parameters, has_head) if self.quantizes_on_host else {}
         stored = self.checkpoint.schemes
         return stored_schemes(self.family.rules, parameters, stored) if stored else {}
 

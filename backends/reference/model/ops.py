@@ -67,6 +67,13 @@ def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array)
 
 
+def to_numpy(tensor: Tensor) -> npt.NDArray[np.generic]:
+    """Return an array over the same memory, of bfloat16 as `dtypes.BFLOAT16`."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(dtypes.BFLOAT16)
+    return tensor.numpy()
+
+
 def norm(x: Tensor, spec: Norm, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """RMSNorm or LayerNorm of x [..., D] over its last axis; weight and bias [D], or [n, D]. Keeps x's dtype."""
     if weight is not None and weight.ndim > 1:

@@ -50,6 +50,8 @@ METHODS: Final = tuple(_SCHEMES)
 """Values of --quantization that quantise dense matrices while they are loaded."""
 
 _EXPERTS_ONLY: Final = ("experts_int8",)
+_HEAD: Final[Mapping[str, Scheme]] = {"int8": Int8("channel")}
+"""Methods that quantise the output head, too."""
 
 _MATRICES: Final = frozenset({"q", "k", "v", "o", "q_a", "q_b", "kv_a", "gate", "up", "down"})
 """Last parts of the names of layers' matrices. Not the router's, which is small and sensitive."""
@@ -91,9 +93,12 @@ def scheme_of(method: str, inputs: int) -> Scheme | None:
             return scheme
 
 
-def schemes_on_the_fly(method: str, params: Mapping[str, Param]) -> dict[str, Scheme]:
-    """Return the scheme of each parameter that a method quantises: matrices of layers, those of experts included."""
-    schemes: dict[str, Scheme] = {}
+def schemes_on_the_fly(method: str, params: Mapping[str, Param], head: bool = False) -> dict[str, Scheme]:
+    """Return the scheme of each parameter that a method quantises: matrices of layers, those of experts included.
+
+    `head`: the model has an output head, which has a scheme as "head" even where its weight is the embedding table.
+    """
+    schemes: dict[str, Scheme] = {"head": _HEAD[method]} if head and method in _HEAD else {}
     for name, param in params.items():
         experts = ".experts." in name
         if is_matrix(param) and (experts or method not in _EXPERTS_ONLY):
