@@ -7,7 +7,9 @@ ctypes releases the GIL during a call. The calls of a step can be recorded, to b
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +19,13 @@ from functools import cache
 from typing import Any, Final
 
 import llvmlite.binding as llvm
+import numpy as np
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 _KERNEL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_ALIGNMENT: Final = 64
 _lock: Final = threading.Lock()  # LLVM's global state
 
 
@@ -81,21 +85,44 @@ class Kernel:
             self._call(words)
 
 
+class Arena:
+    """Memory for what the kernels of recorded steps write. It is used again when no tensor refers to it any more.
+
+    A step that is repeated writes it in the same order, so all recorded steps of a thread can have one arena.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an array at a multiple of _ALIGNMENT."""
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        size = 1 << (count * dtype.itemsize - 1).bit_length()
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else np.empty(size + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        used = memory[start : start + size]  # lives as long as the tensor and its views
+        weakref.finalize(used, free.append, memory)
+        return torch.frombuffer(used, dtype=dtype, count=count).view(*shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """The calls of kernels in one thread, and the memory that they write."""
 
+    arena: Arena
     calls: list[tuple[int, array[int]]] = field(default_factory=list)  # address of the kernel, its words
-    memory: list[Tensor] = field(default_factory=list)
 
 
 _recording: Final[ContextVar[Recording | None]] = ContextVar("recording", default=None)
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
-    """Record the calls of this thread meanwhile; they run, too."""
-    token = _recording.set(recording := Recording())
+def record(arena: Arena) -> Iterator[Recording]:
+    """Record the calls of this thread meanwhile; they run, too. `arena`: what they write to."""
+    token = _recording.set(recording := Recording(arena))
     try:
         yield recording
     finally:
@@ -103,11 +130,9 @@ def record() -> Iterator[Recording]:
 
 
 def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return an array that a kernel writes; a recording keeps it."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if (recording := _recording.get()) is not None:
-        recording.memory.append(tensor)
-    return tensor
+    """Return an array that a kernel writes."""
+    recording = _recording.get()
+    return torch.empty(shape, dtype=dtype) if recording is None else recording.arena.take(shape, dtype)
 
 
 @cache

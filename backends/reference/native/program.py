@@ -12,7 +12,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final
 
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.native.ir_text import ENTRY, Function
-from pagoda.backends.reference.native.jit import Kernel, gomp, record
+from pagoda.backends.reference.native.jit import Arena, Kernel, gomp, record
 
 logger = logging.getLogger(__name__)
 
-MOST_SEQUENCES: Final = 16
-"""Of a program. Each keeps its activations; in larger steps calls cost little beside the products."""
+MOST_SEQUENCES: Final = 64
+"""Of a program. In larger steps calls cost little beside the products."""
 
 _SPINS: Final = 4096
 """Tries before a waiting thread gives up its core: some tens of microseconds."""
@@ -44,10 +44,8 @@ class RecordedSteps:
 
     def __init__(self, run: RunLayers, max_len: int) -> None:
         self._run, self._max_len = run, max_len
-        self._programs: dict[int, _Step] = {}
         self._recordable = True
-        self._caches: tuple[int, ...] = ()
-        self._busy = threading.Lock()
+        self._threads: dict[int, _ThreadSteps] = {}  # by their identifiers
 
     def run(self, x: Tensor, batch: StepBatch, caches: Caches) -> Tensor | None:
         """Return the hidden states [S, D] of embeddings [S, D]; None for a step that a program does not compute."""
@@ -55,24 +53,19 @@ class RecordedSteps:
         one_token_each = batch.num_decodes == count == len(x)
         if not self._recordable or not one_token_each or count > MOST_SEQUENCES or batch.states:
             return None
-        if any(view.shares(count) for view in batch.views.values()) or not self._busy.acquire(blocking=False):
+        if any(view.shares(count) for view in batch.views.values()):
             return None
-        try:
-            return self._run_alone(x, batch, caches)
-        finally:
-            self._busy.release()
-
-    def _run_alone(self, x: Tensor, batch: StepBatch, caches: Caches) -> Tensor:
-        if self._caches != (memory := _memory(caches)):
-            self._programs, self._caches = {}, memory
-        step = self._programs.get(len(x))
+        thread, memory = threading.get_ident(), _memory(caches)
+        steps = self._threads.get(thread)
+        if steps is None or steps.caches != memory:
+            steps = self._threads[thread] = _ThreadSteps(memory, _Inputs(x, batch, self._max_len))
+        step = steps.programs.get(count)
         if step is not None:
-            return step.repeat(x, batch)
-        step, hidden = _Step.record(self._run, x, batch, caches, self._max_len)
+            steps.inputs.copy(x, batch)
+            return step.repeat()
+        step, hidden = steps.record(self._run, x, batch, caches)
         if step is None:
             self._recordable = False
-        else:
-            self._programs[len(x)] = step
         return hidden
 
 
@@ -82,51 +75,81 @@ def _memory(caches: Caches) -> tuple[int, ...]:
     return first.data_ptr(), *first.shape
 
 
+class _Inputs:
+    """What the programs of a thread read: the first rows of arrays for MOST_SEQUENCES sequences."""
+
+    def __init__(self, x: Tensor, batch: StepBatch, max_len: int) -> None:
+        """`x`, `batch`: any step of the model."""
+        self._x = x.new_empty(MOST_SEQUENCES, x.shape[1])
+        self._positions = batch.positions.new_empty(MOST_SEQUENCES)
+        self._context = np.empty(MOST_SEQUENCES, np.int32)
+        self._slots = {number: view.write_slots.new_empty(MOST_SEQUENCES) for number, view in batch.views.items()}
+        self._tables = {
+            number: np.zeros((MOST_SEQUENCES, -(-max_len // view.block_size)), np.int32)
+            for number, view in batch.views.items()
+        }
+
+    def copy(self, x: Tensor, batch: StepBatch) -> None:
+        """Copy those of a step."""
+        count = len(x)
+        self._x[:count] = x
+        self._positions[:count] = batch.positions
+        self._context[:count] = batch.context
+        for number, view in batch.views.items():
+            self._slots[number][:count] = view.write_slots
+            self._tables[number][:count, : view.table.shape[1]] = view.table
+
+    def of(self, batch: StepBatch) -> tuple[Tensor, StepBatch]:
+        """Return embeddings and batch of a step that was copied, in these arrays."""
+        count, context = len(batch.sequences), self._context[: len(batch.sequences)]
+        views = {
+            number: replace(
+                view,
+                write_slots=self._slots[number][:count],
+                table=self._tables[number][:count],
+                context=context,
+                _prefixes={},
+            )
+            for number, view in batch.views.items()
+        }
+        own = replace(batch, positions=self._positions[:count], views=views, context=context, _tiles={})
+        return self._x[:count], own
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A program with its inputs and its result."""
+    """A program and its result."""
 
     program: Program
-    x: Tensor
-    batch: StepBatch
     hidden: Tensor
 
-    @classmethod
-    def record(
-        cls, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches, max_len: int
-    ) -> tuple[_Step | None, Tensor]:
+    def repeat(self) -> Tensor:
+        """Return the hidden states of the step that the inputs hold."""
+        self.program(torch.get_num_threads())
+        return self.hidden.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadSteps:
+    """The programs of one thread by their number of sequences: they share inputs and memory."""
+
+    caches: tuple[int, ...]  # see `_memory`
+    inputs: _Inputs
+    arena: Arena = field(default_factory=Arena)
+    programs: dict[int, _Step] = field(default_factory=dict)
+
+    def record(self, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches) -> tuple[_Step | None, Tensor]:
         """Run a step and return its program, if kernels compute all of it, and its result."""
-        own_x, own = x.clone(), _own_arrays(batch, max_len)
-        with record() as recording, _Foreign() as foreign:
+        self.inputs.copy(x, batch)
+        own_x, own = self.inputs.of(batch)
+        with record(self.arena) as recording, _Foreign() as foreign:
             hidden = run(own_x, own, caches)
         if foreign.operations:
             logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
             return None, hidden
         logger.debug("recorded the %d kernels of a step of %d sequences", len(recording.calls), len(x))
-        return cls(Program(recording.calls, recording.memory), own_x, own, hidden), hidden.clone()
-
-    def repeat(self, x: Tensor, batch: StepBatch) -> Tensor:
-        """Return the hidden states of another step with as many sequences."""
-        self.x.copy_(x)
-        self.batch.positions.copy_(batch.positions)
-        self.batch.context[:] = batch.context
-        for number, view in self.batch.views.items():
-            given = batch.views[number]
-            view.write_slots.copy_(given.write_slots)
-            view.table[:, : given.table.shape[1]] = given.table
-        self.program(torch.get_num_threads())
-        return self.hidden.clone()
-
-
-def _own_arrays(batch: StepBatch, max_len: int) -> StepBatch:
-    """Return the batch in memory of its own, with block tables as wide as they can be."""
-    context = np.array(batch.context, np.int32)
-    views = {}
-    for number, view in batch.views.items():
-        table = np.zeros((len(view.table), -(-max_len // view.block_size)), np.int32)
-        table[:, : view.table.shape[1]] = view.table
-        views[number] = replace(view, write_slots=view.write_slots.clone(), table=table, context=context, _prefixes={})
-    return replace(batch, positions=batch.positions.clone(), views=views, context=context, _tiles={})
+        step = self.programs[len(x)] = _Step(Program(recording.calls), hidden)
+        return step, hidden.clone()
 
 
 class _Foreign(TorchDispatchMode):
@@ -153,9 +176,8 @@ class _Foreign(TorchDispatchMode):
 class Program:
     """Kernel calls in their order."""
 
-    def __init__(self, calls: list[tuple[int, array[int]]], memory: list[Tensor]) -> None:
-        """`calls`: kernels' addresses and words; `memory`: what the words point to and nothing else keeps."""
-        self._memory = memory
+    def __init__(self, calls: list[tuple[int, array[int]]]) -> None:
+        """`calls`: kernels' addresses and words, which point to memory that the caller keeps."""
         width = max(len(words) for _, words in calls)
         self._first = np.zeros((len(calls), width), np.int64)  # words before a run
         for row, (_, words) in zip(self._first, calls):
