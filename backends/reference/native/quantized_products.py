@@ -35,6 +35,12 @@ E2M1_DOUBLED: Final = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 """Twice the values of e2m1, plus 12: unsigned numbers whose zero is 12."""
 
 _LARGEST: Final = 127.0
+_MAGNITUDE: Final = 0x7FFFFFFF
+"""Bits of a float32 without its sign."""
+
+_SHIFTER: Final = 1.5 * 2**23
+"""Added to a float32 below 2^22 it leaves an integer in the lower bits."""
+_SHIFTER_BITS: Final = 0x4B400000
 
 Real = Literal["bfloat", "half", "float"]
 _BYTES: Final = {"bfloat": 2, "half": 2, "float": 4}
@@ -108,19 +114,15 @@ def module(form: ProductForm) -> str:
     lanes, chunk = form.lanes, form.chunk
     width = lanes * 32
     attributes = f'"min-legal-vector-width"="{width}"'
-    floats, wide = f"<{lanes} x float>", f"<{chunk} x float>"
+    floats = f"<{lanes} x float>"
     shuffle = {512: "avx512.pshuf.b.512", 256: "avx2.pshuf.b"}[width]
     declarations = [
         "declare void @llvm.x86.sse2.pause()",
         f"declare <{lanes} x i32> @llvm.x86.avx512.vpdpbusd.{width}(<{lanes} x i32>, <{lanes} x i32>, <{lanes} x i32>)",
         f"declare <{width // 8} x i8> @llvm.x86.{shuffle}(<{width // 8} x i8>, <{width // 8} x i8>)",
+        f"declare <{chunk} x i32> @llvm.umax.v{chunk}i32(<{chunk} x i32>, <{chunk} x i32>)",
+        *(f"declare i32 @llvm.vector.reduce.{each}.v{chunk}i32(<{chunk} x i32>)" for each in ("umax", "add")),
         f"declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})",
-        f"declare {wide} @llvm.fabs.v{chunk}f32({wide})",
-        f"declare {wide} @llvm.roundeven.v{chunk}f32({wide})",
-        f"declare {wide} @llvm.maximum.v{chunk}f32({wide}, {wide})",
-        f"declare float @llvm.vector.reduce.fmaximum.v{chunk}f32({wide})",
-        f"declare i32 @llvm.vector.reduce.add.v{chunk}i32(<{chunk} x i32>)",
-        f"declare <{chunk} x i8> @llvm.fptosi.sat.v{chunk}i8.v{chunk}f32({wide})",
         f"declare {floats} @llvm.masked.load.v{lanes}f32.p0(ptr, i32, <{lanes} x i1>, {floats})",
         *(
             f"declare void @llvm.masked.store.v{lanes}{_SUFFIX[real]}.p0(<{lanes} x {real}>, ptr, i32, <{lanes} x i1>)"
@@ -158,28 +160,33 @@ def _rounding(form: ProductForm, attributes: str) -> str:
         """Round a group; return how to read what is left of it."""
 
         def largest(chunk: str, carried: Sequence[str]) -> list[str]:
-            sizes = f.let(f"call {floats} @llvm.fabs.v{size}f32({floats} {read(chunk)[1]})")
-            return [f.let(f"call {floats} @llvm.maximum.v{size}f32({floats} {carried[0]}, {floats} {sizes})")]
+            """Magnitudes compare as the integers of their bits; NaN is the largest."""
+            bits = f.let(f"bitcast {floats} {read(chunk)[1]} to {ints}")
+            bits = f.let(f"and {ints} {bits}, {_constant('i32', [_MAGNITUDE] * size)}")
+            return [f.let(f"call {ints} @llvm.umax.v{size}i32({ints} {carried[0]}, {ints} {bits})")]
 
-        (sizes,) = f.loop("0", chunks, largest, [(floats, "zeroinitializer")])
-        peak = f.let(f"call float @llvm.vector.reduce.fmaximum.v{size}f32({floats} {sizes})")
+        (sizes,) = f.loop("0", chunks, largest, [(ints, "zeroinitializer")])
+        peak = f.let(f"bitcast i32 {f.let(f'call i32 @llvm.vector.reduce.umax.v{size}i32({ints} {sizes})')} to float")
         scale = f.let(f"fdiv float {peak}, {_LARGEST:.1f}")
         positive = f.let(f"fcmp ogt float {peak}, 0.0")
         quotient = f.let(f"fdiv float {_LARGEST:.1f}, {peak}")
         inverse = f.splat("float", f.let(f"select i1 {positive}, float {quotient}, float 0.0"), size)
+        shifter = f.splat("float", str(_SHIFTER), size)
 
-        def even(values: str) -> str:
-            exact = f.let(f"fmul {floats} {values}, {inverse}")
-            return f.let(f"call {floats} @llvm.roundeven.v{size}f32({floats} {exact})")
+        def shifted(values: str) -> str:
+            """Return numbers, rounded to the nearest, ties to even, plus _SHIFTER: their bits are those of integers."""
+            return f.let(f"fadd {floats} {f.let(f'fmul {floats} {values}, {inverse}')}, {shifter}")
 
         def rounded(chunk: str, carried: Sequence[str]) -> list[str]:
             start, values = read(chunk)
-            numbers = f.let(f"call {bytes_} @llvm.fptosi.sat.v{size}i8.v{size}f32({floats} {even(values)})")
-            f.store(bytes_, numbers, f.at(numbers_row, start))
-            return [f.let(f"add {ints} {carried[0]}, {f.let(f'sext {bytes_} {numbers} to {ints}')}")]
+            bits = f.let(f"bitcast {floats} {shifted(values)} to {ints}")
+            f.store(bytes_, f.let(f"trunc {ints} {bits} to {bytes_}"), f.at(numbers_row, start))
+            return [f.let(f"add {ints} {carried[0]}, {bits}")]
 
         (sums,) = f.loop("0", chunks, rounded, [(ints, "zeroinitializer")])
         total = f.let(f"call i32 @llvm.vector.reduce.add.v{size}i32({ints} {sums})")
+        added = f.let(f"mul i32 {f.let(f'trunc i64 {per_group} to i32')}, {_SHIFTER_BITS}")
+        total = f.let(f"sub i32 {total}, {added}")
         place = f.at(factors_row, f.let(f"mul i64 {index}, {FACTOR_BYTES}"))
         f.store("float", scale, place)
         f.store("i32", f.let(f"mul i32 {total}, {-form.zero}"), f.at(place, 4))
@@ -188,8 +195,8 @@ def _rounding(form: ProductForm, attributes: str) -> str:
 
         def left(chunk: str) -> tuple[str, str]:
             start, values = read(chunk)
-            taken = f.let(f"fmul {floats} {even(values)}, {steps}")
-            return start, f.let(f"fsub {floats} {values}, {taken}")
+            numbers = f.let(f"fsub {floats} {shifted(values)}, {shifter}")
+            return start, f.let(f"fsub {floats} {values}, {f.let(f'fmul {floats} {numbers}, {steps}')}")
 
         return left
 
