@@ -195,35 +195,40 @@ class ReferenceBackend:
         copy_states(plan.state_copies, self.layout, self._caches)
         plan = self._sampler.resolve(plan)
         self._threads.together()
-        hidden = self._divided(plan)
-        if hidden is None:
-            hidden = self._hidden(plan)
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        sampled = torch.from_numpy(sampled_indices(plan))
-        return ForwardPass(plan, self._decoder.logits(hidden[sampled]) if len(sampled) else None, prompt_logprobs)
+        hidden, logits = self._divided(plan) or self._hidden_and_logits(plan)
+        return ForwardPass(plan, logits, self._prompt_logprobs(plan, hidden))
 
-    def _hidden(self, plan: StepPlan) -> Tensor:
-        """Return the hidden states [T, D]."""
+    def _hidden_and_logits(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [T, D], and float32 logits [R, V] of the R tokens to be sampled."""
         assert self._decoder is not None
         batch = make_batch(plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        return self._decoder.hidden(token_ids, batch, self._caches, embedded)
+        hidden = self._decoder.hidden(token_ids, batch, self._caches, embedded)
+        sampled = torch.from_numpy(sampled_indices(plan))
+        return hidden, self._decoder.logits(hidden[sampled]) if len(sampled) else None
 
-    def _divided(self, plan: StepPlan) -> Tensor | None:
-        """Return the hidden states [T, D] of parts computed by a thread each; None if that gains nothing."""
+    def _divided(self, plan: StepPlan) -> tuple[Tensor, Tensor | None] | None:
+        """Return the same, of parts computed by a thread each; None if that gains nothing."""
         threads, decoder = self._threads, self._decoder
         if not threads.load.contended or not isinstance(decoder, Decoder) or not decoder.is_row_wise:
             return None
-        sequences = divide(plan, threads.count, self.layout)
+        sequences = divide(plan, threads.parts, self.layout)
         if len(sequences) < 2:
             return None
         plans, tokens = zip(*(part_of(plan, part) for part in sequences))
-        parts = threads.map(lambda part: _run_part(lambda: self._hidden(part)), plans)
-        hidden = parts[0].new_empty(plan.num_tokens, parts[0].shape[1])
-        for indices, part in zip(tokens, parts):
-            hidden[torch.from_numpy(indices)] = part
-        return hidden
+        parts = threads.map(lambda part: _run_part(lambda: self._hidden_and_logits(part)), plans)
+        whole = parts[0][0].new_empty(plan.num_tokens, parts[0][0].shape[1])
+        for indices, (hidden, _) in zip(tokens, parts):
+            whole[torch.from_numpy(indices)] = hidden
+        sampled = sampled_indices(plan)
+        if not len(sampled):
+            return whole, None
+        logits = torch.empty(len(sampled), self.spec.vocab)
+        for part, indices, (_, own) in zip(plans, tokens, parts):
+            if own is not None:
+                logits[torch.from_numpy(np.searchsorted(sampled, indices[sampled_indices(part)]))] = own
+        return whole, logits
 
     def sample(self, forward: ForwardPass, masks: TokenMasks | None = None) -> StepResult:
         """Sample the step's tokens. `masks`: of sequences in `plan.masked`."""

@@ -2,7 +2,8 @@
 
 Threads that share an operation wait for each other hundreds of times per step, each time for one that may have lost its
 core. Beside busy processes the sequences of a large step are divided instead: each thread computes its part of all
-layers, and waits once. A small step runs on as many threads as there are cores left.
+layers and the head, and waits once. There are more of these threads than cores, since the kernel divides time among
+threads. A small step runs on as many threads as there are cores left.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ INTERVAL: Final = 0.25
 BUSY: Final = 0.5
 CALM: Final = 0.4
 """Cores that other processes keep busy, from which on threads work apart, and below which they work together again."""
+
+PARTS_PER_THREAD: Final = 2
+"""With two cores and one busy process two threads get 1.3 cores, four 1.6."""
 
 TOKENS_PER_PART: Final = 16
 """At least; each part reads all weights."""
@@ -94,6 +98,11 @@ class ComputeThreads:
         self.count, self.load = count, load or CoreLoad()
         self._apart: ThreadPoolExecutor | None = None
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts a step is divided."""
+        return PARTS_PER_THREAD * self.count
+
     def together(self) -> None:
         """Set the number of threads that share an operation."""
         self.load.update()
@@ -106,7 +115,7 @@ class ComputeThreads:
         """Run each plan on a thread of its own. Raises what the first one that failed raised."""
         if self._apart is None:
             self._apart = ThreadPoolExecutor(
-                self.count, "pagoda-part", initializer=torch.set_num_threads, initargs=(1,)
+                self.parts, "pagoda-part", initializer=torch.set_num_threads, initargs=(1,)
             )
         return list(self._apart.map(run, plans))
 

@@ -39,7 +39,13 @@ from pagoda.common.models.mixers import (
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import Ffn, InputBlock, Layer, Mlp, ModelSpec, Moe
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import QuantizedTensor, Scheme, dequantized, log_dequantized, take_matrix
+from pagoda.common.weights.quantization.tensors import (
+    QuantizedTensor,
+    Scheme,
+    dequantized,
+    log_dequantized,
+    take_matrix,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +291,7 @@ class Packer:
     """
 
     def __init__(self, spec: ModelSpec, numerics: Numerics, head_scheme: Scheme | None = None) -> None:
-        """`head_scheme`: that a dense output head is quantised in; an embedding table of the same weight stays dense."""
+        """`head_scheme`: of an output head that arrives dense; an embedding table of the same weight stays dense."""
         self.spec, self.numerics, self._head_scheme = spec, numerics, head_scheme
         self._expected = params(spec)
         self._float32 = {param.name for param in self._expected.values() if param.float32}

@@ -20,7 +20,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from operator import truediv
 from pathlib import Path
 
@@ -63,10 +62,10 @@ class Worker:
                 if os.getsid(int(entry.name)) == self.process.pid:
                     os.kill(int(entry.name), number)
 
-    def run(self, requests: int, inputs: int, outputs: int, shared: int = 0) -> float:
-        """Output tokens per second."""
+    def run(self, requests: int, inputs: int, outputs: int, shared: int = 0, *, busy: bool = False) -> float:
+        """Output tokens per second. `busy`: beside a process that keeps one core busy."""
         self._signal(signal.SIGCONT)
-        self.process.stdin.write(f"{requests} {inputs} {outputs} {shared}\n")
+        self.process.stdin.write(f"{requests} {inputs} {outputs} {shared} {busy:d}\n")
         self.process.stdin.flush()
         seconds = float(self.process.stdout.readline())
         self.pause()
@@ -74,17 +73,6 @@ class Worker:
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def busy_neighbour() -> Iterator[None]:
-    """A process that computes without a pause."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def measure(workers: dict[str, Worker], cases: list[str], rounds: int, neighbour: bool) -> dict:
@@ -97,8 +85,7 @@ def measure(workers: dict[str, Worker], cases: list[str], rounds: int, neighbour
             for name, worker in workers.items():
                 quiet[name].append(round(worker.run(*CASES[case]), 2))
                 if neighbour:
-                    with busy_neighbour():
-                        beside[name].append(round(worker.run(*CASES[case]), 2))
+                    beside[name].append(round(worker.run(*CASES[case], busy=True), 2))
         results[case] = summary(quiet)
         if neighbour:
             kept = {name: round(statistics.median(map(truediv, beside[name], quiet[name])), 2) for name in workers}

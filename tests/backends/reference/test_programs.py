@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.reference_driver import Driver, random_weights
 
+from pagoda.backends.reference.threads import CoreLoad
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
@@ -73,6 +74,17 @@ def test_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     made, single = driver(), driver()
     made.backend._threads.count, single.backend._threads.count = 2, 1
     np.testing.assert_array_equal(logprobs(made, 60), logprobs(single, 60))
+
+
+def test_threads_that_work_apart_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoreLoad, "update", lambda self: None)
+    monkeypatch.setattr("pagoda.backends.reference.threads.TOKENS_PER_PART", 1)
+    made, plain = driver(), driver()
+    made.backend._threads.count, made.backend._threads.load.contended = 2, True
+    plain.backend._decoder.programs = None
+    np.testing.assert_array_equal(logprobs(made, 60), logprobs(plain, 60))
+    assert len(sizes(made)) > 1
+    assert [1] in sizes(made)
 
 
 def test_what_torch_computes_is_not_repeated() -> None:

@@ -85,16 +85,20 @@ def test_threads_are_as_many_as_cores_are_left(monkeypatch: pytest.MonkeyPatch) 
 def test_divided_step_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llvmlite")
     monkeypatch.setattr(CoreLoad, "update", lambda self: None)
+    monkeypatch.setattr("pagoda.backends.reference.threads.TOKENS_PER_PART", 1)
     prompts = {row: [(7 * row + 3 * i) % 90 for i in range(12 + row)] for row in range(6)}
     results = []
     for contended in (False, True):
+        results.append([])
         driver = Driver(tiny_spec(), dtype="bfloat16")
         if not getattr(driver.backend._decoder, "is_row_wise", False):
             pytest.skip("the processor has no AVX512-BF16")
         threads = driver.backend._threads
         threads.count, threads.load.contended = 2, contended
         starts = [driver.start(row, tokens) for row, tokens in prompts.items()]
-        results.append(driver.step(prompts, starts)[1].token_ids.tolist())
+        for tokens in (prompts, {row: [row] for row in prompts}, {row: [3] for row in prompts}):
+            results[-1] += driver.step(tokens, starts)[1].token_ids.tolist()
+            starts = []
         assert (threads._apart is not None) == contended
         driver.backend.close()
     assert results[0] == results[1]
