@@ -306,3 +306,19 @@ def test_a_model_computes_with_its_experts(lanes: int) -> None:
     assert_near(ffn.experts[1].inner(x).float(), want, 2**-8)
     plain = Packer(spec, NARROW).pack(iter(dense.items())).num_bytes
     assert 0.5 < model.num_bytes / plain < 0.8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_quantised_when_it_is_packed(tied: bool) -> None:
+    spec = replace(tiny_spec(), tied=tied)
+    weights, scheme = dict(random_weights(spec)), Int8("channel")
+    name = "embed" if tied else "head"
+    packed = Packer(spec, NARROW, scheme).pack(list(weights.items()))
+    expected = quantize(torch.from_numpy(weights[name]).bfloat16().float().numpy(), scheme)
+    x = torch.randn(3, spec.width).bfloat16()
+    assert packed.head is not None
+    torch.testing.assert_close(packed.head(x), float32_linear(expected, None, NARROW)(x), rtol=0, atol=0)
+    torch.testing.assert_close(packed.embed, torch.from_numpy(weights["embed"]).bfloat16(), rtol=0, atol=0)
+    plain = Packer(spec, NARROW).pack(list(weights.items())).head
+    assert plain is not None
+    assert not torch.equal(packed.head(x), plain(x))

@@ -130,6 +130,7 @@ def test_matrices_of_layers_are_quantised() -> None:
     assert set(schemes) == {name for name, expected in names.items() if expected}
     assert scheme_of("int4", 72) is None
     assert odd.name in schemes_on_the_fly("int8", {odd.name: odd})
+    assert {"head"} == set(schemes_on_the_fly("int8", {}, head=True)) > set(schemes_on_the_fly("int4", {}, head=True))
     stream = dict(
         quantized(
             [(name, matrix(*param.shape, seed=1)) for name, param in params.items() if len(param.shape) > 1], schemes
