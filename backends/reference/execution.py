@@ -79,6 +79,21 @@ class Prefixes:
     begins: Int32  # [num_decodes] the first position of each sequence that is not of its prefix
     states: Int32  # [num_decodes] 1 + the number of the member; 0: none
 
+    @property
+    def form(self) -> tuple[int, ...]:
+        """What kernel calls depend on besides the arrays' values: their lengths."""
+        return len(self.tiles), len(self.members), len(self.begins)
+
+    def copy_from(self, other: Prefixes) -> None:
+        """Take the values of prefixes of the same form."""
+        for own, given in (
+            (self.tiles, other.tiles),
+            (self.members, other.members),
+            (self.begins, other.begins),
+            (self.states, other.states),
+        ):
+            own[:] = given
+
 
 @dataclass(frozen=True)
 class ViewBatch:
@@ -90,21 +105,17 @@ class ViewBatch:
     lengths: Int32  # [S] new tokens
     window: int | None
     block_size: int
-    _prefixes: dict[tuple[int, int], Prefixes | None] = field(default_factory=dict)
-
-    def shares(self, decodes: int) -> bool:
-        """Return whether some of the first `decodes` sequences share a prefix."""
-        return self.prefixes(decodes, _MEMBERS) is not None
+    found_prefixes: dict[tuple[int, int], Prefixes | None] = field(default_factory=dict)  # by arguments of `prefixes`
 
     def prefixes(self, decodes: int, tokens: int) -> Prefixes | None:
         """Return what the first `decodes` sequences share, in tiles of at most `tokens` members; None if nothing."""
         key = decodes, tokens
-        if key not in self._prefixes:
+        if key not in self.found_prefixes:
             shared = None
             if decodes >= _MEMBERS and self.window is None:
                 shared = _shared_prefixes(self.table[:decodes], self.context[:decodes], self.block_size, tokens)
-            self._prefixes[key] = shared
-        return self._prefixes[key]
+            self.found_prefixes[key] = shared
+        return self.found_prefixes[key]
 
     @cached_property
     def spans(self) -> tuple[CacheSpan, ...]:

@@ -19,7 +19,7 @@ from pagoda.common.engine.step import Int32
 _AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
 if TYPE_CHECKING or _AVAILABLE:
     from pagoda.backends.reference.native import choice, paired_attention, products, rows
-    from pagoda.backends.reference.native.attention import NEVER, Shape, decode_kernel, prefill_kernel
+    from pagoda.backends.reference.native.attention import Shape, decode_kernel, prefill_kernel
     from pagoda.backends.reference.native.emit import LANES
     from pagoda.backends.reference.native.jit import Kernel, allocate
     from pagoda.backends.reference.native.program import RecordedSteps, RunLayers
@@ -260,12 +260,10 @@ class PagedAttend:
         return out
 
     def _prefix_states(self, read: tuple[int, ...], shared: Prefixes, threads: int) -> Tensor:
-        """Return the states after shared prefixes [1 + members, N, V + 32]; the first is that of no key."""
+        """Return the states after shared prefixes [members, N, V + 32]."""
         shape = self._shape
         width = shape.value_dim + 2 * LANES
-        states = allocate(1 + len(shared.members), shape.kv_heads * shape.group, width, dtype=torch.float32)
-        states[0] = 0.0
-        states[0, :, -LANES:] = NEVER
+        states = allocate(len(shared.members), shape.kv_heads * shape.group, width, dtype=torch.float32)
         row = states.stride(0)
         arguments = *read, shared.tiles.ctypes.data, 0, states.data_ptr(), row, shared.members.ctypes.data
         self._prefix[0](arguments, len(shared.tiles) * shape.kv_heads, threads)

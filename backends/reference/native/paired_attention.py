@@ -54,7 +54,7 @@ def decode_kernel(shape: Shape, *, resumes: bool = False) -> Kernel:
     """Return the kernel of sequences with one token each; arguments as of `attention.decode_kernel`.
 
     With `resumes`, for sequences whose first keys are summed already, three more: the first position of each that is
-    not, int32 [T], the row of each one's state, int32 [T], and the states that `prefix_kernel` writes.
+    not, int32 [T], 1 + the row of each one's state or 0, int32 [T], and the states that `prefix_kernel` writes.
     """
     return Kernel(_PairedDecode(shape, resumes).module)
 
@@ -70,9 +70,9 @@ def prefix_kernel(shape: Shape) -> Kernel:
     """Return the kernel of prefixes that single tokens of several sequences share.
 
     Arguments: as of `attention.prefill_kernel`, with tiles int32 [n, 4] of: row of the block table, first member,
-    number of positions, number of members; in place of results states float32 [1 + members, N, V + 32] and their row
+    number of positions, number of members; in place of results states float32 [members, N, V + 32] and their row
     stride; then the members' tokens int32 [members]. A state is the sum of weighted values, 16 numbers whose sum is
-    that of the weights, and 16 times the binary logarithm of what the weights were divided by. The first is left out.
+    that of the weights, and 16 times the binary logarithm of what the weights were divided by.
     """
     return Kernel(_PrefixTiles(shape).module)
 
@@ -101,7 +101,9 @@ class _PairedDecode(PagedKernel):
         if self.resumes is not None:
             begins, states, _ = self.resumes
             first = e.load_int(begins, row)
-            self._resume(e.load_int(states, row), head, mixed, totals)
+            state = e.load_int(states, row)
+            with e.loop(0, e.least(state, 1)):  # once, or not at all
+                self._resume(e.add(state, -1), head, mixed, totals)
         start = e.add(e.mul(row, self.q_stride), e.mul(head, shape.group * shape.head_dim))
         first_page, last_page = (e.divmod(at, shape.block_size)[0] for at in (first, position))
         with e.loop(first_page, e.add(last_page, 1)) as page:
@@ -459,7 +461,7 @@ class _PrefixTiles(_Tiles):
         of, group = e.divmod(at, shape.group)
         width = shape.value_dim + 2 * LANES
         of_head = e.mul(e.add(e.mul(head, shape.group), group), width)
-        start = e.add(e.mul(e.add(first, of, 1), self.out_stride), of_head)
+        start = e.add(e.mul(e.add(first, of), self.out_stride), of_head)
         for part in range(0, shape.value_dim, LANES):
             e.store(e.load(self.mixed, e.add(e.mul(at, shape.value_dim), part)), self.states, e.add(start, part))
         e.store(e.load(self.totals, e.mul(at, LANES)), self.states, e.add(start, shape.value_dim))

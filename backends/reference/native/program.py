@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagoda.backends.reference.execution import StepBatch
+from pagoda.backends.reference.execution import Prefixes, StepBatch, ViewBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.native.ir_text import ENTRY, Function
 from pagoda.backends.reference.native.jit import Arena, Kernel, gomp, record
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 MOST_SEQUENCES: Final = 64
 """Of a program. In larger steps calls cost little beside the products."""
+
+_MOST_FORMS: Final = 4
+"""Programs of one number of sequences: their shared prefixes differ."""
 
 _SPINS: Final = 4096
 """Tries before a waiting thread gives up its core: some tens of microseconds."""
@@ -53,19 +56,16 @@ class RecordedSteps:
         one_token_each = batch.num_decodes == count == len(x)
         if not self._recordable or not one_token_each or count > MOST_SEQUENCES or batch.states:
             return None
-        if any(view.shares(count) for view in batch.views.values()):
-            return None
         thread, memory = threading.get_ident(), _memory(caches)
         steps = self._threads.get(thread)
         if steps is None or steps.caches != memory:
             steps = self._threads[thread] = _ThreadSteps(memory, _Inputs(x, batch, self._max_len))
-        step = steps.programs.get(count)
-        if step is not None:
-            steps.inputs.copy(x, batch)
-            return step.repeat()
-        step, hidden = steps.record(self._run, x, batch, caches)
-        if step is None:
-            self._recordable = False
+        for step in steps.programs.get(count, ()):
+            if step.fits(batch):
+                steps.inputs.copy(x, batch)
+                return step.repeat(batch)
+        recorded, hidden = steps.record(self._run, x, batch, caches)
+        self._recordable = recorded
         return hidden
 
 
@@ -108,7 +108,7 @@ class _Inputs:
                 write_slots=self._slots[number][:count],
                 table=self._tables[number][:count],
                 context=context,
-                _prefixes={},
+                found_prefixes={},
             )
             for number, view in batch.views.items()
         }
@@ -118,15 +118,32 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A program and its result."""
+    """A program for a number of sequences, and the lengths of the arrays of their shared prefixes."""
 
     program: Program
-    hidden: Tensor
+    views: Mapping[int, ViewBatch]  # with the prefixes that the program reads
+    hidden: Tensor  # its result
 
-    def repeat(self) -> Tensor:
-        """Return the hidden states of the step that the inputs hold."""
+    def fits(self, batch: StepBatch) -> bool:
+        """Return whether the program computes a step."""
+        return all(
+            _form(own) == _form(batch.views[number].prefixes(*key))
+            for number, view in self.views.items()
+            for key, own in view.found_prefixes.items()
+        )
+
+    def repeat(self, batch: StepBatch) -> Tensor:
+        """Return the hidden states of a step that fits, and that the inputs hold."""
+        for number, view in self.views.items():
+            for key, own in view.found_prefixes.items():
+                if own is not None and (given := batch.views[number].prefixes(*key)) is not None:
+                    own.copy_from(given)
         self.program(torch.get_num_threads())
         return self.hidden.clone()
+
+
+def _form(prefixes: Prefixes | None) -> tuple[int, ...]:
+    return () if prefixes is None else prefixes.form
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +153,22 @@ class _ThreadSteps:
     caches: tuple[int, ...]  # see `_memory`
     inputs: _Inputs
     arena: Arena = field(default_factory=Arena)
-    programs: dict[int, _Step] = field(default_factory=dict)
+    programs: dict[int, list[_Step]] = field(default_factory=dict)
 
-    def record(self, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches) -> tuple[_Step | None, Tensor]:
-        """Run a step and return its program, if kernels compute all of it, and its result."""
+    def record(self, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches) -> tuple[bool, Tensor]:
+        """Run a step, and keep it as a program if kernels compute all of it. Return whether they do, and the result."""
         self.inputs.copy(x, batch)
         own_x, own = self.inputs.of(batch)
         with record(self.arena) as recording, _Foreign() as foreign:
             hidden = run(own_x, own, caches)
         if foreign.operations:
             logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
-            return None, hidden
+            return False, hidden
         logger.debug("recorded the %d kernels of a step of %d sequences", len(recording.calls), len(x))
-        step = self.programs[len(x)] = _Step(Program(recording.calls), hidden)
-        return step, hidden.clone()
+        step, steps = _Step(Program(recording.calls), own.views, hidden), self.programs.setdefault(len(x), [])
+        steps[_MOST_FORMS - 1 :] = []
+        steps.insert(0, step)
+        return True, hidden.clone()
 
 
 class _Foreign(TorchDispatchMode):

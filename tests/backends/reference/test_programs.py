@@ -43,7 +43,8 @@ def driver(spec: ModelSpec = SPEC, method: str | None = None) -> Driver:
 
 def sizes(made: Driver) -> list[list[int]]:
     """Return the numbers of sequences that each thread has a program for."""
-    return [sorted(steps.programs) for steps in made.backend._decoder.programs._threads.values()]
+    threads = made.backend._decoder.programs._threads.values()
+    return [sorted(count for count, each in steps.programs.items() for _ in each) for steps in threads]
 
 
 def logprobs(made: Driver, steps: int = 9) -> list[np.ndarray]:
@@ -68,6 +69,26 @@ def test_programs_repeat_steps(method: str | None) -> None:
     made.backend.init_cache((3 * 64,) * 2)
     made.backend.init_cache(tuple(1 + table.max() for table in made.tables))
     np.testing.assert_array_equal(logprobs(made), expected)
+
+
+def test_shared_prefixes() -> None:
+    found = []
+    for repeated in (False, True):
+        made = Driver(SPEC, rows=6, block_size=16, dtype="bfloat16", weights=random_weights(SPEC))
+        if not repeated:
+            made.backend._decoder.programs = None
+        made.tables[:, [1, 3, 4, 5], :4] = made.tables[:, :1, :4]
+        prefix = [(3 * at) % 96 for at in range(64)]
+        for row in range(6):
+            made.step({row: [*prefix, row, 7]}, [made.start(row, [*prefix, row, 7], EVERYTHING)])
+        scores = []
+        for step, rows in enumerate([range(5), range(6), range(1, 6), (0, 1, 3, 4, 5), range(6), (1, 2, 3), range(5)]):
+            _, result = made.step({row: [(step * 7 + row) % 96] for row in rows})
+            scores += [result.logprobs[index].logprobs for index in range(len(rows))]
+        found.append(scores)
+        if repeated:
+            assert sizes(made) == [[3, 5, 5, 6]]
+    np.testing.assert_array_equal(*found)
 
 
 def test_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
