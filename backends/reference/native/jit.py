@@ -85,10 +85,10 @@ class Kernel:
             self._call(words)
 
 
-class Arena:
+class StepMemory:
     """Memory for what the kernels of recorded steps write. It is used again when no tensor refers to it any more.
 
-    A step that is repeated writes it in the same order, so all recorded steps of a thread can have one arena.
+    A step that is repeated writes it in the same order, so all recorded steps of a thread can have one memory.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Arena:
 class Recording:
     """The calls of kernels in one thread, and the memory that they write."""
 
-    arena: Arena
+    memory: StepMemory
     calls: list[tuple[int, array[int]]] = field(default_factory=list)  # address of the kernel, its words
 
 
@@ -120,9 +120,9 @@ _recording: Final[ContextVar[Recording | None]] = ContextVar("recording", defaul
 
 
 @contextmanager
-def record(arena: Arena) -> Iterator[Recording]:
-    """Record the calls of this thread meanwhile; they run, too. `arena`: what they write to."""
-    token = _recording.set(recording := Recording(arena))
+def record(memory: StepMemory) -> Iterator[Recording]:
+    """Record the calls of this thread meanwhile; they run, too. `memory`: what they write to."""
+    token = _recording.set(recording := Recording(memory))
     try:
         yield recording
     finally:
@@ -132,7 +132,7 @@ def record(arena: Arena) -> Iterator[Recording]:
 def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
     """Return an array that a kernel writes."""
     recording = _recording.get()
-    return torch.empty(shape, dtype=dtype) if recording is None else recording.arena.take(shape, dtype)
+    return torch.empty(shape, dtype=dtype) if recording is None else recording.memory.take(shape, dtype)
 
 
 @cache

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagoda.backends.reference.execution import Prefixes, StepBatch, ViewBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.native.ir_text import ENTRY, Function
-from pagoda.backends.reference.native.jit import Arena, Kernel, gomp, record
+from pagoda.backends.reference.native.jit import Kernel, StepMemory, gomp, record
 
 logger = logging.getLogger(__name__)
 
@@ -152,14 +152,14 @@ class _ThreadSteps:
 
     caches: tuple[int, ...]  # see `_memory`
     inputs: _Inputs
-    arena: Arena = field(default_factory=Arena)
+    memory: StepMemory = field(default_factory=StepMemory)
     programs: dict[int, list[_Step]] = field(default_factory=dict)
 
     def record(self, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches) -> tuple[bool, Tensor]:
         """Run a step, and keep it as a program if kernels compute all of it. Return whether they do, and the result."""
         self.inputs.copy(x, batch)
         own_x, own = self.inputs.of(batch)
-        with record(self.arena) as recording, _Foreign() as foreign:
+        with record(self.memory) as recording, _Foreign() as foreign:
             hidden = run(own_x, own, caches)
         if foreign.operations:
             logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
