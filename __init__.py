@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from pagoda.server.vllm_modules import find, public_object
 
 if TYPE_CHECKING:
     from pagoda.common.beam_search import BeamSearchParams as BeamSearchParams
@@ -11,6 +16,7 @@ if TYPE_CHECKING:
     from pagoda.common.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from pagoda.common.sampling_params import RequestOutputKind as RequestOutputKind
     from pagoda.common.sampling_params import SamplingParams as SamplingParams
+    from pagoda.common.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from pagoda.server.async_llm import AsyncLLM as AsyncLLM
     from pagoda.server.llm import LLM as LLM
     from pagoda.server.llm_engine import LLMEngine as LLMEngine
@@ -24,34 +30,29 @@ if TYPE_CHECKING:
     from pagoda.server.outputs import RequestOutput as RequestOutput
     from pagoda.server.outputs import ScoringOutput as ScoringOutput
     from pagoda.server.outputs import ScoringRequestOutput as ScoringRequestOutput
+    from pagoda.server.processing.inputs import PromptType as PromptType
+    from pagoda.server.request_types import EmbedsPrompt as EmbedsPrompt
+    from pagoda.server.request_types import LoRARequest as LoRARequest
+    from pagoda.server.request_types import TextPrompt as TextPrompt
+    from pagoda.server.request_types import TokensPrompt as TokensPrompt
     from pagoda.server.settings.flags import AsyncEngineArgs as AsyncEngineArgs
     from pagoda.server.settings.flags import EngineArgs as EngineArgs
+    from pagoda.server.settings.flags import FlagParser
+
+    AsyncLLMEngine = AsyncLLM
+    FlexibleArgumentParser = FlagParser
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "LLM": "pagoda.server.llm",
-    "LLMEngine": "pagoda.server.llm_engine",
-    "AsyncLLM": "pagoda.server.async_llm",
-    "EngineArgs": "pagoda.server.settings.flags",
-    "AsyncEngineArgs": "pagoda.server.settings.flags",
-    "ModelRegistry": "pagoda.common.models.registry",
-    "SamplingParams": "pagoda.common.sampling_params",
-    "BeamSearchParams": "pagoda.common.beam_search",
-    "RepetitionDetectionParams": "pagoda.common.sampling_params",
-    "RequestOutputKind": "pagoda.common.sampling_params",
-    "RequestOutput": "pagoda.server.outputs",
-    "CompletionOutput": "pagoda.server.outputs",
-    "PoolingParams": "pagoda.common.pooling_params",
-    "PoolingOutput": "pagoda.server.outputs",
-    "PoolingRequestOutput": "pagoda.server.outputs",
-    "EmbeddingOutput": "pagoda.server.outputs",
-    "EmbeddingRequestOutput": "pagoda.server.outputs",
-    "ClassificationOutput": "pagoda.server.outputs",
-    "ClassificationRequestOutput": "pagoda.server.outputs",
-    "ScoringOutput": "pagoda.server.outputs",
-    "ScoringRequestOutput": "pagoda.server.outputs",
-}
+_NAMES = (
+    *("LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "AsyncEngineArgs", "ModelRegistry"),
+    *("SamplingParams", "BeamSearchParams", "StructuredOutputsParams", "RepetitionDetectionParams"),
+    *("RequestOutputKind", "PoolingParams", "LoRARequest", "FlexibleArgumentParser"),
+    *("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt"),
+    *("RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput"),
+    *("EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput"),
+    "ScoringRequestOutput",
+)
 
 __all__ = [*_NAMES, "__version__"]
 
@@ -59,6 +60,15 @@ __all__ = [*_NAMES, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
-    from importlib import import_module
+    return public_object(name)
 
-    return getattr(import_module(_NAMES[name]), name)
+
+class _VllmPaths:
+    """A finder of sys.meta_path."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        return find(fullname) if fullname.startswith(f"{__name__}.") else None
+
+
+sys.meta_path.append(_VllmPaths)

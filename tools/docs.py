@@ -365,6 +365,9 @@ def _python() -> str:
         value = getattr(pagoda, name)
         if not isinstance(value, type):
             continue
+        if value.__name__ in pagoda.__all__ and value.__name__ != name:
+            text += f"\n## {name}\n\nAnother name of {value.__name__}.\n"
+            continue
         text += f"\n## {name}\n\n{_prose(value.__doc__)}"
         rows = list(_fields(value))
         if rows:
@@ -372,7 +375,7 @@ def _python() -> str:
         elif value.__init__ is not object.__init__:
             text += f"\n```python\n{name}{_signature(value.__init__)}\n```\n"
         for method_name, method in inspect.getmembers(value, inspect.isfunction):
-            if not method_name.startswith("_") and method.__doc__:
+            if not method_name.startswith("_") and method.__doc__ and method.__module__.startswith("pagoda."):
                 kind = "async " if inspect.iscoroutinefunction(method) else ""
                 text += f"\n### {kind}{name}.{method_name}\n\n```python\n{method_name}{_signature(method)}\n```\n"
                 text += f"\n{_prose(method.__doc__)}"

@@ -1,0 +1,170 @@
+"""vLLM's module paths, in one table: `pagoda.v1.engine.async_llm` and the others hold pagoda's own objects.
+
+`pagoda/__init__.py` registers `find`, which answers imports of paths that pagoda has no file for. A path whose feature
+does not exist raises ImportError with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from typing import Any, Final
+
+_CONFIG: Final = "pagoda.common.config"
+_PARAMS: Final = "pagoda.common.sampling_params"
+_FLAGS: Final = "pagoda.server.settings.flags"
+_HELPERS: Final = "pagoda.server.script_helpers"
+_REQUESTS: Final = "pagoda.server.request_types"
+
+HOMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("RepetitionDetectionParams", "RequestOutputKind", "SamplingParams"), _PARAMS),
+    "StructuredOutputsParams": _PARAMS,
+    "BeamSearchParams": "pagoda.common.beam_search",
+    "PoolingParams": "pagoda.common.pooling_params",
+    "ModelRegistry": "pagoda.common.models.registry",
+    **dict.fromkeys(
+        ("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "LoRARequest", "TextPrompt", "TokensPrompt"), _REQUESTS
+    ),
+    "PromptType": "pagoda.server.processing.inputs",
+    **dict.fromkeys(
+        (
+            *("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput"),
+            *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput", "ScoringOutput"),
+            "ScoringRequestOutput",
+        ),
+        "pagoda.server.outputs",
+    ),
+    "LLM": "pagoda.server.llm",
+    "LLMEngine": "pagoda.server.llm_engine",
+    "AsyncLLM": "pagoda.server.async_llm",
+    "AsyncEngineArgs": _FLAGS,
+    "EngineArgs": _FLAGS,
+    "CompilationConfig": f"{_CONFIG}.groups.compilation",
+    "AttentionConfig": f"{_CONFIG}.groups.attention",
+    "CacheConfig": f"{_CONFIG}.groups.cache",
+    "ModelConfig": f"{_CONFIG}.groups.model",
+    "LoadConfig": f"{_CONFIG}.groups.model",
+    "LoRAConfig": f"{_CONFIG}.groups.model",
+    "MultiModalConfig": f"{_CONFIG}.groups.model",
+    "ObservabilityConfig": f"{_CONFIG}.groups.observability",
+    "ParallelConfig": f"{_CONFIG}.groups.parallel",
+    "PoolerConfig": f"{_CONFIG}.groups.pooler",
+    "SchedulerConfig": f"{_CONFIG}.groups.scheduler",
+    "StructuredOutputsConfig": f"{_CONFIG}.groups.structured_outputs",
+    **dict.fromkeys(
+        (
+            *("UsageContext", "cleanup_dist_env_and_memory", "current_platform", "get_ip", "get_open_port"),
+            *("init_logger", "random_uuid"),
+        ),
+        _HELPERS,
+    ),
+}
+"""Public name -> the module that defines it."""
+
+RENAMED: Final[Mapping[str, tuple[str, str]]] = {
+    "AsyncLLMEngine": ("pagoda.server.async_llm", "AsyncLLM"),
+    "FlexibleArgumentParser": (_FLAGS, "FlagParser"),
+    "VllmConfig": (f"{_CONFIG}.engine", "EngineConfig"),
+}
+"""vLLM's name -> where pagoda's is, and what it is called."""
+
+_OUTPUTS: Final = " ".join(name for name, home in HOMES.items() if home == "pagoda.server.outputs")
+_CONFIGS: Final = " ".join(name for name, home in HOMES.items() if home.startswith(_CONFIG)) + " VllmConfig"
+_INPUTS: Final = "EmbedsPrompt ExplicitEncoderDecoderPrompt PromptType TextPrompt TokensPrompt"
+
+MODULES: Final[Mapping[str, str]] = {
+    "beam_search": "BeamSearchParams",
+    "config": _CONFIGS,
+    "distributed": "cleanup_dist_env_and_memory",
+    "distributed.parallel_state": "cleanup_dist_env_and_memory",
+    "engine.arg_utils": "AsyncEngineArgs EngineArgs",
+    "engine.async_llm_engine": "AsyncLLMEngine",
+    "engine.llm_engine": "LLMEngine",
+    "entrypoints.llm": "LLM",
+    "inputs": _INPUTS,
+    "inputs.data": _INPUTS,
+    "inputs.llm": _INPUTS,
+    "logger": "init_logger",
+    "lora.request": "LoRARequest",
+    "model_executor.models": "ModelRegistry",
+    "model_executor.models.registry": "ModelRegistry",
+    "outputs": _OUTPUTS,
+    "platforms": "current_platform",
+    "pooling_params": "PoolingParams",
+    "sampling_params": (
+        "BeamSearchParams RepetitionDetectionParams RequestOutputKind SamplingParams StructuredOutputsParams"
+    ),
+    "usage.usage_lib": "UsageContext",
+    "utils": "FlexibleArgumentParser cleanup_dist_env_and_memory get_ip get_open_port random_uuid",
+    "utils.argparse_utils": "FlexibleArgumentParser",
+    "utils.network_utils": "get_ip get_open_port",
+    "v1.engine.async_llm": "AsyncLLM",
+    "v1.engine.llm_engine": "LLMEngine",
+}
+"""vLLM's module below `vllm` -> the names in it."""
+
+PROGRAMS: Final[Mapping[str, str]] = {
+    "entrypoints.cli.main": "pagoda.server.cli.main",
+    "entrypoints.openai.api_server": "pagoda.server.api_server",
+}
+"""vLLM's module that can be run by `python -m` -> the module with its `main`."""
+
+_INTERNAL: Final = "it is a part of vLLM's inside, which pagoda has otherwise"
+MISSING: Final[Mapping[str, str]] = {
+    "assets": "models that take images, audio or video are not served yet",
+    "multimodal": "models that take images, audio or video are not served yet",
+    "distributed.kv_transfer": "KV transfer between engines is not implemented",
+    "distributed.kv_events": "KV events are not implemented",
+    "attention": _INTERNAL,
+    "model_executor.layers": _INTERNAL,
+    "v1.attention": _INTERNAL,
+    "v1.core": _INTERNAL,
+    "v1.worker": _INTERNAL,
+}
+"""vLLM's module, with all below it -> why pagoda has none."""
+
+_PREFIX: Final = "pagoda."
+
+
+class _ModuleOfNames(InspectLoader):
+    """Modules whose source is the import of their names."""
+
+    def is_package(self, fullname: str) -> bool:
+        below = fullname.removeprefix(_PREFIX) + "."
+        return any(name.startswith(below) for name in (*MODULES, *PROGRAMS, *MISSING))
+
+    def get_source(self, fullname: str) -> str:
+        """Return the source of a module that `find` knows."""
+        name = fullname.removeprefix(_PREFIX)
+        if name in PROGRAMS:
+            return f"from {PROGRAMS[name]} import main\nif __name__ == '__main__':\n    raise SystemExit(main())\n"
+        return "\n".join(map(_import, MODULES.get(name, "").split())) + "\n"
+
+
+_LOADER: Final = _ModuleOfNames()
+
+
+def _import(name: str) -> str:
+    if name in RENAMED:
+        module, own = RENAMED[name]
+        return f"from {module} import {own} as {name}"
+    return f"from {HOMES[name]} import {name} as {name}"
+
+
+def public_object(name: str) -> Any:
+    """Import and return what a public name stands for."""
+    module, own = RENAMED.get(name) or (HOMES[name], name)
+    return getattr(import_module(module), own)
+
+
+def find(fullname: str) -> ModuleSpec | None:
+    """Return how to import a path of vLLM; None for others. Raises ImportError for one whose feature is missing."""
+    name = fullname.removeprefix(_PREFIX)
+    for missing, why in MISSING.items():
+        if name == missing or name.startswith(f"{missing}."):
+            raise ImportError(f"there is no {fullname}: {why}", name=fullname)
+    if name not in MODULES and name not in PROGRAMS and not _LOADER.is_package(fullname):
+        return None
+    return ModuleSpec(fullname, _LOADER, is_package=_LOADER.is_package(fullname))
