@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
@@ -39,7 +40,9 @@ from pagoda.server.processing.inputs import (
     Prompt,
     PromptType,
     TextOptions,
+    check_extras,
     max_prompt_tokens,
+    text_options,
 )
 from pagoda.server.processing.output_processor import OutputProcessor, RequestStream
 from pagoda.server.settings.flags import EngineArgs
@@ -164,14 +167,34 @@ class AsyncLLM:
         return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
 
     async def generate(
-        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt; closing or cancelling the generator ends the request.
+
+        `tokenization_kwargs`: as of encode. No effect have `trace_headers` (requests are not traced),
+        `data_parallel_rank` and `session_id` (the replica is chosen by load and cached prefixes).
 
         Raises RequestError (before the first output) for a prompt that cannot be served, QueueFullError if the queue is
         full, EngineDeadError with the cause when the engine dies.
         """
-        stream = await self.add_request(request_id, prompt, sampling_params, priority)
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+        )
         finished = False
         try:
             while not finished:
@@ -187,17 +210,20 @@ class AsyncLLM:
         prompt: PromptType,
         pooling_params: PoolingParams,
         request_id: str,
-        *,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RawPoolingOutput, None]:
         """Yield the one output of a prompt on a pooling model; closing or cancelling the generator ends the request.
 
-        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. Raises as generate does.
+        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers` have no
+        effect: requests are not traced. Raises as generate does.
         """
+        check_extras(lora_request=lora_request)
         options = TextOptions.of(tokenization_kwargs)
         parsed = await asyncio.to_thread(self.pooling_inputs.parse, prompt, options)
-        stream = await self.add_request(request_id, parsed, pooling_params, priority)
+        stream = await self.add_request(request_id, parsed, pooling_params, priority=priority)
         try:
             yield await stream.get()
         finally:
@@ -205,21 +231,49 @@ class AsyncLLM:
 
     @overload
     async def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> RequestStream[RequestOutput]: ...
 
     @overload
     async def add_request(
-        self, request_id: str, prompt: PromptType, params: PoolingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> RequestStream[RawPoolingOutput]: ...
 
     async def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> RequestStream[Any]:
         """Queue a prompt to generate or to pool. A caller that stops reading the stream must abort the request.
 
-        Raises as generate does.
+        `arrival_time`: Unix seconds; None: now. The others, and what is raised, are as of generate.
         """
+        check_extras(lora_request=lora_request)
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
@@ -227,7 +281,8 @@ class AsyncLLM:
             self.check_generates()
         await self._gate.passed()
         self._admission.check(sequences)
-        prepared = await self._prepare(request_id, prompt, params, priority)
+        text = text_options(tokenization_kwargs)
+        prepared = await self._prepare(request_id, prompt, params, priority, text=text, arrival_time=arrival_time)
         await warm.inputs.check_grammar(prepared)
         await self._gate.passed()  # preparing a long prompt takes time: check again
         self._admission.check(sequences)
@@ -252,8 +307,8 @@ class AsyncLLM:
         """Return a prompt as it would run: tokenised, truncated and checked. Raises RequestError."""
         return (await self._prepare("preview", prompt, params, 0)).prompt
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; unknown ids are skipped.
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests; unknown ids are skipped. `internal` has no effect: a request has one id.
 
         Streams of generation close with finish_reason "abort", those of pooling fail with AbortedError.
         """
@@ -267,8 +322,8 @@ class AsyncLLM:
         self._ready()
         self._engine.check()
 
-    async def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes; running requests keep their blocks. Returns True."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop all cached prefixes; running requests keep their blocks. Returns True. See LLMEngine's."""
         await self._engine.call(ResetPrefixCache)
         return True
 
@@ -340,10 +395,15 @@ class AsyncLLM:
         self._engine.die(EngineDeadError("the engine was shut down"))
 
     async def _prepare(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        **details: Any,
     ) -> PreparedRequest:
         self._admission.check_priority(priority)
-        return await self._ready().inputs.prepare(request_id, prompt, params, priority)
+        return await self._ready().inputs.prepare(request_id, prompt, params, priority, **details)
 
     def _abort(self, children: list[str]) -> None:
         """Stop engine requests that are no longer tracked."""
@@ -410,16 +470,26 @@ class AsyncInputs:
         self.processor, self._grammars = processor, grammars
 
     async def prepare(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        *,
+        text: TextOptions | None = None,
+        arrival_time: float | None = None,
     ) -> PreparedRequest:
-        """Return the engine requests of a prompt, one per completion. Raises RequestError."""
+        """Return the engine requests of a prompt, see InputProcessor.prepare. Raises RequestError."""
+        prepare = partial(
+            self.processor.prepare, request_id, prompt, params, priority, text=text, arrival_time=arrival_time
+        )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         long = isinstance(given, str | list) and len(given) > LONG_TEXT
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
         if long or embedded or structured:
-            return await asyncio.to_thread(self.processor.prepare, request_id, prompt, params, priority)
-        return self.processor.prepare(request_id, prompt, params, priority)
+            return await asyncio.to_thread(prepare)
+        return prepare()
 
     async def check_grammar(self, prepared: PreparedRequest) -> None:
         """Compile the grammar of a request, if any, in another process. Raises RequestError if that fails."""

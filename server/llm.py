@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.errors import RequestError
@@ -34,7 +34,9 @@ from pagoda.server.processing.inputs import (
     Prompt,
     PromptType,
     TextOptions,
+    check_extras,
     is_token_ids,
+    text_options,
 )
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.settings.flags import EngineArgs
@@ -81,6 +83,8 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt and return the outputs in order.
 
@@ -88,17 +92,18 @@ class LLM:
         enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}; of an encoder-decoder model what the encoder
         reads, or {"encoder_prompt": ..., "decoder_prompt": ...}. One set of params applies to all prompts, a
         list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
-        `priority`: smaller runs first, with scheduling_policy="priority".
+        `priority`: smaller runs first, with scheduling_policy="priority". `tokenization_kwargs`: as for pooling.
 
         Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
         """
-        _refuse_lora(lora_request)
+        check_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         listed = _listed(prompts)
         params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = _paired("priority", 0 if priority is None else priority, len(listed))
         if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
             raise RequestError("priority", "priority needs scheduling_policy='priority'")
-        prepared = [self._prepare(*each) for each in zip(listed, params, priorities)]
+        text = text_options(tokenization_kwargs)
+        prepared = [self._prepare(*each, text) for each in zip(listed, params, priorities)]
         return self._run(prepared, use_tqdm)
 
     def chat(
@@ -109,16 +114,21 @@ class LLM:
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "openai", "string"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or several. Each is a list of {"role": ..., "content": ...}.
 
-        `chat_template`: a jinja template instead of the model's. `continue_final_message`: continue the last message
-        instead of replying to it (add_generation_prompt must then be False). `tools`: functions that the template
-        renders; calls are returned in the text, unparsed. Raises RequestError, as generate does.
+        `chat_template`: a jinja template instead of the model's. `chat_template_content_format`: whether it gets
+        message contents as text or as a list of parts; auto: detected from the template. `continue_final_message`:
+        continue the last message instead of replying to it (add_generation_prompt must then be False). `tools`:
+        functions that the template renders; calls are returned in the text, unparsed. The others, and what is raised,
+        are as of generate.
         """
         checked_tools(tools or ())
         single = bool(messages) and isinstance(messages[0], Mapping)
@@ -127,6 +137,7 @@ class LLM:
             self._render(
                 each,
                 template=chat_template,
+                content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
@@ -135,7 +146,15 @@ class LLM:
             )
             for each in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
 
     def beam_search(
         self,
@@ -149,7 +168,7 @@ class LLM:
 
         Raises RequestError, as generate does.
         """
-        _refuse_lora(lora_request)
+        check_extras(lora_request=lora_request)
         engine = self.llm_engine
         check_engine(engine.config.model, params, engine.info)
         listed = _listed(prompts)
@@ -255,9 +274,15 @@ class LLM:
         """Return SamplingParams with what generation_config.json sets."""
         return self.llm_engine.get_default_sampling_params()
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes. Returns True."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop all cached prefixes. Returns True. See LLMEngine.reset_prefix_cache."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of devices: of all replicas, or without `include_dp` of one."""
+        parallel = self.llm_engine.config.parallel
+        one = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return one * parallel.data_parallel_size if include_dp else one
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory until wake_up(); generate() raises SleepError meanwhile. Needs
@@ -279,9 +304,11 @@ class LLM:
             f"{engine.info.backend} on {engine.info.device}, ready in\n{engine.info.startup_table()}", file=sys.stderr
         )
 
-    def _prepare(self, prompt: PromptType, params: SamplingParams, priority: int) -> PreparedRequest:
+    def _prepare(
+        self, prompt: PromptType, params: SamplingParams, priority: int, text: TextOptions | None = None
+    ) -> PreparedRequest:
         _check_type("sampling_params", params, SamplingParams)
-        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority)
+        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority, text=text)
 
     def _render(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
         tokenizer = self.get_tokenizer()
@@ -305,7 +332,7 @@ class LLM:
         return self._pool([inputs.parse(prompt, options) for prompt in listed], tasked, use_tqdm)
 
     def _pooling_inputs(self, lora_request: object) -> InputProcessor:
-        _refuse_lora(lora_request)
+        check_extras(lora_request=lora_request)
         inputs = self.llm_engine.inputs
         inputs.check_pools()
         return inputs
@@ -373,11 +400,6 @@ def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
 def _check_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise RequestError(name, f"{name} must be {kind.__name__}, not {type(value).__name__}")
-
-
-def _refuse_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
 
 
 # Runs to the end of all requests: a progress bar, and Ctrl-C between two steps.

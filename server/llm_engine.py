@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
@@ -18,7 +18,14 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
-from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType, max_prompt_tokens
+from pagoda.server.processing.inputs import (
+    InputProcessor,
+    PreparedRequest,
+    PromptType,
+    check_extras,
+    max_prompt_tokens,
+    text_options,
+)
 from pagoda.server.processing.output_processor import OutputProcessor
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -77,10 +84,26 @@ class LLMEngine:
         return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
 
     def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
     ) -> None:
-        """Queue a prompt to generate or to pool. Raises RequestError naming the field."""
-        self.add_prepared(self.inputs.prepare(request_id, prompt, params, priority))
+        """Queue a prompt to generate or to pool. Raises RequestError naming the field.
+
+        `arrival_time`: Unix seconds; None: now. `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens,
+        truncation_side. `trace_headers` have no effect: requests are not traced.
+        """
+        check_extras(lora_request=lora_request)
+        text = text_options(tokenization_kwargs)
+        self.add_prepared(
+            self.inputs.prepare(request_id, prompt, params, priority, text=text, arrival_time=arrival_time)
+        )
 
     def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
         """Queue a request that `inputs` prepared; `kind` overrides its params' output_kind.
@@ -111,8 +134,11 @@ class LLMEngine:
             self._core.abort(stopped)
         return outputs
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests and free their blocks. Return their last outputs (none for pooling); unknown ids are skipped."""
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> list[RequestOutput]:
+        """End requests and free their blocks. Return their last outputs (none for pooling); unknown ids are skipped.
+
+        `internal` has no effect: a request has one id.
+        """
         outputs, children = self._outputs.abort([request_ids] if isinstance(request_ids, str) else request_ids)
         self._core.abort(children)
         return outputs
@@ -129,8 +155,11 @@ class LLMEngine:
         """Return the number of unfinished requests."""
         return len(self._outputs)
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes; running requests keep their blocks. Returns True."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop all cached prefixes; running requests keep their blocks. Returns True.
+
+        Both parameters have no effect: blocks in use need not be free for it, and there is no KV connector.
+        """
         return self._core.reset_prefix_cache()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -200,7 +200,7 @@ class Generation(PromptBatch):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
-            streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, self._priority))
+            streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, priority=self._priority))
         return streams
 
     def _meters(self) -> Iterator[_Meter]:
@@ -261,7 +261,7 @@ class PoolingBatch(PromptBatch):
     async def _start(self, request_id: str, prompt: Prompt) -> None:
         if self._log is not None:
             self._log.log_prompt(request_id, prompt, self._user)
-        stream = await self._llm.add_request(request_id, prompt, self._params, self._priority)
+        stream = await self._llm.add_request(request_id, prompt, self._params, priority=self._priority)
         self._started.append((_PoolingMeter(self._state, request_id), stream))
 
     def _meters(self) -> Iterator[_Meter]:

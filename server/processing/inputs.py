@@ -161,6 +161,19 @@ class PreparedRequest:
 # Requests.
 
 
+def check_extras(*, lora_request: object, mm_processor_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raise RequestError naming a parameter whose feature does not exist."""
+    if lora_request is not None:
+        raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+    if mm_processor_kwargs:
+        raise RequestError("mm_processor_kwargs", "mm_processor_kwargs is not supported: this version serves text only")
+
+
+def text_options(values: Mapping[str, Any] | None) -> TextOptions | None:
+    """Return the options of `tokenization_kwargs`; None if there are none. Raises RequestError naming the field."""
+    return None if values is None else TextOptions.of(values)
+
+
 class InputProcessor:
     """Turns prompts and params into engine requests for one model, generating or pooling."""
 
@@ -219,20 +232,33 @@ class InputProcessor:
             )
 
     def prepare(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        priority: int = 0,
+        *,
+        text: TextOptions | None = None,
+        arrival_time: float | None = None,
     ) -> PreparedRequest:
-        """Return the engine requests of a prompt, its params verified once. Raises RequestError."""
-        arrival_time, arrival = time.time(), time.monotonic()
+        """Return the engine requests of a prompt, its params verified once. Raises RequestError.
+
+        `text`: how to tokenise; None: as the params say. `arrival_time`: Unix seconds; None: now.
+        """
+        now, arrival = time.time(), time.monotonic()
+        if arrival_time is None:
+            arrival_time = now
+        arrival -= max(0.0, now - arrival_time)
         if isinstance(params, PoolingParams):
             info = self.pooling
-            ready = self.parse(prompt)
+            ready = self.parse(prompt, text or PLAIN)
             self._check_prompt(ready)
             rules = pooling_rules(info, params, ready.second_text)
             children = [pooling_request(request_id, ready.token_ids, rules, priority=priority, arrival=arrival)]
         else:
             self.check_generates()
             params.verify()
-            ready = self.parse(prompt, TextOptions.of_sampling(params))
+            ready = self.parse(prompt, text or TextOptions.of_sampling(params))
             self._check_prompt(ready)
             self._check_params(ready, params)
             children = self._children(request_id, ready, params, priority, arrival)

@@ -267,9 +267,9 @@ async def test_engine_death_fails_pending_resets(llm: AsyncLLM) -> None:
 async def test_pause_holds_requests_that_are_being_tokenised(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = llm._prepare
 
-    async def prepare_while_pausing(*args: Any) -> Any:
+    async def prepare_while_pausing(*args: Any, **details: Any) -> Any:
         await llm.pause_generation(clear_cache=False)
-        return await prepare(*args)
+        return await prepare(*args, **details)
 
     monkeypatch.setattr(llm, "_prepare", prepare_while_pausing)
     answering = asyncio.ensure_future(text_of(llm, "a", "a", max_tokens=2))

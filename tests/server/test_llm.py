@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -341,3 +342,46 @@ def test_public_names_import_no_framework() -> None:
         " RequestOutput, CompletionOutput; sys.exit(','.join({'torch','jax','transformers'} & set(sys.modules)) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tokenization_of_one_call(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    for options, text in (({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "de"), (None, "gh")):
+        (output,) = llm.generate("abcdef", params, use_tqdm=False, tokenization_kwargs=options)
+        assert output.outputs[0].text == text
+    with pytest.raises(RequestError, match="unknown option 'padding'"):
+        llm.generate("abc", params, tokenization_kwargs={"padding": True})
+
+
+def test_what_does_not_exist_is_refused_by_name(llm: LLM) -> None:
+    for name, value in (("lora_request", object()), ("mm_processor_kwargs", {"num_crops": 4})):
+        with pytest.raises(RequestError, match=f"{name} is not supported"):
+            llm.generate("abc", **{name: value})
+        with pytest.raises(RequestError, match=f"{name} is not supported"):
+            llm.chat([{"role": "user", "content": "a"}], chat_template="{{ messages[0].content }}", **{name: value})
+    assert llm.generate("abc", lora_request=None, mm_processor_kwargs=None, use_tqdm=False)
+
+
+def test_content_format_of_a_chat(llm: LLM) -> None:
+    template = "{% if messages[0].content is string %}ab{% else %}mn{% endif %}"
+    for form, text in (("auto", "cd"), ("string", "cd"), ("openai", "op")):
+        (output,) = llm.chat(
+            [{"role": "user", "content": "a"}],
+            SamplingParams(temperature=0, max_tokens=2),
+            use_tqdm=False,
+            chat_template=template,
+            chat_template_content_format=form,
+        )
+        assert output.outputs[0].text == text
+
+
+def test_arrival_of_a_request() -> None:
+    llm = engine()
+    llm.add_request("a", "abc", SamplingParams(max_tokens=1), time.time() - 100, None, None, {"traceparent": "x"}, 0)
+    (output,) = llm.step()
+    assert 99 < output.metrics.first_token_latency < 200
+
+
+def test_world_size(llm: LLM) -> None:
+    assert (llm.get_world_size(), llm.get_world_size(include_dp=False)) == (1, 1)
+    assert llm.reset_prefix_cache(reset_running_requests=True)
