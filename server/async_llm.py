@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
@@ -17,6 +17,7 @@ from pagoda.common.errors import AbortedError, ConfigError, EngineDeadError, Que
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import start_engine
 from pagoda.server.core_client.client import Command, CoreClientAsync, EngineClient
@@ -155,12 +156,24 @@ class AsyncLLM:
         """Why the engine died."""
         return self._engine.dead or EngineDeadError("the engine is alive")
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+    @property
+    def text(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
         tokenizer = self._ready().tokenizer
         if tokenizer is None:
             raise ConfigError("--skip-tokenizer-init", "the tokenizer is switched off; drop this flag")
         return tokenizer
+
+    def get_tokenizer(self) -> HfTokenizer:
+        """Return the model's tokenizer, with Hugging Face's interface; it may be awaited.
+
+        Raises ConfigError with skip_tokenizer_init.
+        """
+        return self._hf_tokenizer
+
+    @cached_property
+    def _hf_tokenizer(self) -> HfTokenizer:
+        return HfTokenizer(self.text, str(self.config.model.model), self.max_model_len)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with what generation_config.json sets."""

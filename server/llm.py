@@ -16,7 +16,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text import chat_template as templates
-from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.server.chat_prompt import checked_tools
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import (
@@ -266,8 +266,8 @@ class LLM:
         params = _with_task(pooling_params or PoolingParams(), pairs.task)
         return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+    def get_tokenizer(self) -> HfTokenizer:
+        """Return the model's tokenizer, with Hugging Face's interface. Raises ConfigError with skip_tokenizer_init."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -311,7 +311,7 @@ class LLM:
         return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority, text=text)
 
     def _render(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
-        tokenizer = self.get_tokenizer()
+        tokenizer = self.llm_engine.text
         text = templates.render_chat(tokenizer, messages, **options)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

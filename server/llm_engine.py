@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Self
 
 from pagoda.common.config.defaults import Usage
@@ -14,6 +15,7 @@ from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
@@ -73,11 +75,20 @@ class LLMEngine:
         """A snapshot: running, waiting, cache usage and totals."""
         return self._core.stats
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+    @property
+    def text(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
         if self.tokenizer is None:
             raise ConfigError("--skip-tokenizer-init", "the tokenizer is switched off; drop this flag")
         return self.tokenizer
+
+    def get_tokenizer(self) -> HfTokenizer:
+        """Return the model's tokenizer, with Hugging Face's interface. Raises ConfigError with skip_tokenizer_init."""
+        return self._hf_tokenizer
+
+    @cached_property
+    def _hf_tokenizer(self) -> HfTokenizer:
+        return HfTokenizer(self.text, str(self.config.model.model), self.info.limits.max_model_len)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with what generation_config.json sets."""

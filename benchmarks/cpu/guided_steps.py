@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--model-tokens", type=int, default=30)
     args = parser.parse_args()
     llm = LLM(args.model, max_model_len=512, max_num_seqs=args.requests)
-    tokenizer, info = llm.get_tokenizer(), llm.llm_engine.info
+    tokenizer, info = llm.llm_engine.text, llm.llm_engine.info
     structured = Structured(lambda: vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids))
     results = [device_step(structured, args.requests, args.tokens, each) for each in args.forward_ms]
     if args.model_tokens:

@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         answers += ask(llm, tried[first : first + args.batch], args.max_tokens)
         print(f"{len(answers)} {dict(Counter(each.fate for each in answers))}", flush=True)
     seconds = time.perf_counter() - began
-    tokenizer, info = llm.get_tokenizer(), llm.llm_engine.info
+    tokenizer, info = llm.llm_engine.text, llm.llm_engine.info
     structured = Structured(lambda: vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids))
     done = [answer for answer in answers if answer.fate == "finished"]
     alone, processor, together, compiling = [], [], [], []

@@ -95,7 +95,7 @@ class ServerState:
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None with --skip-tokenizer-init."""
-        return None if self._llm.config.model.skip_tokenizer_init else self._llm.get_tokenizer()
+        return None if self._llm.config.model.skip_tokenizer_init else self._llm.text
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -65,7 +65,7 @@ def check_fits(llm: LLM, load: LatencyConfig | ThroughputConfig) -> None:
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
     """Return prompts of random token ids without special tokens, determined by the seed."""
     vocab = llm.llm_engine.info.vocab_size
-    special = set() if llm.llm_engine.config.model.skip_tokenizer_init else set(llm.get_tokenizer().special_ids)
+    special = set() if llm.llm_engine.config.model.skip_tokenizer_init else set(llm.llm_engine.text.special_ids)
     ids = np.random.default_rng(seed).choice(ordinary_tokens(vocab, special), size=(count, length))
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
