@@ -17,6 +17,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text import chat_template as templates
 from pagoda.common.text.hf_tokenizer import HfTokenizer
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat_prompt import checked_tools
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import (

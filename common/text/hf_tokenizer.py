@@ -6,7 +6,11 @@ It needs the package tokenizers alone; transformers is not imported.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, Self
+
+import numpy as np
 
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer
@@ -179,8 +183,6 @@ class HfTokenizer:
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write tokenizer.json and tokenizer_config.json into a folder. Raises OSError."""
-        from pathlib import Path
-
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(folder)
@@ -273,10 +275,5 @@ def _listed(ids: Any) -> list[int]:
 
 
 def _tensor(rows: list[Any], kind: Tensors) -> Any:
-    if kind == "np":
-        import numpy
-
-        return numpy.array(rows)
-    import torch
-
-    return torch.tensor(rows)
+    """Return an array of the caller's own library."""
+    return np.array(rows) if kind == "np" else import_module("torch").tensor(rows)
