@@ -34,7 +34,7 @@ from pagoda.server.cli.batch_files import BatchOutput, count_requests, open_sour
 from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.http.errors import HttpError
 from pagoda.server.parsers.registry import check_formats
-from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: FlagParser) -> None:
     add_settings(parser, SETTINGS.values())
     AsyncEngineArgs.add_cli_args(parser)
+    add_explain_config(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ _BACKEND: Final = "jax_tpu"
 def add_arguments(parser: FlagParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
     add_settings(parser, SETTINGS.values())
-    add_config_file(parser, explains=False)
+    add_config_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
 from pagoda.server.parsers.registry import check_formats
-from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 from pagoda.server.settings.resolve import check_machine
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: FlagParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
     AsyncEngineArgs.add_cli_args(parser)
+    add_explain_config(parser)
     add_settings(parser, SERVER_SETTINGS.values())
 
 

@@ -146,8 +146,8 @@ class AsyncEngineArgs(EngineArgs):
     """The settings of AsyncLLM; the same as EngineArgs."""
 
 
-def add_config_file(parser: argparse.ArgumentParser, *, explains: bool = True) -> None:
-    """Add `--config FILE.yaml` and, with `explains`, `--explain-config`."""
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Add `--config FILE.yaml`."""
     parser.add_argument(
         "--config",
         action=Once,
@@ -156,8 +156,10 @@ def add_config_file(parser: argparse.ArgumentParser, *, explains: bool = True) -
         help="YAML file of settings; keys are flags without the leading dashes. Precedence: flags, file, environment, "
         "defaults.",
     )
-    if not explains:
-        return
+
+
+def add_explain_config(parser: argparse.ArgumentParser) -> None:
+    """Add `--explain-config`, which the commands of pagoda answer instead of running."""
     parser.add_argument(
         "--explain-config",
         action="store_true",
@@ -220,8 +222,16 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Normalise the words, then parse them. Raise ConfigError for an invalid value."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(normalize(words, self._json_flags()), namespace)
+        words = normalize(sys.argv[1:] if args is None else args, self._json_flags())
+        return super().parse_known_args([self._as_added(word) for word in words], namespace)
+
+    def _as_added(self, word: str) -> str:
+        """Return a flag that a script has added with underscores in that spelling."""
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--") or flag in self._option_string_actions:
+            return word
+        added = next((each for each in self._option_string_actions if _dashed(each) == flag), flag)
+        return f"{added}{equals}{value}"
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -17,7 +17,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, bui
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
-from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import EngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import check_engine
 
@@ -28,6 +28,7 @@ def add_load_arguments(parser: FlagParser, command: str) -> None:
     """Add the flags of a benchmark and of the engine."""
     add_settings(parser, OWN_SETTINGS[command].values())
     EngineArgs.add_cli_args(parser)
+    add_explain_config(parser)
 
 
 def resolve_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, ResolvedSettings]:

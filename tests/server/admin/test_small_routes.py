@@ -170,7 +170,7 @@ def test_generative_scoring(monkeypatch: pytest.MonkeyPatch, server: LiveServer)
 
     async def recorded(request_id: str, prompt: Any, params: Any, priority: int = 0) -> Any:
         calls.append((prompt["prompt_token_ids"], prompt["cache_salt"], priority))
-        return await add(request_id, prompt, params, priority)
+        return await add(request_id, prompt, params, priority=priority)
 
     monkeypatch.setattr(server.llm, "add_request", recorded)
     body = {"query": "ab", "items": ["c", "x"], "label_token_ids": [101, 100], "request_id": "mine", "cache_salt": "s"}

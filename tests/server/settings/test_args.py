@@ -331,3 +331,17 @@ def test_engine_args_work_with_dataclasses(caplog: pytest.LogCaptureFixture) -> 
         )
     assert not caplog.records
     assert [field.name for field in dataclasses.fields(EngineArgs)] == list(ENGINE_SETTINGS)
+
+
+def test_options_of_scripts_keep_their_spelling() -> None:
+    parser = EngineArgs.add_cli_args(FlagParser())
+    parser.add_argument("--num_rounds", type=int, default=1)
+    parser.add_argument("--seed-file")
+    for words in (["--num_rounds", "4"], ["--num-rounds=4"]):
+        args = parser.parse_args([*words, "--seed_file", "x", "--max_model_len", "64"])
+        assert vars(args) == {"num_rounds": 4, "seed_file": "x", "max_model_len": "64"}
+
+
+def test_parsed_arguments_are_keywords() -> None:
+    args = EngineArgs.add_cli_args(FlagParser()).parse_args(["--model", "fake", "--max-model-len", "64"])
+    assert EngineArgs(**vars(args)) == EngineArgs.from_cli_args(args)
