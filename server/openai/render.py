@@ -79,6 +79,7 @@ async def _preview(
         "stream_options": None if body.stream_options is None else body.stream_options.model_dump(),
         "cache_salt": body.cache_salt,
         "priority": body.priority or 0,
+        "token_offsets": None,
     }
     if body.return_token_offsets:
         preview["token_offsets"] = await asyncio.to_thread(_offsets, state, ready, params, special)
