@@ -208,7 +208,8 @@ def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: Server
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with its reasoning under every key that a template may read."""
+    """Return the message without empty keys, and with its reasoning under every key that a template may read."""
+    message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
     reasoning = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
     return message if reasoning is None else {**dict.fromkeys(_REASONING_KEYS, reasoning), **message}
 
