@@ -76,7 +76,7 @@ class ClientHints(RequestBody):
     dry_multiplier: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
     dry_base: Any = hint(why=_SAMPLER)
     dry_allowed_length: Any = hint(why=_SAMPLER)
-    dry_penalty_last_n: Any = hint(why=_SAMPLER)
+    dry_penalty_last_n: Any = hint(0, why=_SAMPLER)
     dry_sequence_breakers: Any = hint(why=_SAMPLER)
     repeat_penalty: Any = hint(1.0, harmless=(1,), why="use repetition_penalty")
     repeat_last_n: Any = hint(why="penalties consider the whole sequence")
