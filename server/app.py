@@ -39,6 +39,9 @@ from pagoda.server.http.server import (
 )
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai import chat, completion, models, render
+from pagoda.server.openai.batch import batches, files
+from pagoda.server.openai.batch.batches import BatchCreateRequest
+from pagoda.server.openai.batch.runner import BatchRunner
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.openai.responses import route as responses
@@ -78,6 +81,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/detokenize": DetokenizeRequest,
     "/generative_scoring": GenerativeScoringRequest,
     "/invocations": (CompletionRequest, ChatCompletionRequest),
+    "/v1/batches": BatchCreateRequest,
     "/abort_requests": AbortRequest,
 }
 """Path -> request body, or alternatives."""
@@ -101,6 +105,7 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = state
+    app.state.batches = BatchRunner(state, app)
     app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
     _include_routes(app, config)
     for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
@@ -112,8 +117,9 @@ def create_app(state: ServerState) -> FastAPI:
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     generating = (chat.router, completion.router, responses.router, messages.router, render.router)
     pooling = (embeddings.router, scoring.router, embed.router)
+    batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
-    for router in (*generating, *pooling, *server, unsupported_routes.router):
+    for router in (*generating, *pooling, *batch, *server, unsupported_routes.router):
         app.include_router(router)
     if not config.disable_chat_page:
         app.include_router(chat_page.router)

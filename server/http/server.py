@@ -433,12 +433,13 @@ class BoundedProtocol(HttpToolsProtocol):
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
 """Paths without a key: probes, scrapers, and the chat page, which asks for a key. None shows a prompt or runs one."""
 
-_OWNER: Final = "pagoda.owner"
+OWNER_KEY: Final = "pagoda.owner"
+"""Key of the ASGI scope under which the digest of the request's API key is; set for requests made in this process."""
 
 
 def owner_of(scope: Scope) -> bytes:
     """Return the digest of the request's API key; empty if the server has no keys."""
-    owner = scope.get(_OWNER, b"")
+    owner = scope.get(OWNER_KEY, b"")
     assert isinstance(owner, bytes)
     return owner
 
@@ -454,9 +455,9 @@ class ApiKeyMiddleware:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = None if scope["type"] == "lifespan" else self._digest(scope)
+        owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
         if owner is not None:
-            scope[_OWNER] = owner
+            scope[OWNER_KEY] = owner
         if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

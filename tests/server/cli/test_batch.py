@@ -31,10 +31,10 @@ from pagoda.server.cli import batch as inside
 from pagoda.server.cli import batch as run_batch
 from pagoda.server.cli import batch_files as places
 from pagoda.server.cli import main
-from pagoda.server.cli.batch import ENDPOINTS
 from pagoda.server.cli.batch_files import BatchOutput
 from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.http.state import ServerState
+from pagoda.server.openai.batch.lines import ENDPOINTS
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 TEXT = {"prompt": "a", "max_tokens": 3, "logprobs": 1}
