@@ -20,7 +20,7 @@ import pagoda
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.admin import chat_page, dev, health, sagemaker, tokenize, unsupported_routes
+from pagoda.server.admin import api_docs, chat_page, dev, health, sagemaker, tokenize, unsupported_routes
 from pagoda.server.admin.dev import AbortRequest
 from pagoda.server.admin.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pagoda.server.anthropic import messages
@@ -36,6 +36,7 @@ from pagoda.server.http.server import (
     DirectSendMiddleware,
     IgnoredPartsMiddleware,
     RequestIdMiddleware,
+    RouteSpellingMiddleware,
 )
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai import chat, completion, models, render
@@ -95,13 +96,12 @@ logger = logging.getLogger(__name__)
 def create_app(state: ServerState) -> FastAPI:
     """Return the application. Requests are answered 503 until the engine of `state` is warm."""
     config = state.config
-    docs = not config.disable_fastapi_docs
     app = FastAPI(
         title="pagoda",
         version=pagoda.__version__,
-        docs_url="/docs" if docs else None,
-        redoc_url="/redoc" if docs else None,
-        openapi_url="/openapi.json" if docs else None,
+        docs_url=None,  # FastAPI's pages load scripts from a content delivery network
+        redoc_url=None,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         redirect_slashes=False,
     )
     app.state.server = state
@@ -121,6 +121,8 @@ def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
     for router in (*generating, *pooling, *batch, *server, unsupported_routes.router):
         app.include_router(router)
+    if not config.disable_fastapi_docs:
+        app.include_router(api_docs.router)
     if not config.disable_chat_page:
         app.include_router(chat_page.router)
     if config.enable_server_load_tracking:
@@ -148,8 +150,9 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
     if config.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(DirectSendMiddleware)
-    for name in config.middleware:  # outermost, so that they see every chunk
+    for name in config.middleware:  # outside of DirectSendMiddleware, so that they see every chunk
         _add_middleware(app, name)
+    app.add_middleware(RouteSpellingMiddleware)
 
 
 def _add_middleware(app: FastAPI, name: str) -> None:
