@@ -171,7 +171,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     """Return the error response of an exception."""
     if isinstance(error, ClientDisconnectedError):
         return Response(status_code=_CLIENT_DISCONNECTED)
-    if request.app.state.server.config.log_error_stack:
+    if request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in health.PROBES:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
