@@ -20,7 +20,7 @@ import pagoda
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.admin import chat_page, dev, health, sagemaker, tokenize, unsupported_routes
+from pagoda.server.admin import api_docs, chat_page, dev, health, sagemaker, tokenize, unsupported_routes
 from pagoda.server.admin.dev import AbortRequest
 from pagoda.server.admin.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pagoda.server.anthropic import messages
@@ -36,9 +36,13 @@ from pagoda.server.http.server import (
     DirectSendMiddleware,
     IgnoredPartsMiddleware,
     RequestIdMiddleware,
+    RouteSpellingMiddleware,
 )
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai import chat, completion, models, render
+from pagoda.server.openai.batch import batches, files
+from pagoda.server.openai.batch.batches import BatchCreateRequest
+from pagoda.server.openai.batch.runner import BatchRunner
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.openai.responses import route as responses
@@ -78,6 +82,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/detokenize": DetokenizeRequest,
     "/generative_scoring": GenerativeScoringRequest,
     "/invocations": (CompletionRequest, ChatCompletionRequest),
+    "/v1/batches": BatchCreateRequest,
     "/abort_requests": AbortRequest,
 }
 """Path -> request body, or alternatives."""
@@ -91,16 +96,16 @@ logger = logging.getLogger(__name__)
 def create_app(state: ServerState) -> FastAPI:
     """Return the application. Requests are answered 503 until the engine of `state` is warm."""
     config = state.config
-    docs = not config.disable_fastapi_docs
     app = FastAPI(
         title="pagoda",
         version=pagoda.__version__,
-        docs_url="/docs" if docs else None,
-        redoc_url="/redoc" if docs else None,
-        openapi_url="/openapi.json" if docs else None,
+        docs_url=None,  # FastAPI's pages load scripts from a content delivery network
+        redoc_url=None,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         redirect_slashes=False,
     )
     app.state.server = state
+    app.state.batches = BatchRunner(state, app)
     app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
     _include_routes(app, config)
     for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
@@ -112,9 +117,12 @@ def create_app(state: ServerState) -> FastAPI:
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     generating = (chat.router, completion.router, responses.router, messages.router, render.router)
     pooling = (embeddings.router, scoring.router, embed.router)
+    batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
-    for router in (*generating, *pooling, *server, unsupported_routes.router):
+    for router in (*generating, *pooling, *batch, *server, unsupported_routes.router):
         app.include_router(router)
+    if not config.disable_fastapi_docs:
+        app.include_router(api_docs.router)
     if not config.disable_chat_page:
         app.include_router(chat_page.router)
     if config.enable_server_load_tracking:
@@ -142,8 +150,9 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
     if config.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(DirectSendMiddleware)
-    for name in config.middleware:  # outermost, so that they see every chunk
+    for name in config.middleware:  # outside of DirectSendMiddleware, so that they see every chunk
         _add_middleware(app, name)
+    app.add_middleware(RouteSpellingMiddleware)
 
 
 def _add_middleware(app: FastAPI, name: str) -> None:
@@ -162,7 +171,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     """Return the error response of an exception."""
     if isinstance(error, ClientDisconnectedError):
         return Response(status_code=_CLIENT_DISCONNECTED)
-    if request.app.state.server.config.log_error_stack:
+    if request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in health.PROBES:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):

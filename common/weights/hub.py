@@ -71,7 +71,7 @@ def resolve_model(
     if path is not None:
         return path
     name, quant = split_quant(model)
-    if not _is_hub_id(name):
+    if not is_hub_id(name):
         raise ModelError(f"{model or 'MODEL'}: no such file or folder; {_REMEDY}")
     hub_token = True if token == STORED_TOKEN else token
     repository = _Repository(name, quant, revision, hub_token, download_dir, tuple(ignore_patterns))
@@ -112,7 +112,8 @@ def split_quant(model: str) -> tuple[str, str]:
     return (name, quant) if colon and name and "/" not in quant else (model, "")
 
 
-def _is_hub_id(model: str) -> bool:
+def is_hub_id(model: str) -> bool:
+    """Return whether MODEL has the form of a hub id, without its quantisation."""
     parts = model.split("/")
     allowed = all(part and all(char.isalnum() or char in "-_." for char in part) for part in parts)
     return allowed and len(parts) <= 2 and model[0] not in ".~" and not model.endswith((".gguf", ".safetensors"))

@@ -33,7 +33,11 @@ def policy(page: str) -> str:
 @router.get("/", response_model=None)
 async def chat_page() -> Response:
     """Return the chat page."""
-    page = PAGE.read_text(encoding="utf-8")
+    return page_response(PAGE.read_text(encoding="utf-8"))
+
+
+def page_response(page: str) -> Response:
+    """Return a page with a policy that lets only its own script and style run."""
     headers = {
         "content-security-policy": policy(page),
         "x-content-type-options": "nosniff",

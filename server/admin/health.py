@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -13,6 +15,9 @@ from pagoda.common.errors import EngineDeadError
 from pagoda.common.observe.metrics import CONTENT_TYPE
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
+
+PROBES: Final = frozenset({"/health", "/ready", "/ping"})
+"""Paths that are asked every few seconds: their 503 is an answer, not a failed request."""
 
 router = APIRouter(tags=["health"])
 

@@ -1,17 +1,15 @@
-"""`pagoda chat`: a conversation with a running server, and what `pagoda complete` shares with it."""
+"""`pagoda chat`: a conversation with a running server."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
 from pagoda.common.config.commands import OWN_SETTINGS, ChatConfig, ClientConfig
-from pagoda.common.config.env import CLIENT_API_KEY
 from pagoda.common.config.settings import build
-from pagoda.server.cli.http_client import ApiClient, ApiError
+from pagoda.server.cli.http_client import ApiClient
+from pagoda.server.cli.terminal import MessageInput, TerminalCommand, TerminalReply, connect, show
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["chat"]
@@ -27,12 +25,46 @@ def run(args: argparse.Namespace) -> int:
     config: ClientConfig = build(ClientConfig, values, SETTINGS.values())
     chat: ChatConfig = build(ChatConfig, values, SETTINGS.values())
     client, model = connect(config)
-    messages = [{"role": "system", "content": chat.system_prompt}] if chat.system_prompt else []
-    for line in input_lines(config):
-        messages.append({"role": "user", "content": line})
-        answer = show(_answer(client, model, messages, config.max_tokens))
-        messages.append({"role": "assistant", "content": answer})
+    talk = TerminalConversation(chat.system_prompt or "")
+    typed = MessageInput(config, talk.commands())
+    if typed.interactive:
+        print(f"{model} at {config.url}; /help lists the commands")
+    for message in typed.messages():
+        pieces = _answer(client, model, talk.with_message(message), config.max_tokens)
+        answer = show(pieces, interactive=typed.interactive)
+        if answer is not None:
+            talk.add(message, answer)
     return 0
+
+
+class TerminalConversation:
+    """The system prompt, and the messages that were answered."""
+
+    def __init__(self, system_prompt: str) -> None:
+        self._system_prompt = system_prompt
+        self._messages: list[dict[str, str]] = []
+
+    def with_message(self, text: str) -> list[dict[str, str]]:
+        """Return the messages of a request that continues the conversation with `text`."""
+        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        return [*system, *self._messages, {"role": "user", "content": text}]
+
+    def add(self, text: str, answer: str) -> None:
+        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def commands(self) -> dict[str, TerminalCommand]:
+        return {
+            "/clear": TerminalCommand("/clear", "starts a new conversation", self._clear),
+            "/system": TerminalCommand("/system [TEXT]", "sets the system prompt, or removes it", self._set_system),
+        }
+
+    def _clear(self, text: str) -> None:
+        self._messages.clear()
+        print("the conversation is empty")
+
+    def _set_system(self, text: str) -> None:
+        self._system_prompt = text
+        print("the system prompt is set" if text else "there is no system prompt")
 
 
 def _answer(
@@ -46,57 +78,3 @@ def _answer(
             delta = choice["delta"]
             yield TerminalReply(delta.get("reasoning") or "", reasoning=True)
             yield TerminalReply(delta.get("content") or "")
-
-
-# Shared with `pagoda complete`.
-
-
-def connect(config: ClientConfig) -> tuple[ApiClient, str]:
-    """Return a client of the server and the name of the model. Raises ApiError or ConfigError."""
-    client = ApiClient(config.url, config.api_key or CLIENT_API_KEY.read())
-    if config.model_name:
-        return client, config.model_name
-    names = client.models()
-    if not names:
-        raise ApiError(f"{config.url}: the server lists no models")
-    return client, names[0]
-
-
-def input_lines(config: ClientConfig) -> Iterator[str]:
-    """Yield the text of --quick, or each non-empty line of standard input."""
-    if config.quick is not None:
-        yield config.quick
-        return
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-        if line.strip():
-            yield line
-
-
-@dataclass(frozen=True, slots=True)
-class TerminalReply:
-    """A piece of an answer."""
-
-    text: str
-    reasoning: bool = False
-
-
-def show(pieces: Iterable[TerminalReply]) -> str:
-    """Print pieces as they arrive, reasoning dimmed. Returns the content without reasoning."""
-    content: list[str] = []
-    dim, bright = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
-    reasoning = False
-    for piece in pieces:
-        if not piece.text:
-            continue
-        if piece.reasoning != reasoning:
-            reasoning = piece.reasoning
-            print(dim if reasoning else f"{bright}\n\n", end="")
-        if not reasoning:
-            content.append(piece.text)
-        print(piece.text, end="", flush=True)
-    print(bright if reasoning else "")
-    return "".join(content)

@@ -8,8 +8,8 @@ from typing import Final
 
 from pagoda.common.config.commands import OWN_SETTINGS, ClientConfig
 from pagoda.common.config.settings import build
-from pagoda.server.cli.chat import TerminalReply, connect, input_lines, show
 from pagoda.server.cli.http_client import ApiClient
+from pagoda.server.cli.terminal import MessageInput, TerminalReply, connect, show
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["complete"]
@@ -20,11 +20,14 @@ def add_arguments(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Complete each line of the input, or the text of --quick. Returns 0. Raises ApiError."""
+    """Complete each text of the input, or the text of --quick. Returns 0. Raises ApiError."""
     config: ClientConfig = build(ClientConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
     client, model = connect(config)
-    for line in input_lines(config):
-        show(_completion(client, model, line, config.max_tokens))
+    typed = MessageInput(config)
+    if typed.interactive:
+        print(f"{model} at {config.url}; /help lists the commands")
+    for prompt in typed.messages():
+        show(_completion(client, model, prompt, config.max_tokens), interactive=typed.interactive)
     return 0
 
 

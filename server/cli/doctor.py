@@ -22,6 +22,7 @@ from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import build, from_environment
 from pagoda.common.errors import ConfigError, PagodaError
+from pagoda.common.weights.hub import is_hub_id, split_quant
 from pagoda.server.cli import machine
 from pagoda.server.redact import Redactor
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_settings
@@ -221,7 +222,7 @@ def model(config: DoctorConfig) -> Findings:
     if config.model is None:
         return
     path = Path(config.model).expanduser()
-    if not path.exists() and not _is_downloaded(config):
+    if not path.exists() and is_hub_id(split_quant(config.model)[0]) and not _is_downloaded(config):
         yield Finding("ok", "model", f"{config.model} is not on this machine; serve would download it from the hub")
         return
     from pagoda.server.settings.flags import EngineArgs

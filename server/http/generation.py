@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
@@ -58,10 +58,8 @@ class RequestLog:
         """Log a prompt that is submitted."""
         if not self._logs_prompts:
             return
-        if isinstance(prompt, Prompt):
-            prompt = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, "cache_salt": prompt.cache_salt}
-        shown, params = shortened(repr(prompt), self._limit), shortened(repr(self._params), 1000)
-        logger.info("request %s: prompt %s, params %s, user %r", request_id, shown, params, user)
+        shown, params = _shown_prompt(prompt, self._limit), shortened(repr(self._params), 1000)
+        logger.info("request %s: %s, params %s, user %r", request_id, shown, params, user)
 
     def log_output(self, request_id: str, output: RequestOutput) -> None:
         """Log the deltas of an output, and the whole text of each choice that it finishes."""
@@ -84,6 +82,29 @@ class RequestLog:
     def _log_whole(self, request_id: str, index: int, reason: str) -> None:
         text = shortened("".join(self._texts.pop((request_id, index))), self._limit)
         logger.info("request %s: choice %d output %r, finish reason %s", request_id, index, text, reason)
+
+
+def _shown_prompt(prompt: PromptType, limit: int | None) -> str:
+    """Return the text and the token ids of a prompt for the log, each cut to its first `limit`."""
+    match prompt:
+        case Prompt():
+            salt = f", cache_salt {prompt.cache_salt!r}" if prompt.cache_salt else ""
+            ids = _shown_ids(prompt.token_ids, limit) if prompt.embeds is None else "prompt_embeds"
+            text = "" if prompt.text is None else f"prompt {shortened(prompt.text, limit)!r}, "
+            return f"{text}{ids}{salt}"
+        case str():
+            return f"prompt {shortened(prompt, limit)!r}"
+        case Mapping():
+            known = {"prompt": "", "prompt_token_ids": "", "encoder_prompt": "encoder ", "decoder_prompt": "decoder "}
+            parts = [known[name] + _shown_prompt(prompt[name], limit) for name in known if prompt.get(name) is not None]
+            return ", ".join(parts) or ", ".join(prompt)
+        case _:
+            return _shown_ids(prompt, limit)
+
+
+def _shown_ids(ids: Sequence[int], limit: int | None) -> str:
+    shown = ", ".join(map(str, ids[:limit]))
+    return f"prompt_token_ids [{shown}{', ...' if limit is not None and len(ids) > limit else ''}]"
 
 
 class PromptBatch:

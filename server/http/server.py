@@ -428,17 +428,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self._timed = None
 
 
-# ASGI middleware: API keys, X-Request-Id, x-pagoda-ignored, and direct sending of stream chunks.
+# ASGI middleware: methods and slashes, API keys, X-Request-Id, x-pagoda-ignored, and direct sending of stream chunks.
 
-OPEN_PATHS: Final = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
-"""Paths without a key: probes, scrapers, and the chat page, which asks for a key. None shows a prompt or runs one."""
+OPEN_PATHS: Final = frozenset({"/", "/docs", "/redoc", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
+"""Paths without a key: probes, scrapers, and the pages, which ask for a key. None shows a prompt or runs one."""
 
-_OWNER: Final = "pagoda.owner"
+OWNER_KEY: Final = "pagoda.owner"
+"""Key of the ASGI scope under which the digest of the request's API key is; set for requests made in this process."""
 
 
 def owner_of(scope: Scope) -> bytes:
     """Return the digest of the request's API key; empty if the server has no keys."""
-    owner = scope.get(_OWNER, b"")
+    owner = scope.get(OWNER_KEY, b"")
     assert isinstance(owner, bytes)
     return owner
 
@@ -454,9 +455,9 @@ class ApiKeyMiddleware:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = None if scope["type"] == "lifespan" else self._digest(scope)
+        owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
         if owner is not None:
-            scope[_OWNER] = owner
+            scope[OWNER_KEY] = owner
         if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -546,6 +547,25 @@ class IgnoredPartsMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_header)
+
+
+class RouteSpellingMiddleware:
+    """Answers HEAD as GET, whose body uvicorn leaves out, and a path with a slash at its end as without it.
+
+    Outside of everything that compares paths, so that no check sees another path than the one that is routed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path, method = get_route_path(scope), scope["method"]
+            if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
+                scope = {**scope, "path": scope["path"][:-1]}
+            if method == "HEAD":
+                scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class DirectSendMiddleware:

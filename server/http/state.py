@@ -23,6 +23,7 @@ from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, template_kwargs
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
+from pagoda.server.http.file_store import FileStore
 from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
@@ -68,6 +69,7 @@ class ServerState:
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+        self.files = FileStore(config.files_dir, config.max_stored_files, config.max_stored_file_bytes)
         self.draining = False
         self.stopping = StopSignal()
         self.running = 0  # HTTP requests in the engine

@@ -168,6 +168,12 @@ class ServerConfig:
     max_stored_response_bytes: int = option(
         64 * 2**20, "Maximum memory for stored responses, in bytes; 0: none are stored."
     )
+    files_dir: str | None = option(
+        None,
+        "Directory for files of /v1/files and the state of /v1/batches; default: a temporary one, removed at the end.",
+    )
+    max_stored_files: int = option(1000, "Maximum number of files of /v1/files, outputs of batches included; 0: none.")
+    max_stored_file_bytes: int = option(4 * 2**30, "Maximum size of all files of /v1/files together, in bytes.")
 
     def __post_init__(self) -> None:
         check_port(self.port)
@@ -203,7 +209,8 @@ class ServerConfig:
             *("max_body_bytes", "max_connections", "max_stop_strings"),
             *("h11_max_incomplete_event_size", "h11_max_header_count"),
         )
-        need_not_negative(self, "max_stored_responses", "max_stored_response_bytes", remedy="use 0 to store none")
+        stores = ("max_stored_responses", "max_stored_response_bytes", "max_stored_files", "max_stored_file_bytes")
+        need_not_negative(self, *stores, remedy="use 0 to store none")
         need_not_negative(self, "max_log_len", remedy="use 0 or more, or drop it for unlimited")
         if self.root_path and not _PREFIX.fullmatch(self.root_path):
             raise ConfigError("--root-path", f"{self.root_path} is not a URL path; use one such as /models/small")

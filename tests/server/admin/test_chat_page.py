@@ -183,3 +183,27 @@ def test_thinking_is_folded_and_calls_are_shown(browser: Page) -> None:
         assert browser.run("return document.querySelector('.assistant details').open") is False
         assert browser.text(".assistant > .text") == "So"
         assert re.sub(r"\s+", " ", browser.text(".assistant pre")) == 'Tool call: look {"x":1}'
+
+
+@in_browser
+def test_markdown_is_rendered_and_code_is_copied(browser: Page) -> None:
+    pieces = ["See **bo", "ld** <script>window.bad = 1</script>\n\n``", "`python\nx = '<b>'\n", "```\n"]
+    with live_server() as server:
+        ask(browser, server, "")
+        browser.log()
+        browser.run(
+            """const lines = arguments[0].map((content) =>
+                "data: " + JSON.stringify({choices: [{delta: {content}}]}) + "\\n\\n");
+            window.fetch = () => Promise.resolve(new Response(lines.join("") + "data: [DONE]\\n\\n"));
+            navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); };""",
+            pieces,
+        )
+        browser.type("#message", "**mine**\ue007")
+        browser.until(lambda: browser.text(".assistant .code pre") == "x = '<b>'")
+        assert browser.text(".assistant strong") == "bold"
+        assert browser.text(".user .text") == "**mine**", "what was typed is not rendered"
+        assert browser.run("return document.querySelectorAll('main script').length + (window.bad || 0)") == 0
+        browser.click(".copy")
+        browser.until(lambda: browser.text(".copy") == "Copied")
+        assert browser.run("return window.copied") == "x = '<b>'"
+        assert browser.log() == []

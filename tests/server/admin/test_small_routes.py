@@ -230,3 +230,14 @@ def test_generative_scoring_tokens_are_bounded(server: LiveServer, monkeypatch: 
     body = {"query": "ab", "label_token_ids": [97]}
     answer_of(server, "/generative_scoring", body | {"items": ["a", "b"]})
     assert param_of(server, "/generative_scoring", body | {"items": ["a", "b", "c"]}) == "items"
+
+
+@pytest.mark.parametrize(
+    "path", ["audio/transcriptions", "audio/translations", "audio/speech", "images/generations", "images/edits"]
+)
+def test_audio_and_images_are_refused_by_name(path: str) -> None:
+    with live_server() as server:
+        for body, kind in (({}, "application/json"), (b"--x", "multipart/form-data; boundary=x")):
+            status, answer = server.request("POST", f"/v1/{path}", body, {"content-type": kind})
+            assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
+            assert f"/v1/{path} is not supported: this version serves text only" in answer["error"]["message"]

@@ -252,6 +252,10 @@ def test_a_model_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "NoSuchForCausalLM" in finding.text
     assert "not on this machine" in one(doctor.model, model="org/never-downloaded").text
     assert findings_of(doctor.model) == []
+    for missing in ("/nope", "./nope", "nope.gguf", "a/b/c"):
+        finding = one(doctor.model, model=missing)
+        assert finding.level == "fail", missing
+        assert f"{missing}: no such file or folder" in finding.text
 
 
 def test_facts_of_this_machine() -> None:

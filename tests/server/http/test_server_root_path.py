@@ -20,7 +20,7 @@ NO_ROUTE = (
     PREFIX + "//health",
     PREFIX + "/../v1/models",
     PREFIX + "/health/../v1/models",
-    PREFIX + "/health/",
+    PREFIX + "/health//",
     "/" + PREFIX + "/v1/models",
     "/" + PREFIX + "/health",
     "/v1" + PREFIX + "/models",
@@ -70,9 +70,9 @@ def test_docs_and_schema_contain_the_prefix() -> None:
 
 def test_keys_are_required_with_and_without_the_prefix() -> None:
     with live_server(root_path=PREFIX, api_key=("secret",)) as server:
-        for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/"):
+        for path in ("/health", "/health/", "/ready", "/ping", "/version", "/metrics", "/", "/docs"):
             assert both(server, path)[0] == 200, path
-        for path in ("/v1/models", "/docs", "/openapi.json", "/nothing", "/health/"):
+        for path in ("/v1/models", "/v1/models/", "/openapi.json", "/nothing", "/health//"):
             assert both(server, path)[0] == 401, path
         for path in NO_ROUTE:
             assert server.get(path)[0] == 401, path

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -274,8 +275,11 @@ def test_requests_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert "prompt" not in caplog.text
     with logged(caplog, "pagoda"), live_server(engine={"enable_log_requests": True}, max_log_len=40) as server:
         server.post("/v1/completions", TEXT | {"prompt": "b" * 50})
-    assert "b" * 20 in caplog.text
-    assert "b" * 50 not in caplog.text
+        server.post("/v1/completions", {"prompt": list(range(97, 147)), "max_tokens": 1})
+        server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 1})
+    assert f"prompt '{'b' * 40}...', params" in caplog.text
+    assert re.search(r"prompt '.*ab.*', prompt_token_ids \[[\d, ]+\], params", caplog.text)
+    assert f"prompt_token_ids [{', '.join(map(str, range(97, 137)))}, ...], params" in caplog.text
 
 
 @pytest.mark.setting("--enable-log-outputs", "--enable-log-deltas")
@@ -299,6 +303,17 @@ def test_traceback_of_a_failed_request(caplog: pytest.LogCaptureFixture) -> None
         assert server.post("/v1/completions", bad)[0] == 400
     assert "/v1/completions failed" in caplog.text
     assert "RequestError" in caplog.text
+
+
+@pytest.mark.setting("--log-error-stack")
+def test_no_traceback_of_a_failed_probe(caplog: pytest.LogCaptureFixture) -> None:
+    with logged(caplog, "pagoda"), live_server("fake:crash", log_error_stack=True) as server:
+        server.post("/v1/completions", TEXT | {"max_tokens": 20})
+        failed = caplog.text.count("Traceback")
+        for path in ("/health", "/ready", "/ping", "/health/"):
+            assert server.get(path)[0] == 503
+            assert server.response("HEAD", path).status == 503
+        assert caplog.text.count("Traceback") == failed > 0
 
 
 @pytest.mark.setting("--log-error-stack")
