@@ -124,17 +124,6 @@ class CompilationConfig:
         """The given keys of --compilation-config that have no effect."""
         return tuple(key for key in self.compilation_config if key in _TORCH_COMPILE_KEYS)
 
-    @property
-    def graph_flags(self) -> tuple[str, ...]:
-        """The given flags that configure CUDA graphs."""
-        given = {
-            "--enforce-eager": self.enforce_eager,
-            "--cudagraph-capture-sizes": self.cudagraph_capture_sizes,
-            "--max-cudagraph-capture-size": self.max_cudagraph_capture_size,
-            "--compilation-config": any(key in _GRAPH_KEYS for key in self.compilation_config),
-        }
-        return tuple(flag for flag, is_given in given.items() if is_given)
-
     def _graph_setting(self, name: str) -> tuple[str, Any]:
         """Return a CUDA graph setting and the flag that set it: its own or --compilation-config."""
         if name in self.compilation_config:
