@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.env import EnvVar
 from pagoda.common.config.fields import Status
 from pagoda.common.config.groups.attention import AUTO, KERNELS
-from pagoda.common.config.settings import ENGINE_GROUPS, Setting, settings_of
+from pagoda.common.config.settings import ENGINE_GROUPS, ENGINE_SETTINGS, Setting, settings_of
 from pagoda.common.errors import ConfigError
 
 BACKENDS: Final = ("reference", "torch_cuda", "jax_tpu")
@@ -192,14 +193,23 @@ def status_on(setting: Setting, backend: str) -> BackendStatus:
     option = setting.option
     if option.status != "implemented":
         return BackendStatus(option.status, option.reason)
-    rules = list(rules_of(setting.name, backend))
+    rules = list(rules_of(setting.name, backend)) if setting.config in ENGINE_GROUPS.values() else []
     whole = next((rule for rule in rules if not rule.values), None)
     if whole is not None:
         accepted = f" (accepted: {_words(whole.accepts)})" if whole.accepts else ""
-        return BackendStatus(whole.status, whole.text(backend) + accepted)
+        return BackendStatus(whole.status, whole.text("it") + accepted)
     return BackendStatus(
-        "implemented", "; ".join(f"{_words(rule.values)} {rule.status}: {rule.text(backend)}" for rule in rules)
+        "implemented", "; ".join(f"{_words(rule.values)} {rule.status}: {rule.text('it')}" for rule in rules)
     )
+
+
+def variable_status_on(variable: EnvVar, backend: str) -> BackendStatus:
+    """Return what the documentation says of an environment variable on a backend."""
+    if variable.setting in ENGINE_SETTINGS:
+        return status_on(ENGINE_SETTINGS[variable.setting], backend)
+    if variable.only and backend not in variable.only:
+        return BackendStatus("no effect", variable.elsewhere)
+    return BackendStatus(variable.status, variable.reason)
 
 
 def _words(values: Iterable[Any]) -> str:

@@ -9,7 +9,6 @@ import pytest
 
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS
-from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.settings.flags import FlagParser
 
