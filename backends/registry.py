@@ -42,7 +42,6 @@ class Entry:
     hosts: str | None = None  # HostRuntime; None: one host only
     checkpoints: bool = False  # implements CheckpointBackend
     remedy: str = ""  # what to do without the device
-    moves_weights: bool = False  # implements SleepingBackend; weights may stay in host memory
     batch_invariant: bool = False  # a token's numbers can be independent of its batch
     quantizes: tuple[str, ...] = ()  # values of --quantization that it rounds on its devices; others come rounded
     pooling: str | None = None  # PoolingModule; None: it only generates
@@ -108,7 +107,6 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         ranks="pagoda.backends.torch_cuda.ranks",
         without_device=TORCH_CUDA_DEVICE.is_on,
         remedy=": install its driver, or use --backend reference",
-        moves_weights=True,
         batch_invariant=True,
         quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.torch_cuda.pooling",
@@ -149,36 +147,13 @@ def choose_backend(name: str) -> str:
 
 
 def parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes:
-    """Return how the backend distributes a model. Raises ConfigError when it does not support the configuration."""
+    """Return how the backend distributes a model, of sizes that `backend_support` allows on it. Raises ConfigError."""
     entry = _entry(name)
-    if parallel.nnodes > 1 and entry.hosts is None:
-        able = _names(lambda each: each.hosts is not None)
-        raise ConfigError("--nnodes", f"{name} runs a model on one host; use 1, or --backend {able} on every host")
     sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size}
-    for kind, size in sizes.items():
-        if size > 1 and kind not in entry.parallel:
-            raise ConfigError(f"--{kind}-parallel-size", _not_parallel(entry, kind))
-    _check_executor(entry, parallel)
-    return ParallelSizes(**{kind: sizes[kind] for kind in entry.parallel})
-
-
-def _not_parallel(entry: Entry, kind: str) -> str:
-    if entry.ranks is not None:
-        return (
-            f"{entry.name} runs one copy of a model per server; use 1, and start several servers, each with GPUs of "
-            "its own (CUDA_VISIBLE_DEVICES) and a --port of its own, behind a load balancer"
-        )
-    able = _names(lambda each: kind in each.parallel)
-    return f"{entry.name} runs a model on one device; use 1, or --backend {able} where there are more"
-
-
-def _check_executor(entry: Entry, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if the backend's ranks cannot be started by the configured executor."""
     flag, executor = "--distributed-executor-backend", parallel.distributed_executor_backend
-    if entry.ranks is None and executor == "ray":
-        raise ConfigError(flag, f"{entry.name} drives all devices of a host from one process; use uni, or drop it")
     if entry.ranks is not None and executor == "uni" and (size := parallel.tensor_parallel_size) > 1:
         raise ConfigError(flag, f"uni is one process, {entry.name} needs {size} for {size} GPUs; use mp, or drop it")
+    return ParallelSizes(**{kind: sizes[kind] for kind in entry.parallel})
 
 
 def runs_ranks(name: str, parallel: ParallelConfig) -> bool:
@@ -205,14 +180,6 @@ def check_checkpoints(name: str) -> None:
             "--load-format",
             f"sharded_state is not read by {name}; use --backend {able}, or serve the model that was converted",
         )
-
-
-def check_moves(name: str, *, sleep_mode: bool, cpu_offload_gb: float) -> None:
-    """Raise ConfigError if the backend cannot move weights out of device memory."""
-    for flag, wanted in (("--enable-sleep-mode", sleep_mode), ("--cpu-offload-gb", cpu_offload_gb > 0)):
-        if wanted and not _entry(name).moves_weights:
-            able = _names(lambda each: each.moves_weights)
-            raise ConfigError(flag, f"{name} cannot move its weights; drop it, or use --backend {able}")
 
 
 def check_batch_invariant(name: str) -> None:

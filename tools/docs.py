@@ -28,6 +28,7 @@ from pydantic_core import PydanticUndefined
 import pagoda
 from pagoda import server
 from pagoda.backends.registry import load_scheme_support
+from pagoda.common.config.backend_support import BACKENDS, by_backend, status_on, variable_status_on
 from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
@@ -45,6 +46,7 @@ from pagoda.server.settings.help import default_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATUSES: Final = ("implemented", "no effect", "refused")
+_BACKEND_COLUMNS: Final = tuple(f"`{backend}`" for backend in BACKENDS)
 
 _BEGIN: Final = "<!-- interface: written by tools/docs.py -->\n"
 _END: Final = "<!-- end of interface -->"
@@ -86,8 +88,9 @@ def _flags() -> str:
         f"{_WRITTEN}# Flags\n\nEach flag is also a keyword of `LLM(...)` and `EngineArgs(...)` (`max_num_seqs`), a "
         "key in the `--config` file (`max-num-seqs`) and an environment variable (`PAGODA_MAX_NUM_SEQS`). Switches "
         "have a `--no-` form. A JSON setting can be set by key: `--hf-overrides.rope_theta 5e5`.\n\n"
-        "Status: *implemented*; *no effect*: accepted with a warning that gives the reason; *refused*: an error unless "
-        "the value is the default or one of those listed. `chat`, `complete` and `bench serve` read flags only.\n\n"
+        "Status on each backend: *implemented*; *no effect*: accepted with a warning that gives the reason; *refused*: "
+        "an error unless the value is the default or one of those listed. `chat`, `complete` and `bench serve` read "
+        "flags only.\n\n"
     )
     text += _table(
         ("argument", "description"), ((f"`{name}`", about) for name, about in interface.PARSER_ARGUMENTS.items())
@@ -96,7 +99,8 @@ def _flags() -> str:
     for group, known in interface.groups().items():
         text += f"\n## {group}\n\n{descriptions.get(group, '')} Commands: {_commands_with(group, known)}.\n\n"
         text += _table(
-            ("flag", "value", "default", "key and variable", "description", "status"), map(_flag_row, known.values())
+            ("flag", "value", "default", "key and variable", "description", *_BACKEND_COLUMNS, "reason"),
+            map(_flag_row, known.values()),
         )
     return text
 
@@ -129,7 +133,7 @@ def _flag_row(setting: Setting) -> tuple[str, ...]:
         default if default == "unset" else f"`{default}`",
         f"`{setting.flag[2:]}` `{setting.variable}`" if has_variable else "",
         setting.option.help,
-        _status(setting),
+        *_statuses(setting),
     )
 
 
@@ -148,14 +152,24 @@ def _kind(setting: Setting) -> str:
     return names.get(setting.value_type, "string")
 
 
-def _status(setting: Setting) -> str:
+def _statuses(setting: Setting) -> tuple[str, ...]:
+    """Return the cells of the backends, and the reason with the values that are refused."""
     option = setting.option
-    deprecated = f"deprecated: use `{option.deprecated}`" if option.deprecated else ""
-    if option.status == "implemented":
-        return deprecated or "implemented"
-    why = f"*{option.status}*: {option.reason}" + (f"; {deprecated}" if deprecated else "")
+    *cells, reason = by_backend({backend: status_on(setting, backend) for backend in BACKENDS})
     accepted = ", ".join(f"`{value}`" for value in option.accepts)
-    return f"{why} (also accepted: {accepted})" if accepted else why
+    values: dict[str, list[str]] = {}
+    for value, why in option.refused_values.items():
+        values.setdefault(why, []).append(f"`{value}`")
+    parts = [
+        f"deprecated: use `{option.deprecated}`" if option.deprecated else "",
+        f"{reason} (also accepted: {accepted})" if accepted else reason,
+        *(f"{', '.join(names)} refused: {why}" for why, names in values.items()),
+    ]
+    return (*map(_emphasised, cells), "; ".join(filter(None, parts)))
+
+
+def _emphasised(status: str) -> str:
+    return status if status == "implemented" else f"*{status}*"
 
 
 def _environment() -> str:
@@ -166,14 +180,15 @@ def _environment() -> str:
     )
     for status in STATUSES:
         rows = [_variable_row(variable) for variable in VARIABLES if variable.status == status]
-        head = ("variable", "description", *(["reason"] if status != "implemented" else []))
-        text += f"## {status.capitalize()}\n\n{_table(head, rows)}\n"
+        text += f"## {status.capitalize()}\n\n"
+        text += _table(("variable", "description", *_BACKEND_COLUMNS, "reason"), rows) + "\n"
     return text.rstrip("\n") + "\n"
 
 
 def _variable_row(variable: EnvVar) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in (variable.name, *variable.aliases))
-    return (names, variable.help) if variable.status == "implemented" else (names, variable.help, variable.reason)
+    *cells, reason = by_backend({backend: variable_status_on(variable, backend) for backend in BACKENDS})
+    return (names, variable.help, *map(_emphasised, cells), reason)
 
 
 def _metrics() -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pagoda.common.config.fields import MapsTo, json_object, option
 from pagoda.common.config.groups.model import NO_LORA
-from pagoda.common.errors import ConfigError
 
 _ALWAYS_ON: Final = "the engine always does this"
 _V0_ENGINE: Final = "it applies to vLLM's V0 engine only"
 _NO_PROMPT_ADAPTERS: Final = "prompt adapters were removed from vLLM too; put the prompt into the request"
 _NO_ADAPTER_LIMITS: Final = "prompt adapters are not supported"
 _DEVICES: Final = {"cpu": "reference", "cuda": "torch_cuda", "tpu": "jax_tpu"}
+_NO_DEVICE: Final = "there is no backend for it; use auto, cpu, cuda or tpu"
+_USE_GUIDANCE: Final = "use auto or guidance, which take the same schemas, expressions and grammars"
 
 
 def _json_key(setting: str, key: str) -> MapsTo:
@@ -27,11 +28,7 @@ def _renamed(setting: str) -> MapsTo:
 
 
 def _task(value: str) -> Mapping[str, Any]:
-    if value == "transcription":
-        raise ConfigError(
-            "--task", "transcription needs audio input; this version serves text only: drop it, or name another task"
-        )
-    if value in ("auto", "generate", "draft"):
+    if value in ("auto", "generate"):
         return {} if value == "auto" else {"runner": value}
     convert = {"embed": "embed", "embedding": "embed", "classify": "classify", "reward": "reward"}.get(value)
     return {"runner": "pooling"} if convert is None else {"runner": "pooling", "convert": convert}
@@ -39,6 +36,11 @@ def _task(value: str) -> Mapping[str, Any]:
 
 def _device(value: str) -> Mapping[str, Any]:
     return {} if value == "auto" else {"backend": _DEVICES[value]}
+
+
+def _graph_sizes(sizes: tuple[int, ...]) -> Mapping[str, Any]:
+    """Several sizes are those to capture, a single one is the largest, as in vLLM."""
+    return {"max_cudagraph_capture_size": sizes[0]} if len(sizes) == 1 else {"cudagraph_capture_sizes": sizes}
 
 
 def _if_on(settings: Mapping[str, Any]) -> MapsTo:
@@ -52,12 +54,21 @@ class DeprecatedConfig:
     task: str | None = option(
         None,
         "Task of the model.",
-        choices=("auto", "generate", "embed", "embedding", "classify", "reward", "score", "draft", "transcription"),
+        choices=("auto", "generate", "embed", "embedding", "classify", "reward", "score"),
+        refused_values={
+            "transcription": "it needs audio input, and this version serves text only; drop it, or name another task",
+            "draft": "draft models need speculative decoding, which is not in this version; drop it",
+        },
         deprecated="--runner",
         maps_to=_task,
     )
     device: str | None = option(
-        None, "Device type.", choices=("auto", *_DEVICES), deprecated="--backend", maps_to=_device
+        None,
+        "Device type.",
+        choices=("auto", *_DEVICES),
+        refused_values=dict.fromkeys(("hpu", "neuron", "xpu", "rocm", "openvino"), _NO_DEVICE),
+        deprecated="--backend",
+        maps_to=_device,
     )
     rope_scaling: Mapping[str, Any] = option(
         {},
@@ -88,7 +99,8 @@ class DeprecatedConfig:
     guided_decoding_backend: str | None = option(
         None,
         "Grammar backend of structured output.",
-        choices=("auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar"),
+        choices=("auto", "guidance", "xgrammar"),
+        refused_values=dict.fromkeys(("lm-format-enforcer", "outlines"), _USE_GUIDANCE),
         deprecated="--structured-outputs-config.backend",
         maps_to=_json_key("structured_outputs_config", "backend"),
     )
@@ -148,10 +160,10 @@ class DeprecatedConfig:
     )
     cuda_graph_sizes: tuple[int, ...] = option(
         (),
-        "Batch sizes for CUDA graph capture.",
+        "Batch sizes for CUDA graph capture; a single number is the largest.",
         aliases=("--CUDA-graph-sizes",),
-        deprecated="--cudagraph-capture-sizes",
-        maps_to=_renamed("cudagraph_capture_sizes"),
+        deprecated="--cudagraph-capture-sizes, or --max-cudagraph-capture-size for a single number",
+        maps_to=_graph_sizes,
     )
     max_seq_len_to_capture: int | None = option(
         None,
@@ -170,11 +182,11 @@ class DeprecatedConfig:
         "Delay before scheduling the next prompt, as a factor of the previous prompt's latency.",
         no_effect=_V0_ENGINE,
     )
-    preemption_mode: str | None = option(
+    preemption_mode: Literal["recompute"] | None = option(
         None,
-        "Preemption mode: recompute or swap.",
-        refused="preempted requests are recomputed; use recompute",
-        accepts=("recompute",),
+        "What becomes of preempted requests.",
+        no_effect="preempted requests are always recomputed",
+        refused_values={"swap": "preempted requests are recomputed; use recompute, or drop it"},
     )
     enable_reasoning: bool | None = option(
         None, "Enable reasoning output.", deprecated="--reasoning-parser", no_effect="--reasoning-parser enables it"

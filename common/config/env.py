@@ -34,6 +34,9 @@ class EnvVar:
     accepts: tuple[str, ...] = OFF  # values that are accepted although the variable is refused
     shared: bool = False  # other programs read it too, so it is not warned about
     maps_to: Callable[[str], Mapping[str, Any]] | None = None  # text -> settings; raises ValueError
+    setting: str = ""  # that it sets; it has an effect on the same backends
+    only: tuple[str, ...] = ()  # backends on which it has an effect; empty: all
+    elsewhere: str = ""  # why it has none on the others
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,12 +89,15 @@ def shown(name: str, value: str) -> str:
     return "(hidden)" if is_secret(name) else repr(value)
 
 
-_NO_BUILD: Final = "pagoda is pure Python and has no build step"
+_NO_BUILD: Final = "pagoda has no build step; kernels are compiled when they are first used"
 _NO_USAGE_DATA: Final = "no usage data is collected or sent"
-_UNIX_SOCKETS: Final = "processes communicate over Unix sockets"
+_OWN_ADDRESSES: Final = "processes of a machine use Unix sockets and free ports, Ray's ranks the node's address in Ray"
 _NO_DP_RANKS: Final = "one engine drives all data-parallel replicas; there are no data-parallel ranks"
-_ONE_ENGINE: Final = "one engine drives all data-parallel replicas; use --data-parallel-size"
-_ATTENTION_FLAG: Final = "the attention kernel is set by --attention-backend only"
+_ONE_ENGINE: Final = (
+    "one engine drives all data-parallel replicas; use --data-parallel-size, or start several servers behind a load "
+    "balancer"
+)
+_OWN_KERNELS: Final = "quantised matrices are multiplied by pagoda's own Triton kernels, none of them Marlin's"
 _NO_COMPILED_DAG: Final = "Ray only starts the ranks; it does not run the steps"
 _ONE_ACTOR_PER_GPU: Final = "ranks under Ray are one actor with one GPU each"
 _NO_OPENVINO: Final = "there is no OpenVINO backend; use --backend reference for CPUs"
@@ -130,13 +136,21 @@ _PATHS: Final = (
 )
 _DISTRIBUTED: Final = (
     _unused(
-        "VLLM_HOST_IP", "IP address of this node for internal communication.", f"{_UNIX_SOCKETS}; use --master-addr"
+        "VLLM_HOST_IP",
+        "IP address of this node for internal communication.",
+        f"{_OWN_ADDRESSES}; for several TPU hosts use --master-addr",
     ),
-    _unused("VLLM_PORT", "Port for internal communication.", f"{_UNIX_SOCKETS}; use --master-port or --port"),
+    _unused(
+        "VLLM_PORT",
+        "Port for internal communication.",
+        f"{_OWN_ADDRESSES}; for several TPU hosts use --master-port, for HTTP --port",
+    ),
     _unused(
         "VLLM_RINGBUFFER_WARNING_INTERVAL", "Interval of warnings about a full ring buffer.", "there is no ring buffer"
     ),
-    _unused("VLLM_NCCL_SO_PATH", "Path of the NCCL library.", "PyTorch's NCCL is used"),
+    _unused(
+        "VLLM_NCCL_SO_PATH", "Path of the NCCL library.", "torch_cuda uses PyTorch's NCCL; the other backends need none"
+    ),
     _unused(
         "LD_LIBRARY_PATH",
         "Search path of shared libraries.",
@@ -146,10 +160,16 @@ _DISTRIBUTED: Final = (
     _unused(
         "LOCAL_RANK", "Rank of a process on its node.", "the engine starts its ranks and numbers them", shared=True
     ),
-    EnvVar("CUDA_VISIBLE_DEVICES", "GPUs visible to the process; read by the CUDA libraries.", shared=True),
+    EnvVar(
+        "CUDA_VISIBLE_DEVICES",
+        "GPUs visible to the process; read by the CUDA libraries.",
+        shared=True,
+        only=("torch_cuda",),
+        elsewhere="it uses no GPU",
+    ),
     _unused("VLLM_PP_LAYER_PARTITION", "Layers per pipeline stage.", "there is no pipeline parallelism"),
-    _unused("VLLM_SKIP_P2P_CHECK", "Skip the GPU peer-to-peer check.", "there is no such check"),
-    _unused("VLLM_CUDART_SO_PATH", "Path of the CUDA runtime library.", "PyTorch's CUDA runtime is used"),
+    _unused("VLLM_SKIP_P2P_CHECK", "Skip the GPU peer-to-peer check.", "NCCL finds out which GPUs reach each other"),
+    _unused("VLLM_CUDART_SO_PATH", "Path of the CUDA runtime library.", "torch_cuda uses PyTorch's"),
     _refused("VLLM_DP_RANK", "Data-parallel rank of this process.", _ONE_ENGINE, ("", "0")),
     _refused("VLLM_DP_SIZE", "Data-parallel size.", _ONE_ENGINE, ("", "1")),
     _unused("VLLM_DP_MASTER_IP", "IP address of the data-parallel master.", _NO_DP_RANKS),
@@ -193,9 +213,21 @@ _LOGS: Final = (
     ),
 )
 _KERNELS: Final = (
-    _unused("VLLM_USE_TRITON_FLASH_ATTN", "Use Triton FlashAttention.", _ATTENTION_FLAG),
-    _unused("VLLM_FLASH_ATTN_VERSION", "FlashAttention version.", _ATTENTION_FLAG),
-    _unused("VLLM_FLASHINFER_FORCE_TENSOR_CORES", "Force tensor cores in FlashInfer.", _ATTENTION_FLAG),
+    _unused(
+        "VLLM_USE_TRITON_FLASH_ATTN",
+        "Use Triton FlashAttention.",
+        "torch_cuda's own kernel is a Triton kernel; --attention-backend chooses another",
+    ),
+    _unused(
+        "VLLM_FLASH_ATTN_VERSION",
+        "FlashAttention version.",
+        "--attention-backend chooses it: FLASH_ATTN is version 3, TORCH_VARLEN version 2",
+    ),
+    _unused(
+        "VLLM_FLASHINFER_FORCE_TENSOR_CORES",
+        "Force tensor cores in FlashInfer.",
+        "FlashInfer computes prefill steps only, which always use tensor cores",
+    ),
     _unused(
         "VLLM_MLA_DISABLE",
         "Disable multi-head latent attention (MLA).",
@@ -205,12 +237,14 @@ _KERNELS: Final = (
     _unused("VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE", "Capture full graphs in Dynamo.", "torch.compile is not used"),
     _unused("VLLM_FUSED_MOE_CHUNK_SIZE", "Tokens per chunk of fused MoE.", "MoE layers are not chunked"),
     _unused(
-        "VLLM_ENABLE_MOE_ALIGN_BLOCK_SIZE_TRITON", "Use Triton for MoE token alignment.", "there is one implementation"
+        "VLLM_ENABLE_MOE_ALIGN_BLOCK_SIZE_TRITON",
+        "Use Triton for MoE token alignment.",
+        "tokens are always sorted by expert on the GPU",
     ),
-    _unused("VLLM_TEST_FORCE_FP8_MARLIN", "Force Marlin kernels for FP8.", "Marlin kernels are not used"),
-    _unused("VLLM_MARLIN_USE_ATOMIC_ADD", "Use atomic add in Marlin kernels.", "Marlin kernels are not used"),
-    _unused("VLLM_USE_TRITON_AWQ", "Use Triton AWQ kernels.", "AWQ is not supported; serve a GGUF file of the model"),
-    _unused("VLLM_DISABLED_KERNELS", "Quantisation kernels to disable.", "there is one kernel per operation"),
+    _unused("VLLM_TEST_FORCE_FP8_MARLIN", "Force Marlin kernels for FP8.", _OWN_KERNELS),
+    _unused("VLLM_MARLIN_USE_ATOMIC_ADD", "Use atomic add in Marlin kernels.", _OWN_KERNELS),
+    _unused("VLLM_USE_TRITON_AWQ", "Use Triton AWQ kernels.", "torch_cuda's kernels for AWQ are always Triton's"),
+    _unused("VLLM_DISABLED_KERNELS", "Quantisation kernels to disable.", "each operation has one kernel per device"),
     _unused("VLLM_ROCM_FP8_PADDING", "Pad FP8 weights on ROCm.", "there is no ROCm backend"),
     _unused("Q_SCALE_CONSTANT", "Divisor of the query scale.", _NO_SCALE_CONSTANTS),
     _unused("K_SCALE_CONSTANT", "Divisor of the key scale.", _NO_SCALE_CONSTANTS),
@@ -293,7 +327,7 @@ def _interval(text: str) -> Mapping[str, Any]:
 
 def _ours(name: str, help: str, setting: str = "", maps_to: Callable[[str], Mapping[str, Any]] | None = None) -> EnvVar:
     """Return PAGODA_<name> with the alias VLLM_<name>."""
-    return EnvVar(f"PAGODA_{name}", help, (f"VLLM_{name}",), maps_to=maps_to or _sets(setting))
+    return EnvVar(f"PAGODA_{name}", help, (f"VLLM_{name}",), maps_to=maps_to or _sets(setting), setting=setting)
 
 
 API_KEY: Final = _ours(
@@ -327,10 +361,14 @@ XLA_CHECK_RECOMPILATION: Final = _ours(
 TORCH_CUDA_DEVICE: Final = EnvVar(
     "PAGODA_TORCH_CUDA_DEVICE",
     "cpu: run --backend torch_cuda on a CPU, with the PyTorch reference of each kernel; for tests.",
+    only=("torch_cuda",),
+    elsewhere="it concerns torch_cuda",
 )
 TRANSFORMERS_DEVICE: Final = EnvVar(
     "PAGODA_TRANSFORMERS_DEVICE",
     "xla: --backend reference computes the layers of --model-impl transformers through torch-xla.",
+    only=("reference",),
+    elsewhere="the layers of --model-impl transformers run on the backend's own devices",
 )
 PLUGINS: Final = _ours("PLUGINS", "Comma-separated names of the plugins to load; default: all.", "plugins")
 ATTENTION_BACKEND: Final = _ours("ATTENTION_BACKEND", "Attention kernel; see --attention-backend.", "attention_backend")
@@ -340,7 +378,13 @@ CPU_OMP_THREADS_BIND: Final = _ours(
     "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8.",
     "cpu_omp_threads_bind",
 )
-OMP_NUM_THREADS: Final = EnvVar("OMP_NUM_THREADS", "Number of compute threads of the CPU backend.", shared=True)
+OMP_NUM_THREADS: Final = EnvVar(
+    "OMP_NUM_THREADS",
+    "Number of compute threads of the CPU backend.",
+    shared=True,
+    only=("reference",),
+    elsewhere="it computes on its devices",
+)
 CONFIGURE_LOGGING: Final = _ours("CONFIGURE_LOGGING", "0: do not configure Python logging.", "configure_logging")
 LOGGING_CONFIG_PATH: Final = _ours("LOGGING_CONFIG_PATH", "JSON file for logging.config.dictConfig.", "log_config_file")
 LOGGING_LEVEL: Final = _ours("LOGGING_LEVEL", "Log level: DEBUG, INFO, WARNING, ERROR or CRITICAL.", "log_level")

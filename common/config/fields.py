@@ -28,6 +28,8 @@ class Option:
     status: Status
     reason: str  # why it has no effect or is refused; empty if implemented
     accepts: tuple[Any, ...]
+    refused_values: Mapping[str, str]  # value of vLLM's that is refused -> why, and the remedy
+    same_values: Mapping[str, str]  # other name of a value -> the value
     deprecated: str | None
     maps_to: MapsTo | None
     optional_value: Any
@@ -44,6 +46,8 @@ def option(
     no_effect: str | None = None,
     refused: str | None = None,
     accepts: Sequence[Any] = (),
+    refused_values: Mapping[str, str] | None = None,
+    same_values: Mapping[str, str] | None = None,
     deprecated: str | None = None,
     maps_to: MapsTo | None = None,
     optional_value: Any = None,
@@ -54,6 +58,8 @@ def option(
     `parse`: converts the flag's text; by default derived from the field's type.
     `no_effect`: why the setting changes nothing; a non-default value logs one warning.
     `refused`: why values other than the default and `accepts` are errors, and the remedy.
+    `refused_values`: values of vLLM's that are not supported here -> the reason and the remedy; not among the choices.
+    `same_values`: other names of values -> the value.
     `deprecated`: the replacement named in a warning; `maps_to` converts the value to the replacing settings.
     `optional_value`: value of the flag when given without an argument.
     """
@@ -68,6 +74,8 @@ def option(
         status=status,
         reason=refused or no_effect or "",
         accepts=tuple(accepts),
+        refused_values=refused_values or {},
+        same_values=same_values or {},
         deprecated=deprecated,
         maps_to=maps_to,
         optional_value=optional_value,

@@ -152,6 +152,10 @@ class Setting:
             raise ConfigError(self.flag, f"{_quoted(text)} is not a JSON array: {error}") from None
 
     def _checked(self, value: Any, original: Any, *, strict: bool) -> Any:
+        if isinstance(value, str):
+            if (reason := self.option.refused_values.get(value)) is not None:
+                raise ConfigError(self.flag, f"{_quoted(value)} is not supported: {reason}")
+            value = self.option.same_values.get(value, value)
         if self.option.parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
             value = self._parsed(value)
         try:

@@ -6,7 +6,7 @@ Strict both ways: every tensor must be used or ignored, every parameter filled e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -83,11 +83,41 @@ def apply_rules(
     for target, partial in stacks.items():
         if target not in filled:
             raise WeightError(f"parameter {target}: the checkpoint lacks {partial.missing()}")
+    for target in _zeros(rules, params, filled):
+        filled.add(target)
+        yield target, np.zeros(params[target].shape, np.float32)
+    _check_filled(rules, params, filled)
+
+
+def check_names(
+    rules: Sequence[Rule], params: Mapping[str, Param], names: Iterable[str], ignored: Sequence[str] = ()
+) -> None:
+    """Raise WeightError for tensor names that `apply_rules` refuses; shapes are not looked at."""
+    index, filled = _index(rules), set[str]()
+    parts: dict[str, set[int]] = {}
+    for name in sorted(names):
+        match = _match(index, name, params)
+        if match is None:
+            if any(fnmatchcase(name, pattern) for pattern in ignored):
+                continue
+            raise WeightError(f"tensor {name} belongs to no parameter of this model")
+        if isinstance(match.rule, Stack):
+            parts.setdefault(match.targets[0], set()).add(match.numbers["e"])
+        else:
+            filled.update(match.targets)
+    filled |= {target for target, numbers in parts.items() if len(numbers) >= params[target].shape[0]}
+    filled.update(_zeros(rules, params, filled))
+    _check_filled(rules, params, filled)
+
+
+def _zeros(rules: Sequence[Rule], params: Mapping[str, Param], filled: Collection[str]) -> list[str]:
+    """Return the parameters that no tensor filled and that are zero then."""
     zeros = [_pattern(rule.target) for rule in rules if isinstance(rule, Zeros)]
-    for target in [target for target in params if target not in filled]:
-        if any(pattern.fullmatch(target) for pattern in zeros):
-            filled.add(target)
-            yield target, np.zeros(params[target].shape, np.float32)
+    return [target for target in params if target not in filled and any(each.fullmatch(target) for each in zeros)]
+
+
+def _check_filled(rules: Sequence[Rule], params: Mapping[str, Param], filled: Collection[str]) -> None:
+    """Raise WeightError if a parameter is not filled."""
     unfilled = [target for target in params if target not in filled]
     if unfilled:
         more = f" and {len(unfilled) - 1} more parameters" if len(unfilled) > 1 else ""

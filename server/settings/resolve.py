@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from pagoda.backends.registry import (
     check_batch_invariant,
     check_checkpoints,
-    check_moves,
     choose_backend,
     load_rank_runtime,
     load_scheme_support,
@@ -23,6 +22,7 @@ from pagoda.backends.registry import (
     runs_ranks,
 )
 from pagoda.common.backend import ParallelSizes
+from pagoda.common.config import backend_support
 from pagoda.common.config.defaults import (
     BLOCK_SIZES,
     KINDS,
@@ -156,6 +156,8 @@ def resolve(
     Raise ConfigError, ModelError or WeightError.
     """
     backend, parallel_sizes = check_machine(config)
+    for note in backend_support.notes(config, backend):
+        logger.warning("%s", note)
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
@@ -218,9 +220,11 @@ def _check_schemes(backend: str, method: str | None, schemes: Mapping[str, Schem
     declared = load_scheme_support(backend)
     supports = {declared(scheme, ".experts." in name) for name, scheme in schemes.items()}
     for support in supports:
-        if support.kind == "refused":
+        if support.kind == "refused" and method is not None:
             raise ConfigError("--quantization", f"{method}: {support.how}")
-    if supports and all(support.kind == "dequantises" for support in supports):
+        if support.kind == "refused":
+            raise ModelError(f"{backend} does not read the model's quantised weights: {support.how}")
+    if method is not None and supports and all(support.kind == "dequantises" for support in supports):
         logger.warning(
             "--quantization %s: %s has no product for it: the weights are rounded, but take as much memory as without "
             "the flag",
@@ -235,8 +239,8 @@ def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
     Needs no model and imports no framework: it runs before the model's files are read.
     """
     backend = choose_backend(config.model.backend)
+    backend_support.check_settings(config, backend)
     sizes = parallel_sizes(backend, config.parallel)
-    check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
     if config.model.batch_invariant:
         check_batch_invariant(backend)
     structured = config.structured_outputs
@@ -466,9 +470,12 @@ def model_rows(
         yield ResolvedRow("revision", model.revision, "default", "the repository's default branch")
     defaults = ", ".join(f"{key} {value}" for key, value in generation.sampling.items())
     yield ResolvedRow("generation_config", model.generation_config, "default", f"sets {defaults or 'no defaults'}")
+    is_dummy = config.load.load_format == "dummy"
     if checkpoint.gguf_metadata is not None:
-        yield ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
-        yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+        reason = "random blocks, of the types in the GGUF file" if is_dummy else "the model is a GGUF file"
+        yield ResolvedRow("quantization", "gguf", "model", reason)
+        if not is_dummy:
+            yield ResolvedRow("load_format", "gguf", "model", reason)
     if quantization is not None:
         yield ResolvedRow("quantization", quantization.method, "model", "the checkpoint is quantised")
     if isinstance(checkpoint, ShardedCheckpoint):

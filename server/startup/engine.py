@@ -36,7 +36,6 @@ from pagoda.common.backend import (
 )
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
@@ -58,7 +57,7 @@ from pagoda.server.processing.grammar_check import structured_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.hosts import check_hosts, meeting
-from pagoda.server.startup.parameters import Prefetch, read_weights
+from pagoda.server.startup.parameters import Prefetch, check_weights, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
 
 logger = logging.getLogger(__name__)
@@ -144,20 +143,28 @@ def check_engine(config: EngineConfig, usage: Usage, sources: Mapping[str, str] 
         if runs_ranks(resolved.backend, config.parallel):
             check_ranks(resolved)
         check_hosts(resolved)
-        check_assembly(resolved, load_backend(resolved.backend))
+        if resolved.pooling is None:
+            check_assembly(resolved, load_backend(resolved.backend))
+        else:
+            _create_pooling(resolved).close()
     open_tokenizer(config)
     return resolved
 
 
 def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
-    """Resolve the settings; weights of a hub's model are fetched later, once everything else is checked."""
-    return resolve(config, usage, sources, weights=is_local(config.model.model))
+    """Resolve the settings and compare the names of the checkpoint's tensors with the model's.
+
+    Weights of a hub's model are fetched later, once everything else is checked.
+    """
+    resolved = resolve(config, usage, sources, weights=is_local(config.model.model))
+    check_weights(resolved)
+    return resolved
 
 
 def _load(
     importing: Future[BackendModule], resolved: Resolved, workers: WorkerGroup | None, phases: Phases
 ) -> BuiltEngine:
-    """Prefetch the weights while the backend is imported, then assemble the engine."""
+    """Prefetch the weights while the backend is imported, then check the settings with it and assemble the engine."""
     config = resolved.config
     checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
     if not fetched:  # downloaded only now that the model is known to be supported
@@ -167,7 +174,10 @@ def _load(
     try:
         with phases(f"import {resolved.backend}"):
             module = importing.result()
-        return assemble(resolved, module, checkpoint, weights, workers, phases)
+        if resolved.pooling is not None:
+            return _assemble_pooling(resolved, weights, phases)
+        assembly = check_assembly(resolved, module)
+        return assemble(resolved, module, assembly, checkpoint, weights, workers, phases)
     finally:
         weights.close()
 
@@ -189,22 +199,26 @@ def import_backend(name: str) -> Future[BackendModule]:
 # The backend with its weights, memory plan and KV cache.
 
 
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What the engine is assembled with, once it is checked."""
+
+    make_scheduler: MakeScheduler
+    options: BackendOptions
+
+
 def assemble(
     resolved: Resolved,
     module: BackendModule,
+    assembly: Assembly,
     checkpoint: Checkpoint,
     weights: Prefetch,
     workers: WorkerGroup | None,
     phases: Phases,
 ) -> BuiltEngine:
     """Return the warm engine. `workers`: other hosts or ranks. Raises ConfigError or WeightError."""
-    if resolved.pooling is not None:
-        return _assemble_pooling(resolved, weights, phases)
-    config = resolved.config
-    make_scheduler, options = _generation_options(resolved)
+    config, options = resolved.config, assembly.options
     if workers is not None:
-        if config.parallel.nnodes == 1:
-            module.check(options)  # every rank would raise it, and another rank's error could arrive first
         with phases("meet the others"):
             options = replace(options, rank=workers.arrive(checkpoint))
     own = module.create(options)
@@ -238,7 +252,7 @@ def assemble(
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )
     structured = structured_of(config, info)
-    core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured)
+    core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, assembly.make_scheduler, structured)
     sleeping = own if isinstance(together, FollowingBackend) else backend
     sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper, structured)
@@ -260,34 +274,26 @@ def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> 
     return BuiltEngine(pooling_core(backend, backend.limits, resolved.pooling.tasks), backend, info)
 
 
-def check_assembly(resolved: Resolved, module: BackendModule) -> None:
-    """Raise ConfigError where `assemble` would before it reads weights, as far as one host can know."""
-    if resolved.pooling is not None:
-        _create_pooling(resolved).close()
-        return
-    _, options = _generation_options(resolved)
-    if resolved.config.parallel.nnodes > 1:
-        return  # the devices are known once the hosts have met
-    num_blocks = module.check(options)
-    if num_blocks is not None:
-        _fit(resolved.config, resolved.limits, resolved.layout, num_blocks)
+def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
+    """Return the scheduler class and the backend's options. Raise ConfigError for settings it refuses.
 
-
-def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, BackendOptions]:
-    """Return the scheduler class and the backend's options. Raises ConfigError."""
+    The one check between the import of the backend and the weights: of a start and of --explain-config.
+    """
     config = resolved.config
-    make_scheduler = scheduler_of(config)
-    options = backend_options(resolved, sampler_options(config))
+    assembly = Assembly(scheduler_of(config), backend_options(resolved, sampler_options(config)))
     if config.cache.num_gpu_blocks_override is not None:
         stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
         _fit(config, resolved.limits, resolved.layout, stated)
-    return make_scheduler, options
+    if config.parallel.nnodes == 1:  # else the devices are known once the hosts have met
+        num_blocks = module.check(assembly.options)
+        if num_blocks is not None:
+            _fit(config, resolved.limits, resolved.layout, num_blocks)
+    return assembly
 
 
 def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOptions:
     """Return the options of the backend's `create`. Raise ConfigError for settings that it does not support."""
     config, backend = resolved.config, resolved.backend
-    _warn_memory_utilization(config, backend)
     _warn_compilation(config.compilation, backend, resolved.limits.max_num_seqs)
     return BackendOptions(
         spec=resolved.spec,
@@ -308,33 +314,18 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
     )
 
 
-def _warn_memory_utilization(config: EngineConfig, backend: str) -> None:
-    fraction = config.cache.gpu_memory_utilization
-    if backend == "reference" and fraction != CacheConfig().gpu_memory_utilization:
-        logger.warning("--gpu-memory-utilization has no effect on %s; use --kv-cache-memory-bytes", backend)
-
-
 def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:
     for key in config.ignored_keys:
         logger.warning("--compilation-config: %s has no effect: torch.compile is not used", key)
-    if backend != "torch_cuda" and config.graph_flags:
-        logger.warning("%s: no effect on %s, which captures no CUDA graphs", " and ".join(config.graph_flags), backend)
     if backend == "torch_cuda" and (too_large := [size for size in config.capture_sizes if size > max_num_seqs]):
         sizes = ", ".join(map(str, too_large))
         logger.warning("--cudagraph-capture-sizes: ignoring %s, above --max-num-seqs %d", sizes, max_num_seqs)
 
 
 def program_options(config: CompilationConfig, backend: str) -> ProgramOptions:
-    """Return where compiled programs come from and go to; defaults for backends other than jax_tpu.
-
-    Raise ConfigError if another backend is given --compiled-bundle.
-    """
+    """Return where compiled programs come from and go to; defaults for backends other than jax_tpu."""
     bundle, cache = config.compiled_bundle, config.xla_cache_path
     if backend != "jax_tpu":
-        if bundle is not None:
-            raise ConfigError("--compiled-bundle", f"not supported by {backend}; drop it, or use --backend jax_tpu")
-        if cache or config.xla_check_recompilation:
-            logger.warning("--xla-cache-path and --xla-check-recompilation have no effect on %s", backend)
         return ProgramOptions()
     folder = _user_cache() / "xla" if cache is None else Path(cache).expanduser() if cache else None
     return ProgramOptions(None if bundle is None else Path(bundle), folder, config.xla_check_recompilation)

@@ -26,7 +26,7 @@ from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weight
 from pagoda.common.weights.quantization.on_the_fly import quantized
 from pagoda.common.weights.quantization.read import join_scales
 from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
-from pagoda.common.weights.rules import apply_rules, merge_adapter, quantised_pieces, sources
+from pagoda.common.weights.rules import apply_rules, check_names, merge_adapter, quantised_pieces, sources
 from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.resolve import Resolved
@@ -115,6 +115,19 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return quantized(weights, resolved.schemes)
     used = config.cache.cache_dtype in ("fp8", "fp8_e4m3") and not config.cache.calculate_kv_scales
     return chain(weights, kv_scale_weights(kv_scales, sources(family.rules, shapes), used=used))
+
+
+def check_weights(resolved: Resolved) -> None:
+    """Raise WeightError if the names of the checkpoint's tensors do not fit the model.
+
+    Only where they are known without reading the weights and nothing but the family's rules maps them to parameters.
+    """
+    family, names = resolved.family, resolved.checkpoint.names
+    if family is None or not names or resolved.quantization is not None or resolved.config.load.load_format == "dummy":
+        return
+    modules = None if resolved.runner is None else resolved.runner.modules
+    if family.adapter is None and not family.side_files and modules is None:
+        check_names(family.rules, params(resolved.spec), names, family.ignored)
 
 
 def _stored(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Weight]:

@@ -77,27 +77,11 @@ def test_ranks_are_of_one_backend_and_more_than_one_device() -> None:
     [
         (
             "torch_cuda",
-            {"data_parallel_size": 2},
-            "--data-parallel-size: torch_cuda runs one copy of a model per server",
-        ),
-        ("torch_cuda", {"nnodes": 2}, "--nnodes: torch_cuda runs a model on one host; use 1, or --backend jax_tpu on"),
-        (
-            "torch_cuda",
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
             "--distributed-executor-backend: uni is one process, torch_cuda needs 2 for 2 GPUs; use mp, or drop it",
-        ),
-        (
-            "jax_tpu",
-            {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "--distributed-executor-backend: jax_tpu drives all devices of a host from one process; use uni",
         ),
     ],
 )
 def test_unsupported_parallel_sizes_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         registry.parallel_sizes(name, parallel(**settings))
-
-
-def test_an_external_launcher_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^--distributed-executor-backend: external_launcher is not supported: t"):
-        parallel(distributed_executor_backend="external_launcher")

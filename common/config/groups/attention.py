@@ -25,23 +25,27 @@ KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
 """Backend -> kernel names accepted besides AUTO (vLLM's names). Only torch_cuda has a choice of kernels."""
 
 _UNSUPPORTED: Final = (
-    *("FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "CUSTOM", "NO_ATTENTION", "FLASH_ATTN_DIFFKV"),
-    *("FLASH_ATTN_MLA", "CUTLASS_MLA", "FLASHMLA_SPARSE"),
+    *("FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "CUSTOM", "NO_ATTENTION", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"),
+    *("FLASH_ATTN_MLA", "CUTLASS_MLA", "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "TOKENSPEED_MLA"),
     *("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "IPEX"),
+    *("XFORMERS", "ROCM_FLASH", "HPU_ATTN", "OPENVINO", "BLOCKSPARSE_FLASH_ATTN", "DUAL_CHUNK_FLASH_ATTN"),
 )
-"""vLLM's kernel names that no backend here supports."""
+"""vLLM's kernel names, of this or of older releases, that no backend here supports."""
+
+_OLD_SUFFIX: Final = "_VLLM_V1"
+"""Of the names of vLLM 0.8 to 0.10, such as FLASH_ATTN_VLLM_V1."""
 
 _FLAG: Final = "--attention-backend"
 
 
 def kernel_name(text: str) -> str:
     """Return the kernel name in capitals. Raise ValueError if no backend supports it."""
-    name = text.upper()
+    name = text.upper().removesuffix(_OLD_SUFFIX)
     known = (AUTO, *dict.fromkeys(name for names in KERNELS.values() for name in names))
     if name in _UNSUPPORTED:
-        raise ValueError(f"not in this version; use one of {', '.join(known)}, or drop the flag")
+        raise ValueError(f"no backend has this kernel; use one of {', '.join(known)}, or drop it")
     if name not in known:
-        raise ValueError(f"unknown{did_you_mean(name, known)}; use one of {', '.join(known)}, or drop the flag")
+        raise ValueError(f"unknown{did_you_mean(name, known)}; use one of {', '.join(known)}, or drop it")
     return name
 
 

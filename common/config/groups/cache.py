@@ -13,6 +13,16 @@ CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 _EIGHT_BIT: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 _FLOAT32_STATE: Final = "recurrent state is always float32, since its rounding errors add up over the sequence"
 
+_ONLY_FP8: Final = "the cache has 16 or 8 bits per number; use auto or fp8"
+_OTHER_DTYPES: Final = {
+    "fp8_inc": "it is the 8-bit format of Gaudi, for which there is no backend; use fp8",
+    "float16": "the cache has the data type of the activations; use auto with --dtype float16",
+    **dict.fromkeys(("nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "fp8_ds_mla", "ultraquant_4bit"), _ONLY_FP8),
+    **dict.fromkeys(("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"), _ONLY_FP8),
+    **dict.fromkeys(("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"), _ONLY_FP8),
+}
+"""Other data types of vLLM's caches -> why they are not supported, and the remedy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -39,6 +49,7 @@ class CacheConfig:
         "Data type of the KV cache: auto uses the model's data type, fp8 is fp8_e4m3, int8 needs "
         "--calculate-kv-scales.",
         flag="kv-cache-dtype",
+        refused_values=_OTHER_DTYPES,
     )
     num_gpu_blocks_override: int | None = option(
         None,

@@ -24,7 +24,8 @@ _TORCH_COMPILE_KEYS: Final = (
     *("level", "mode", "backend", "cache_dir", "local_cache_dir", "debug_dump_path", "compile_cache_save_format"),
     *("custom_ops", "splitting_ops", "use_inductor", "use_inductor_graph_partition", "inductor_compile_config"),
     *("inductor_passes", "pass_config", "compile_sizes", "compile_mm_encoder", "dynamic_shapes_config"),
-    *("cudagraph_num_of_warmups", "cudagraph_copy_inputs", "cudagraph_specialize_lora"),
+    *("cudagraph_num_of_warmups", "cudagraph_copy_inputs", "cudagraph_specialize_lora", "full_cuda_graph"),
+    "max_capture_size",
 )
 """Keys of --compilation-config without effect: torch.compile is not used."""
 
@@ -122,21 +123,11 @@ class CompilationConfig:
     @property
     def ignored_keys(self) -> tuple[str, ...]:
         """The given keys of --compilation-config that have no effect."""
-        return tuple(key for key in self.compilation_config if key in _TORCH_COMPILE_KEYS)
-
-    @property
-    def graph_flags(self) -> tuple[str, ...]:
-        """The given flags that configure CUDA graphs."""
-        given = {
-            "--enforce-eager": self.enforce_eager,
-            "--cudagraph-capture-sizes": self.cudagraph_capture_sizes,
-            "--max-cudagraph-capture-size": self.max_cudagraph_capture_size,
-            "--compilation-config": any(key in _GRAPH_KEYS for key in self.compilation_config),
-        }
-        return tuple(flag for flag, is_given in given.items() if is_given)
+        given = self.compilation_config.items()
+        return tuple(key for key, value in given if key in _TORCH_COMPILE_KEYS and value is not None)
 
     def _graph_setting(self, name: str) -> tuple[str, Any]:
         """Return a CUDA graph setting and the flag that set it: its own or --compilation-config."""
-        if name in self.compilation_config:
+        if self.compilation_config.get(name) is not None:
             return "--compilation-config", self.compilation_config[name]
         return "--" + name.replace("_", "-"), getattr(self, name)

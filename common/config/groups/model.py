@@ -32,6 +32,11 @@ UNREAD_QUANTIZATIONS: Final = (
 )
 """--quantization methods of vLLM's, now or before, whose checkpoints are not read."""
 
+_UNREAD: Final = (
+    "its checkpoints are not read; serve a GGUF file or the unquantised weights of the model, those with fp8, int8 or "
+    "int4 to quantise them while loading"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -41,10 +46,10 @@ class ModelConfig:
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "Model: a local directory, a .gguf file, a Hugging Face Hub id, or id:QUANT for a GGUF repository.",
     )
-    runner: Literal["auto", "generate", "pooling", "draft"] = option(
+    runner: Literal["auto", "generate", "pooling"] = option(
         "auto",
-        "Model runner: generate or pooling; auto: from the architecture and the model's files. draft is refused: "
-        "speculative decoding is not in this version.",
+        "Model runner: generate or pooling; auto: from the architecture and the model's files.",
+        refused_values={"draft": "draft models need speculative decoding, which is not in this version; drop it"},
     )
     convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
         "auto",
@@ -87,10 +92,11 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Quantization method: that of a quantised checkpoint (detected: gguf, fp8, bitsandbytes, "
-        f"{', '.join(PRE_QUANTIZED)}), or, to quantise the matrices of a dense model's layers while loading, "
-        f"{', '.join(RUNTIME_QUANTIZATIONS)}.",
+        "Quantization method. A quantised checkpoint's own is detected. To quantise the matrices of a dense model's "
+        f"layers while loading: {', '.join(RUNTIME_QUANTIZATIONS)}.",
         aliases=("-q",),
+        choices=("gguf", *PRE_QUANTIZED, *RUNTIME_QUANTIZATIONS),
+        refused_values=dict.fromkeys(UNREAD_QUANTIZATIONS, _UNREAD),
     )
     max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
@@ -153,11 +159,11 @@ class ModelConfig:
     enable_sleep_mode: bool = option(
         False, "Enable sleep mode, which releases GPU memory: LLM.sleep, or POST /sleep with --server-dev-mode."
     )
-    model_impl: Literal["auto", "pagoda", "vllm", "transformers", "terratorch"] = option(
+    model_impl: Literal["auto", "pagoda", "vllm", "transformers"] = option(
         "auto",
         "Model implementation. pagoda or vllm: pagoda's own; transformers: the library's code over pagoda's KV cache "
-        "(reference and torch_cuda); auto: transformers for architectures that pagoda does not implement. terratorch "
-        "is refused.",
+        "(jax_tpu: traced by torchax); auto: transformers for architectures that pagoda does not implement.",
+        refused_values={"terratorch": "models of the library terratorch are not served; use auto"},
     )
     override_attention_dtype: str | None = option(
         None, "Data type of attention.", refused="attention computes in the model's data type; set --dtype"
@@ -173,20 +179,6 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.runner == "draft":
-            raise ConfigError(
-                "--runner", "draft models need speculative decoding, which is not in this version; drop it"
-            )
-        if self.model_impl == "terratorch":
-            raise ConfigError("--model-impl", "terratorch models are not supported; use auto")
-        if self.quantization not in (None, "gguf", *PRE_QUANTIZED, *RUNTIME_QUANTIZATIONS):
-            known = "is not read by this version" if self.quantization in UNREAD_QUANTIZATIONS else "is not supported"
-            raise ConfigError(
-                "--quantization",
-                f"{self.quantization!r} {known}: quantised checkpoints are supported as GGUF, fp8, bitsandbytes, "
-                f"{', '.join(PRE_QUANTIZED)}; use fp8, int8 or int4, or serve a GGUF file or unquantised weights of "
-                "the model",
-            )
         if self.max_logprobs < -1:
             raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the vocabulary size")
         if self.max_model_len is not None and self.max_model_len < 1:
@@ -204,14 +196,18 @@ class ModelConfig:
 
 
 LOAD_FORMATS: Final = ("auto", "safetensors", "pt", "gguf", "sharded_state", "dummy")
+_SAME_FORMATS: Final = {
+    **{"hf": "auto", "bitsandbytes": "auto", "npcache": "pt"},
+    **dict.fromkeys(("runai_streamer", "fastsafetensors", "instanttensor"), "safetensors"),
+}
+"""vLLM's other readers of a format -> the format. Files are always read ahead in parallel, or mapped."""
+
 _UNSUPPORTED_FORMATS: Final = {
-    "npcache": "weights are memory-mapped, so a numpy cache is of no use; use pt",
-    "tensorizer": "tensorizer files are not supported; use the safetensors files that they were made from",
-    "runai_streamer": "files are already read ahead in parallel; use safetensors",
-    "runai_streamer_sharded": "files are already read ahead in parallel; use safetensors",
-    "fastsafetensors": "files are already read ahead in parallel; use safetensors",
-    "bitsandbytes": "bitsandbytes quantisation is not supported; serve a GGUF file of the model",
-    "mistral": "only the Hugging Face format is supported; use auto with the repository's Hugging Face files",
+    "tensorizer": "tensorizer files are not read; use the safetensors files that they were made from",
+    "runai_streamer_sharded": "vLLM's sharded files are not read; use safetensors with the original model",
+    "mistral": "files in Mistral's own format are not read; use auto with the repository's Hugging Face files",
+    "ipc_cache": "weights are not shared between engines; use auto",
+    "modelexpress": "weights are not fetched from other engines; use auto",
 }
 """Formats of vLLM -> why they are not supported and the remedy."""
 
@@ -223,8 +219,11 @@ class LoadConfig:
     load_format: str = option(
         "auto",
         "Format of the model weights: auto detects it, sharded_state is the output of `pagoda convert`, dummy uses "
-        f"random weights. {', '.join(_UNSUPPORTED_FORMATS)} are refused, naming the format to use instead.",
-        choices=(*LOAD_FORMATS, *_UNSUPPORTED_FORMATS),
+        "random weights. Also accepted: hf and bitsandbytes, as auto; npcache, as pt; runai_streamer, fastsafetensors "
+        "and instanttensor, as safetensors.",
+        choices=LOAD_FORMATS,
+        refused_values=_UNSUPPORTED_FORMATS,
+        same_values=_SAME_FORMATS,
     )
     download_dir: str | None = option(None, "Directory for Hub downloads; default: the Hub client's cache.")
     safetensors_load_strategy: Literal["lazy", "eager"] = option(
@@ -245,12 +244,6 @@ class LoadConfig:
         "Device onto which PyTorch .bin files are loaded.",
         no_effect=".bin files are always read into host memory, without unpickling",
     )
-
-    def __post_init__(self) -> None:
-        if self.load_format in _UNSUPPORTED_FORMATS:
-            raise ConfigError(
-                "--load-format", f"{self.load_format} is not supported: {_UNSUPPORTED_FORMATS[self.load_format]}"
-            )
 
 
 NO_LORA: Final = "LoRA adapters are not in this version; merge the adapter into the weights and serve those"

@@ -22,11 +22,11 @@ _DBO_ONLY: Final = "it applies only with --enable-dbo"
 class ParallelConfig:
     """Distributed execution over devices and nodes."""
 
-    distributed_executor_backend: Literal["mp", "ray", "uni", "external_launcher"] | None = option(
+    distributed_executor_backend: Literal["mp", "ray", "uni"] | None = option(
         None,
         "How torch_cuda starts its tensor-parallel ranks: mp (processes on this machine, the default), ray (actors of "
-        "a Ray cluster) or uni (one rank, in the engine's process); external_launcher is refused. Other backends drive "
-        "all devices from one process.",
+        "a Ray cluster) or uni (one rank, in the engine's process). Other backends drive all devices from one process.",
+        refused_values={"external_launcher": "the engine starts its ranks itself; start one process and use mp"},
     )
     tensor_parallel_size: int = option(
         1, "Tensor-parallel size: number of devices each layer is sharded across.", aliases=("-tp",)
@@ -130,11 +130,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         need_positive(self, "tensor_parallel_size", "data_parallel_size")
-        if self.distributed_executor_backend == "external_launcher":
-            raise ConfigError(
-                "--distributed-executor-backend",
-                "external_launcher is not supported: the engine starts its ranks itself; start one process and use mp",
-            )
         if self.data_parallel_size_local not in (None, self.data_parallel_size):
             raise ConfigError(
                 "--data-parallel-size-local", f"all {self.data_parallel_size} replicas run on this node; drop it"

@@ -7,6 +7,7 @@ tensors of blocks are [..., O, I] even where Hugging Face's layout is transposed
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ class GgufCheckpoint:
     Vectors of blocks, and matrices of which the layout changes more than the order of rows, are float32.
     `weights`: False yields no tensors, only the config.
     """
-
-    names: frozenset[str] = frozenset()
 
     def __init__(self, file: GgufFile, weights: bool = True) -> None:
         self.file = file
@@ -101,6 +100,13 @@ class GgufCheckpoint:
     @property
     def path(self) -> Path:
         return self.file.path
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of all arrays that `tensors` yields."""
+        whole = (info for info in self._tensors if not self._layout.is_partner(info.name))
+        stored = (self._layout.targets(info.name, info.shape[0] if info.shape else 1) for info in whole)
+        return frozenset((*(name for name, _ in self._numbers), *(name for names in stored for name in names)))
 
     @property
     def num_tensors(self) -> int:

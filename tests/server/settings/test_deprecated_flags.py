@@ -52,7 +52,7 @@ def resolved(*flags: str) -> ResolvedSettings:
         ("--enable-multimodal-encoder-data-parallel", {"mm_encoder_tp_mode": "data"}),
         ("--disable-mm-preprocessor-cache", {"mm_processor_cache_gb": 0.0}),
         ("--cuda-graph-sizes 1 2 4", {"cudagraph_capture_sizes": (1, 2, 4)}),
-        ("--CUDA-graph-sizes 8", {"cudagraph_capture_sizes": (8,)}),
+        ("--CUDA-graph-sizes 8", {"max_cudagraph_capture_size": 8}),
         ("--tokens-only", {"skip_tokenizer_init": True}),
     ],
 )
@@ -79,7 +79,11 @@ def test_deprecated_flag_that_contradicts_its_replacement_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--task", "transcription", "transcription needs audio input; this version serves text only"),
+        (
+            "--task",
+            "transcription",
+            "'transcription' is not supported: it needs audio input, and this version serves text only",
+        ),
         ("--task", "transcribe", "'transcribe' is not one of auto, generate, embed"),
         ("--runner", "transcription", "'transcription' is not one of auto, generate, pooling"),
         ("--convert", "transcription", "'transcription' is not one of auto, none, embed, classify, reward"),
@@ -94,7 +98,7 @@ def test_no_other_task_makes_an_embedder_of_the_model(flag: str, value: str, mes
 
 
 def test_refused_value_of_a_deprecated_flag() -> None:
-    with pytest.raises(ConfigError, match=r"^--runner: draft models"):
+    with pytest.raises(ConfigError, match=r"^--task: 'draft' is not supported: draft models"):
         EngineArgs("m", task="draft").create_engine_config()
 
 

@@ -81,7 +81,7 @@ SERVER = [
     ("--node-rank 1", "--node-rank: only host 0 serves HTTP"),
 ]
 ENGINE = [
-    ("--task transcription", "--task: transcription needs audio input"),
+    ("--task transcription", "--task: 'transcription' is not supported: it needs audio input"),
     ("--backend nope", "--backend: nope is unknown"),
     ("--backend simulated", "--backend: simulated: not in this version"),
     ("--backend torch_cuda", "--backend: torch_cuda: no NVIDIA GPU found"),
@@ -92,9 +92,9 @@ ENGINE = [
     ("--cpu-offload-gb 1", "--cpu-offload-gb: reference cannot move its weights"),
     ("--quantization mxfp4", "--quantization: mxfp4: the checkpoint is not quantised by it"),
     ("--quantization gguf", "--quantization: the model is not a GGUF file"),
-    ("--load-format sharded_state", "manifest"),
+    ("--load-format sharded_state", "--load-format: sharded_state is not read by reference"),
     ("--kv-cache-dtype fp8", "--kv-cache-dtype: the reference backend's cache"),
-    ("--calculate-kv-scales", "--calculate-kv-scales: a KV cache of data type auto has no scales"),
+    ("--calculate-kv-scales", "--calculate-kv-scales: the reference backend has no 8-bit KV cache"),
     ("--attention-backend nope", "--attention-backend: 'nope': unknown"),
     ("--compiled-bundle /no/such", "--compiled-bundle: not supported by reference"),
     ("--plugins nope", "--plugins: plugin 'nope' is not installed"),
@@ -120,7 +120,7 @@ ENGINE = [
     ("--kv-cache-memory-bytes 1000", "--kv-cache-memory-bytes: 0 KV blocks of"),
     ("--structured-outputs-config.backend outlines", "--structured-outputs-config: backend outlines is not supported"),
     ("--structured-outputs-config.backend lm-format-enforcer", "backend lm-format-enforcer is not supported"),
-    ("--guided-decoding-backend outlines", "--structured-outputs-config: backend outlines is not supported"),
+    ("--guided-decoding-backend outlines", "--guided-decoding-backend: 'outlines' is not supported"),
     ("--runner pooling --enable-prompt-embeds", "--enable-prompt-embeds: is not supported for pooling models"),
     ("--runner generate --convert embed", "--convert: embed needs --runner pooling"),
     ('--runner pooling --pooler-config {"dimensions":5}', "--pooler-config: dimensions is 5"),
@@ -218,8 +218,11 @@ def test_ray_that_is_not_installed(
         ("--backend torch_cuda --attention-backend FLASHINFER", "--attention-backend: FLASHINFER"),
         ("--backend torch_cuda -tp 2 --attention-backend FLASHINFER", "--attention-backend: FLASHINFER"),
         ("--backend torch_cuda -tp 3", "--tensor-parallel-size: 3 ranks cannot share"),
-        ("--backend torch_cuda --kv-cache-dtype int8", "--kv-cache-dtype: int8 needs scales"),
-        ("--backend torch_cuda --quantization fp4", "--quantization: 'fp4' is not supported"),
+        (
+            "--backend torch_cuda --kv-cache-dtype int8",
+            "--kv-cache-dtype: torch_cuda has 8-bit caches of type fp8_e4m3 only",
+        ),
+        ("--backend torch_cuda --quantization fp4", "--quantization: 'fp4' is not one of "),
     ],
 )
 def test_torch_cuda(

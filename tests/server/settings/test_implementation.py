@@ -96,7 +96,7 @@ def test_the_implementation_can_be_chosen(llama: Saved) -> None:
     prompt = tiny.tokens(count=30)
     expected = expected_greedy(model, prompt, 6)
     assert answer(folder, prompt, model_impl="transformers") == answer(folder, prompt, model_impl="pagoda") == expected
-    with pytest.raises(ConfigError, match=r"^--model-impl: terratorch .*; use auto"):
+    with pytest.raises(ConfigError, match=r"^--model-impl: 'terratorch' is not supported: .*; use auto"):
         resolved(folder, model_impl="terratorch")
 
 

@@ -191,8 +191,8 @@ def test_load_format(folder: Path) -> None:
     for name, missing in (("auto", "safetensors"), ("safetensors", "safetensors"), ("pt", "bin"), ("gguf", "gguf")):
         with pytest.raises(ModelError, match=missing):
             tiny(folder, "--load-format", name)
-    with pytest.raises(ConfigError, match=r"^--load-format: bitsandbytes is not supported: .*; serve a GGUF file"):
-        tiny(folder, "--load-format", "bitsandbytes")
+    with pytest.raises(ConfigError, match=r"^--load-format: 'tensorizer' is not supported: .*; use the safetensors"):
+        tiny(folder, "--load-format", "tensorizer")
 
 
 @pytest.mark.setting("--backend")
@@ -237,11 +237,11 @@ def test_attention_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, flags:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--attention-backend FLASH_ATTN", "--attention-backend: reference has no FLASH_ATTN; use one of auto, "),
+        ("--attention-backend FLASH_ATTN", "--attention-backend: reference has one attention kernel; use auto, "),
         ('--attention-config {"backend":"TRITON_ATTN"}', "--attention-config: reference has no TRITON_ATTN; use one"),
         (
             "--attention-backend FLEX_ATTENTION",
-            "--attention-backend: 'FLEX_ATTENTION': not in this version; use one of AUTO, ",
+            "--attention-backend: 'FLEX_ATTENTION': no backend has this kernel; use one of AUTO, ",
         ),
         ("--attention-backend flash_atn", "--attention-backend: 'flash_atn': unknown; did you mean FLASH_ATTN"),
         (
@@ -250,7 +250,7 @@ def test_attention_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, flags:
         ),
         (
             '--attention-config {"backend":"FLEX_ATTENTION"}',
-            "--attention-config: FLEX_ATTENTION: not in this version; use ",
+            "--attention-config: FLEX_ATTENTION: no backend has this kernel; use ",
         ),
         (
             '--attention-backend auto --attention-config {"backend":"AUTO"}',
@@ -309,8 +309,8 @@ def test_graph_settings_of_other_backends_log_a_warning(folder: Path, caplog: py
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sorted(said) == [
         "--compilation-config: level has no effect: torch.compile is not used",
-        "--enforce-eager: no effect on reference, which captures no CUDA graphs",
-        "--gpu-memory-utilization has no effect on reference; use --kv-cache-memory-bytes",
+        "--enforce-eager and --compilation-config: no effect on reference: it captures no CUDA graphs",
+        "--gpu-memory-utilization: no effect on reference: on a CPU use --kv-cache-memory-bytes",
     ]
 
 
