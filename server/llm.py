@@ -23,6 +23,7 @@ from pagoda.server.outputs import (
     RawPoolingOutput,
     RequestOutput,
     ScoringRequestOutput,
+    with_tensor,
 )
 from pagoda.server.processing.beams import (
     BeamSearchOutput,
@@ -80,7 +81,7 @@ class LLM(ExplainsMissingMethods):
 
     The methods for pooling models, `encode` to `score`, raise RequestError before any prompt runs. Their
     `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults; their
-    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens (also a parameter), truncation_side.
     """
 
     _next_id = 0
@@ -292,7 +293,7 @@ class LLM(ExplainsMissingMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[TokensPrompt]:
-        """Render conversations and return their prompts: text and token ids. Parameters, and what is raised, as chat's."""
+        """Render conversations and return their prompts, text and token ids. Parameters and errors as of chat."""
         check_extras(lora_request=None, mm_processor_kwargs=mm_processor_kwargs)
         checked_tools(tools or ())
         single = bool(messages) and isinstance(messages[0], Mapping)
@@ -351,9 +352,12 @@ class LLM(ExplainsMissingMethods):
         lora_request: None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RawPoolingOutput]:
         """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
-        return self._encode(prompts, pooling_params, pooling_task, use_tqdm, lora_request, tokenization_kwargs)
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
+        outputs = self._encode(prompts, pooling_params, pooling_task, use_tqdm, lora_request, options)
+        return [with_tensor(each) for each in outputs]
 
     def embed(
         self,
@@ -363,22 +367,26 @@ class LLM(ExplainsMissingMethods):
         pooling_params: Params = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt."""
-        outputs = self._encode(prompts, pooling_params, "embed", use_tqdm, lora_request, tokenization_kwargs)
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
+        outputs = self._encode(prompts, pooling_params, "embed", use_tqdm, lora_request, options)
         return [EmbeddingRequestOutput.from_base(each) for each in outputs]
 
     def classify(
         self,
         prompts: Prompts,
+        pooling_params: Params = None,
         *,
         use_tqdm: Bar = True,
-        pooling_params: Params = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels, for each prompt."""
-        outputs = self._encode(prompts, pooling_params, "classify", use_tqdm, lora_request, tokenization_kwargs)
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
+        outputs = self._encode(prompts, pooling_params, "classify", use_tqdm, lora_request, options)
         return [ClassificationRequestOutput.from_base(each) for each in outputs]
 
     def reward(
@@ -390,11 +398,14 @@ class LLM(ExplainsMissingMethods):
         use_tqdm: Bar = True,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RawPoolingOutput]:
         """Return a reward model's scores per token, or per prompt if the model has no token scores."""
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
         tasks = self._pooling_inputs(lora_request).pooling.tasks
         task = "token_classify" if "token_classify" in tasks else "classify"
-        return self._encode(prompts, pooling_params, task, use_tqdm, lora_request, tokenization_kwargs)
+        outputs = self._encode(prompts, pooling_params, task, use_tqdm, lora_request, options)
+        return [with_tensor(each) for each in outputs]
 
     def score(
         self,
@@ -407,6 +418,7 @@ class LLM(ExplainsMissingMethods):
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the score of each pair: one text with one, one with each of many, or many with as many.
 
@@ -416,7 +428,9 @@ class LLM(ExplainsMissingMethods):
         inputs = self._pooling_inputs(lora_request)
         pairs = Pairs(inputs, texts_of("data_1", data_1), texts_of("data_2", data_2))
         template = None if chat_template is None else PairTemplate(source=chat_template, keywords={})
-        options = ScoreOptions(text=TextOptions.of(tokenization_kwargs), template=template)
+        options = ScoreOptions(
+            text=_text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params), template=template
+        )
         prompts = pairs.prompts(options)
         params = _with_task(pooling_params or PoolingParams(), pairs.task)
         return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
@@ -468,10 +482,14 @@ class LLM(ExplainsMissingMethods):
         return self.llm_engine.apply_model(func)
 
     def start_profile(
-        self, profile_prefix: str | None = None, delay_iterations: int | None = None, max_iterations: int | None = None
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
     ) -> None:
         """Raise ConfigError: there is no profiler."""
-        self.llm_engine.start_profile(profile_prefix, delay_iterations, max_iterations)
+        self.llm_engine.start_profile(profile_prefix)
 
     def stop_profile(self) -> None:
         """Raise ConfigError: there is no profiler."""
@@ -537,13 +555,12 @@ class LLM(ExplainsMissingMethods):
         task: str | None,
         use_tqdm: Bar,
         lora_request: None,
-        tokenization_kwargs: Mapping[str, Any] | None,
+        options: TextOptions,
     ) -> list[RawPoolingOutput]:
         inputs = self._pooling_inputs(lora_request)
         listed = _listed(prompts)
         params = _paired("pooling_params", pooling_params or PoolingParams(), len(listed))
         tasked = [_with_task(each, task) for each in params]
-        options = TextOptions.of(tokenization_kwargs)
         return self._pool([inputs.parse(prompt, options) for prompt in listed], tasked, use_tqdm)
 
     def _pooling_inputs(self, lora_request: object) -> InputProcessor:
@@ -583,6 +600,13 @@ def _paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
     if len(value) != count:
         raise RequestError(name, f"{name} has {len(value)} entries for {count} prompts")
     return value
+
+
+def _text_options(values: Mapping[str, Any] | None, truncate: int | None, params: Params) -> TextOptions:
+    """Return the options of `tokenization_kwargs`, else those given apart or, the same for all, in pooling params."""
+    if truncate is None and isinstance(params, PoolingParams):
+        truncate = params.truncate_prompt_tokens
+    return TextOptions.of(values if truncate is None else {"truncate_prompt_tokens": truncate, **(values or {})})
 
 
 def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:

@@ -272,15 +272,18 @@ class LLMEngine(ExplainsMissingMethods):
 
     def do_log_stats(self) -> None:
         """Log what runs, what waits, and how full the KV cache is."""
-        now = self.stats
-        logger.info("running: %d, waiting: %d, KV cache: %.1f %%", now.running, now.waiting, 100 * now.kv_usage)
+        log_engine_stats(self.stats)
 
     def do_log_stats_with_interval(self) -> None:
         """Log the statistics. The caller decides how often."""
         self.do_log_stats()
 
     def start_profile(
-        self, profile_prefix: str | None = None, delay_iterations: int | None = None, max_iterations: int | None = None
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
     ) -> None:
         """Raise ConfigError: there is no profiler."""
         raise ConfigError("--profiler-config", NO_PROFILER)
@@ -375,6 +378,11 @@ def check_stat_loggers(stat_loggers: Sequence[object] | None) -> None:
     """Raise ConfigError for loggers of statistics, which have no place to be called from."""
     if stat_loggers:
         raise ConfigError("stat_loggers", "custom loggers are not supported; read get_metrics() or /metrics")
+
+
+def log_engine_stats(now: EngineStats) -> None:
+    """Log what runs, what waits, and how full the KV cache is."""
+    logger.info("running: %d, waiting: %d, KV cache: %.1f %%", now.running, now.waiting, 100 * now.kv_usage)
 
 
 def with_text(prompt: PromptType, text: str | None) -> PromptType:

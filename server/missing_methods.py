@@ -24,6 +24,7 @@ MISSING_METHODS: Final[Mapping[str, Mapping[str, str]]] = {
         **_WEIGHTS,
         **_KV_MEMORY,
         **dict.fromkeys(("checkpoint_prepare", "checkpoint_restore"), "processes cannot be checkpointed"),
+        "get_num_queued_tokens": "the queue is counted in requests: get_num_unfinished_requests()",
         "get_kv_event_sources": "KV cache events are not published",
         "handle_fault": "a failed engine is started again, by the supervisor of the server",
         "notify_kv_transfer_request_rejected": "KV caches are not transferred between engines",

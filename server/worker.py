@@ -36,7 +36,7 @@ class Worker:
         return import_module("torch").device(kind) if kind != "tpu" and find_spec("torch") else kind
 
     def get_model(self) -> Any:
-        """Return the backend's own model object; with model_impl="transformers" it is a torch module."""
+        """Return the backend's model: its decoder (jax_tpu: StepModel), not a torch module as vLLM's."""
         return self.backend.model
 
     def get_supported_tasks(self) -> tuple[str, ...]:

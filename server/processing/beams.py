@@ -151,6 +151,6 @@ def _sequence(
     return BeamSearchSequence(
         tokens=tokens,
         cum_logprob=beam.logprob,
-        text=None if tokenizer is None else tokenizer.decode(tokens),
+        text=None if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
         finish_reason="stop" if beam.ended else "length",
     )
