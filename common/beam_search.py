@@ -27,6 +27,9 @@ class BeamSearchParams:
     temperature: float = 0.0  # 0 or 1: nothing is sampled, so no other value has an effect
     length_penalty: float = 1.0  # exponent of the length that divides a beam's logprob
     include_stop_str_in_output: bool = False
+    structured_outputs: None = None
+    skip_special_tokens: bool = True  # in the text of the answers
+    watermarking: None = None
     early_stopping: bool = False  # end once `beam_width` answers are complete, even if a live beam is better
 
     def __post_init__(self) -> None:
@@ -36,6 +39,9 @@ class BeamSearchParams:
         ):
             if type(value) is not int or not 1 <= value <= maximum:
                 raise RequestError(name, f"{name} must be an integer between 1 and {maximum}")
+        for name in ("structured_outputs", "watermarking"):
+            if getattr(self, name):
+                raise RequestError(name, f"{name} is not supported in a beam search; leave it unset")
         if self.temperature not in (0, 1):
             raise RequestError("temperature", "temperature must be 0 or 1 in a beam search: nothing is sampled")
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:

@@ -6,7 +6,7 @@ Values are checked here; what depends on the model is checked by the input proce
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Final, get_args
 
 from pagoda.common.engine.pooling import PoolingTask
@@ -38,8 +38,18 @@ class PoolingParams:
     late_interaction_params: Any = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    truncate_prompt_tokens: int | None = field(default=None, kw_only=True)  # see TextOptions
+    normalize: InitVar[bool | None] = field(default=None, kw_only=True)  # vLLM's former names of use_activation
+    softmax: InitVar[bool | None] = field(default=None, kw_only=True)
+    activation: InitVar[bool | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, normalize: bool | None, softmax: bool | None, activation: bool | None) -> None:
+        for name, value in (("normalize", normalize), ("softmax", softmax), ("activation", activation)):
+            if value is None:
+                continue
+            if self.use_activation not in (None, value):
+                raise RequestError(name, f"{name} {value} contradicts use_activation; give one of them")
+            self.use_activation = value
         self.verify()
 
     def clone(self) -> PoolingParams:
@@ -58,6 +68,9 @@ class PoolingParams:
             raise RequestError("step_tag_id", "step_tag_id must be an integer of 0 or more")
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
             raise RequestError("dimensions", "dimensions must be an integer of 1 or more")
+        limit = self.truncate_prompt_tokens
+        if limit is not None and (type(limit) is not int or limit < -1):
+            raise RequestError("truncate_prompt_tokens", "truncate_prompt_tokens must be an integer of -1 or more")
         if self.task is not None and self.task not in TASKS:
             raise RequestError("task", f"task {str(self.task)[:40]!r} is not supported; use one of {', '.join(TASKS)}")
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:

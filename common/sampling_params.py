@@ -10,7 +10,7 @@ import copy
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, Final
 
 import msgspec
@@ -124,6 +124,14 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+class SamplingType(IntEnum):
+    """How a token is chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
 @dataclass
 class SamplingParams:
     """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties.
@@ -193,11 +201,51 @@ class SamplingParams:
         self.verify()
 
     @classmethod
-    def from_optional(cls, **values: Any) -> SamplingParams:
+    def from_optional(
+        cls,
+        n: int | None = 1,
+        presence_penalty: float | None = 0.0,
+        frequency_penalty: float | None = 0.0,
+        repetition_penalty: float | None = 1.0,
+        temperature: float | None = 1.0,
+        watermarking: Any = None,
+        top_p: float | None = 1.0,
+        top_k: int | None = 0,
+        min_p: float | None = 0.0,
+        seed: int | None = None,
+        stop: str | list[str] | None = None,
+        stop_token_ids: list[int] | None = None,
+        bad_words: list[str] | None = None,
+        thinking_token_budget: int | None = None,
+        include_stop_str_in_output: bool | None = False,
+        ignore_eos: bool | None = False,
+        max_tokens: int | None = 16,
+        min_tokens: int | None = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        prompt_logprob_token_ids: Any = None,
+        prompt_logprob_start: int | None = None,
+        detokenize: bool | None = True,
+        skip_special_tokens: bool | None = True,
+        spaces_between_special_tokens: bool | None = True,
+        output_kind: RequestOutputKind | None = RequestOutputKind.CUMULATIVE,
+        stream_interval: int | None = None,
+        structured_outputs: StructuredOutputsParams | None = None,
+        logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
+        allowed_token_ids: list[int] | None = None,
+        extra_args: dict[str, Any] | None = None,
+        skip_clone: bool | None = False,
+        repetition_detection: RepetitionDetectionParams | None = None,
+        logprob_token_ids: list[int] | None = None,
+        routed_experts_prompt_start: int | None = 0,
+        trace_decode_token_ids: list[int] | None = None,
+        **others: Any,
+    ) -> SamplingParams:
         """Return params from values of which None means "the default" (except for `max_tokens`).
 
-        `logit_bias` may have its ids as strings, as in JSON.
+        `logit_bias` may have its ids as strings, as in JSON. `others`: fields that vLLM's method lacks.
         """
+        values = {**{name: value for name, value in locals().items() if name not in ("cls", "others")}, **others}
         given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), dict):
             given["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
@@ -221,6 +269,25 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True when the best token wins without noise."""
         return self.temperature < GREEDY_EPSILON
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """Whether noise decides, and whether it is reproducible."""
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of log-probabilities reported per token, -1: the vocabulary; None: no report."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return len(self.logprob_token_ids) if self.logprob_token_ids else None
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """`stop_token_ids` as a set. The model's own end tokens are known to the engine only."""
+        return set(self.stop_token_ids or ())
 
     def verify(self) -> None:
         """Raise RequestError naming the first field with an invalid value. Call it again after changing fields."""

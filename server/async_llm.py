@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.model import ModelConfig
-from pagoda.common.config.groups.scheduler import SchedulerConfig
-from pagoda.common.engine.core import ASLEEP, PAUSE_MODES, SLEEP_TAGS, check_sleep, check_wake_up
-from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
-from pagoda.common.errors import AbortedError, ConfigError, EngineDeadError, QueueFullError, RequestError, SleepError
+from pagoda.common.config.groups.model import NO_LORA
+from pagoda.common.engine.core import PAUSE_MODES
+from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.admission import Admission, AsyncSleep, Gate
+from pagoda.server.config_views import ModelView, VllmConfigView
 from pagoda.server.core_client import start_engine
-from pagoda.server.core_client.client import Command, CoreClientAsync, EngineClient
+from pagoda.server.core_client.client import CoreClientAsync, EngineClient
 from pagoda.server.ipc_messages import (
     Abort,
     AddRequest,
@@ -28,12 +29,12 @@ from pagoda.server.ipc_messages import (
     FromEngine,
     Refused,
     ResetPrefixCache,
-    Sleep,
     SleepState,
     StepReply,
-    WakeUp,
 )
-from pagoda.server.outputs import RawPoolingOutput, RequestOutput
+from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, with_text
+from pagoda.server.missing_methods import ExplainsMissingMethods
+from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
     InputProcessor,
@@ -45,8 +46,11 @@ from pagoda.server.processing.inputs import (
     max_prompt_tokens,
     text_options,
 )
-from pagoda.server.processing.output_processor import OutputProcessor, RequestStream
+from pagoda.server.processing.output_processor import AsyncRequests, OutputProcessor, RequestStream
+from pagoda.server.request_types import LoRARequest
+from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 LONG_TEXT: Final = 16_384
@@ -56,17 +60,30 @@ POLL_SECONDS: Final = 0.01
 """Interval at which pause_generation checks whether all requests have finished."""
 
 
-class AsyncLLM:
+class AsyncLLM(ExplainsMissingMethods):
     """An engine for many concurrent requests, in one event loop.
 
     The engine starts at once, in its own process, or with `in_process` in a thread. With `wait` the constructor returns
     when it is warm and raises what kept it from starting; without, await wait_until_ready(). `on_step` is called for
     every engine step (for metrics), in the event loop. `client` and `open_text` replace engine and tokenizer in tests.
+    vLLM's further parameters have no effect, but for `stat_loggers` and `client_count`, which are refused.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        vllm_config: EngineConfig,
+        executor_class: object = None,
+        log_stats: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        mm_registry: object = None,
+        log_requests: bool = True,
+        start_engine_loop: bool = True,
+        stat_loggers: Sequence[object] | None = None,
+        aggregate_engine_logging: bool = False,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+        profiler: object = None,
         *,
         in_process: bool = False,
         wait: bool = True,
@@ -74,9 +91,15 @@ class AsyncLLM:
         client: EngineClient | None = None,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
+        config = vllm_config
+        check_stat_loggers(stat_loggers)
+        if client_count > 1:
+            raise ConfigError(
+                "client_count", f"{client_count} clients cannot share an engine; use --api-server-count 1"
+            )
         if client is None:
             configure_unless_done(config.logging)
-        self.config = config
+        self.config, self.log_stats, self.log_requests = config, log_stats, log_requests
         self.stats = EngineStats()
         self.on_step = on_step
         self._open_text = open_text
@@ -93,9 +116,38 @@ class AsyncLLM:
             self._finish_start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Sequence[object] | None = None,
+    ) -> Self:
         """Start an engine and wait until it is warm. Raises ConfigError, ModelError or WeightError."""
-        return cls(engine_args.create_engine_config())
+        return cls(engine_args.create_engine_config(), stat_loggers=stat_loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Sequence[object] | None = None,
+        enable_log_requests: bool = False,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool = False,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> Self:
+        """Start an engine from what EngineArgs.create_engine_config returned, and wait until it is warm."""
+        return cls(
+            vllm_config,
+            log_stats=not disable_log_stats,
+            log_requests=enable_log_requests,
+            stat_loggers=stat_loggers,
+            client_count=client_count,
+        )
 
     async def wait_until_ready(self) -> EngineInfo:
         """Wait until the engine is warm. Raises what kept it from starting."""
@@ -147,6 +199,11 @@ class AsyncLLM:
         return self._warm is not None and self._engine.dead is None
 
     @property
+    def is_stopped(self) -> bool:
+        """True once the engine has ended."""
+        return self._engine.dead is not None
+
+    @property
     def errored(self) -> bool:
         """True if the engine died."""
         return self._engine.dead is not None
@@ -175,6 +232,34 @@ class AsyncLLM:
     def _hf_tokenizer(self) -> HfTokenizer:
         return HfTokenizer(self.text, str(self.config.model.model), self.max_model_len)
 
+    @property
+    def tokenizer(self) -> HfTokenizer | None:
+        """The model's tokenizer, with Hugging Face's interface; None with skip_tokenizer_init."""
+        return None if self._ready().tokenizer is None else self._hf_tokenizer
+
+    @cached_property
+    def vllm_config(self) -> VllmConfigView:
+        """The configuration with vLLM's attributes: what the engine resolved, else what was set."""
+        return VllmConfigView(self.config, self.info, lambda: read_hf_config(self.config))
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's part of `vllm_config`."""
+        view: ModelView = self.vllm_config.model_config
+        return view
+
+    async def get_model_config(self) -> ModelView:
+        """Return `model_config`."""
+        return self.model_config
+
+    async def get_vllm_config(self) -> VllmConfigView:
+        """Return `vllm_config`."""
+        return self.vllm_config
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return "generate", or the tasks of a pooling model."""
+        return ("generate",) if self.info.pooling is None else tuple(self.info.pooling.tasks)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with what generation_config.json sets."""
         return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
@@ -185,17 +270,22 @@ class AsyncLLM:
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        prompt_text: str | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        kv_hints: object = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt; closing or cancelling the generator ends the request.
 
-        `tokenization_kwargs`: as of encode. No effect have `trace_headers` (requests are not traced),
-        `data_parallel_rank` and `session_id` (the replica is chosen by load and cached prefixes).
+        `prompt_text`: the text of a prompt given as token ids. `tokenization_kwargs`: as of encode. No effect have
+        `trace_headers` (requests are not traced), `data_parallel_rank`, `session_id` and `kv_hints` (the replica is
+        chosen by load and cached prefixes), `reasoning_ended` and `reasoning_parser_kwargs` (the prompt tells).
 
         Raises RequestError (before the first output) for a prompt that cannot be served, QueueFullError if the queue is
         full, EngineDeadError with the cause when the engine dies.
@@ -207,6 +297,7 @@ class AsyncLLM:
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             priority=priority,
+            prompt_text=prompt_text,
         )
         finished = False
         try:
@@ -227,18 +318,19 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
     ) -> AsyncGenerator[RawPoolingOutput, None]:
         """Yield the one output of a prompt on a pooling model; closing or cancelling the generator ends the request.
 
-        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers` have no
-        effect: requests are not traced. Raises as generate does.
+        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers` (requests
+        are not traced) and `reasoning_ended` have no effect. Raises as generate does.
         """
         check_extras(lora_request=lora_request)
         options = TextOptions.of(tokenization_kwargs)
         parsed = await asyncio.to_thread(self.pooling_inputs.parse, prompt, options)
         stream = await self.add_request(request_id, parsed, pooling_params, priority=priority)
         try:
-            yield await stream.get()
+            yield with_tensor(await stream.get())
         finally:
             self._abort(self._ready().requests.drop(request_id))
 
@@ -254,6 +346,11 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
+        kv_hints: object = None,
     ) -> RequestStream[RequestOutput]: ...
 
     @overload
@@ -268,6 +365,11 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
+        kv_hints: object = None,
     ) -> RequestStream[RawPoolingOutput]: ...
 
     async def add_request(
@@ -281,6 +383,11 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
+        kv_hints: object = None,
     ) -> RequestStream[Any]:
         """Queue a prompt to generate or to pool. A caller that stops reading the stream must abort the request.
 
@@ -295,6 +402,7 @@ class AsyncLLM:
         await self._gate.passed()
         self._admission.check(sequences)
         text = text_options(tokenization_kwargs)
+        prompt = with_text(prompt, prompt_text)
         prepared = await self._prepare(request_id, prompt, params, priority, text=text, arrival_time=arrival_time)
         await warm.inputs.check_grammar(prepared)
         await self._gate.passed()  # preparing a long prompt takes time: check again
@@ -339,6 +447,80 @@ class AsyncLLM:
         """Drop all cached prefixes; running requests keep their blocks. Returns True. See LLMEngine's."""
         await self._engine.call(ResetPrefixCache)
         return True
+
+    async def reset_mm_cache(self) -> None:
+        """Return: there is no cache of media."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Return: no output of an encoder is cached."""
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return False: requests are not traced."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Log what runs, what waits, and how full the KV cache is."""
+        log_engine_stats(self.stats)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of unfinished requests."""
+        return self.num_unfinished
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Raise QueueFullError, SleepError, EngineDeadError or RequestError if n sequences would be refused now."""
+        self._admission.check(n)
+
+    async def get_status(self) -> dict[str, Any]:
+        """Return whether the engine runs, and its statistics."""
+        return {"is_running": self.is_running, "is_paused": self._gate.closed, "errored": self.errored}
+
+    async def wait_for_requests_to_drain(self, drain_timeout: int = 300) -> None:
+        """Wait until no request is unfinished. Raises TimeoutError after so many seconds."""
+        async with asyncio.timeout(drain_timeout):
+            while self.num_unfinished and self._engine.dead is None:
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Raise ConfigError: there is no profiler."""
+        raise ConfigError("--profiler-config", NO_PROFILER)
+
+    async def stop_profile(self) -> None:
+        """Raise ConfigError: there is no profiler."""
+        raise ConfigError("--profiler-config", NO_PROFILER)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Raise RequestError: the engine runs in another process, to which no functions are sent."""
+        raise RequestError(
+            "method", "collective_rpc needs the worker in this process; use it on LLM or LLMEngine instead of AsyncLLM"
+        )
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Raise ConfigError: there are no adapters."""
+        raise ConfigError("--enable-lora", NO_LORA)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Return False: there is no such adapter."""
+        return False
+
+    async def list_loras(self) -> set[int]:
+        """Return the ids of the loaded adapters: none."""
+        return set()
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Raise ConfigError: there are no adapters."""
+        raise ConfigError("--enable-lora", NO_LORA)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory; the KV cache, prefixes included, is dropped. Requests are refused meanwhile.
@@ -400,9 +582,9 @@ class AsyncLLM:
         """Number of unfinished requests."""
         return 0 if self._warm is None else len(self._warm.requests)
 
-    def shutdown(self, timeout: float = 2.0) -> None:
-        """End the engine; running requests fail. Idempotent."""
-        self._engine.close(timeout)
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine; running requests fail. `timeout`: seconds for it to end by itself; None: 2. Idempotent."""
+        self._engine.close(2.0 if timeout is None else timeout)
         if self._warm is not None:
             self._warm.inputs.close()
         self._engine.die(EngineDeadError("the engine was shut down"))
@@ -513,188 +695,3 @@ class AsyncInputs:
     def close(self) -> None:
         """End the process. Idempotent."""
         self._grammars.close()
-
-
-class AsyncRequests:
-    """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
-
-    def __init__(self, processor: OutputProcessor) -> None:
-        self._processor = processor
-        self._streams: dict[str, RequestStream[Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Ids of all unfinished requests."""
-        return list(self._streams)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return self._processor.num_sequences
-
-    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
-        """Track a request and return its stream. Raises RequestError if its id is in use."""
-        self._processor.add(prepared)
-        stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
-        return stream
-
-    def take(self, outputs: Iterable[EngineOutput]) -> list[str]:
-        """Distribute the outputs of a step. Return the engine requests to abort because a stop string ended them."""
-        ready, stopped = self._processor.process(outputs)
-        for output in ready:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
-                if output.finished:
-                    del self._streams[output.request_id]
-        return stopped
-
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """End requests. Return the engine requests to abort.
-
-        Streams of generation close with finish_reason "abort", those of pooling fail with AbortedError.
-        """
-        ids = list(request_ids)
-        streams = {each: self._streams.get(each) for each in ids}
-        outputs, children = self._end(ids)
-        for output in outputs:
-            if (stream := streams.pop(output.request_id, None)) is not None:
-                stream.put(output)
-        for stream in streams.values():
-            if stream is not None:
-                stream.fail(AbortedError("the request was aborted before it finished"))
-        return children
-
-    def drop(self, request_id: str) -> list[str]:
-        """Forget a request whose stream is no longer read. Return the engine requests to abort."""
-        return self._end([request_id])[1]
-
-    def refuse(self, child_id: str, error: RequestError) -> list[str]:
-        """Fail the request whose engine request was refused. Return the engine requests to abort."""
-        request_id = self._processor.parent_of(child_id)
-        if request_id is None:
-            return []
-        stream = self._streams.get(request_id)
-        children = self.drop(request_id)
-        if stream is not None:
-            stream.fail(error)
-        return children
-
-    def die(self, error: EngineDeadError) -> None:
-        """Fail all requests: the engine is dead."""
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(str(error)))
-        self._streams.clear()
-
-    def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
-        """Forget requests. Return their last outputs and the engine requests to abort."""
-        ended = self._processor.abort(request_ids)
-        for request_id in request_ids:
-            self._streams.pop(request_id, None)
-        return ended
-
-
-class Admission:
-    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued."""
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        engine: CoreClientAsync,
-        sleep: AsyncSleep,
-        count_sequences: Callable[[], int],
-    ) -> None:
-        self._config, self._engine, self._sleep, self._count_sequences = config, engine, sleep, count_sequences
-
-    def check(self, sequences: int) -> None:
-        """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold them."""
-        self._engine.raise_if_dead()
-        self._sleep.raise_if_asleep()
-        limit = self._config.max_num_queued_reqs
-        if limit is None:
-            return
-        if sequences > limit:
-            raise RequestError("n", f"n {sequences} is above the limit of {limit} sequences (--max-num-queued-reqs)")
-        unfinished = self._count_sequences()
-        if unfinished + sequences > limit:
-            raise QueueFullError(f"the server has {unfinished} of {limit} sequences in progress; try again")
-
-    def check_priority(self, priority: int) -> None:
-        """Raise RequestError for a priority that the scheduling policy ignores."""
-        if priority and self._config.policy != "priority":
-            raise RequestError("priority", "priority needs --scheduling-policy priority")
-
-
-class Gate:
-    """Requests wait while it is closed. Open at first; belongs to the event loop in which it is first awaited."""
-
-    def __init__(self) -> None:
-        self._open: asyncio.Event | None = None
-
-    @property
-    def closed(self) -> bool:
-        """True while requests wait."""
-        return self._open is not None
-
-    def close(self) -> None:
-        """Make requests wait."""
-        if self._open is None:
-            self._open = asyncio.Event()
-
-    def open(self) -> None:
-        """Let waiting requests continue."""
-        if self._open is not None:
-            self._open.set()
-            self._open = None
-
-    async def passed(self) -> None:
-        """Wait until the gate is open."""
-        while self._open is not None:
-            await self._open.wait()
-
-
-class AsyncSleep:
-    """The API process's view of which parts of the engine's memory are offloaded."""
-
-    def __init__(self, config: ModelConfig, engine: CoreClientAsync) -> None:
-        self._config, self._engine = config, engine
-        self._asleep: tuple[str, ...] = ()
-
-    @property
-    def is_asleep(self) -> bool:
-        """True while a part is offloaded or about to be."""
-        return bool(self._asleep)
-
-    def raise_if_asleep(self) -> None:
-        """Raise SleepError while a part is offloaded."""
-        if self._asleep:
-            raise SleepError(ASLEEP)
-
-    def begin(self, level: int, mode: str) -> None:
-        """Count the engine as asleep from now on; `sleep` must follow.
-
-        Raises RequestError for an unknown level or mode, ConfigError for an engine that cannot sleep.
-        """
-        check_sleep(self._config, level, mode)
-        self._asleep = SLEEP_TAGS
-
-    async def sleep(self, level: int) -> None:
-        """Free the memory once no request runs. Raises SleepError, EngineDeadError."""
-        await self._change(lambda ticket: Sleep(ticket, level))
-
-    async def wake_up(self, tags: Iterable[str] | None) -> None:
-        """Restore the named parts, or all. Raises RequestError, ConfigError, SleepError, EngineDeadError."""
-        checked = check_wake_up(self._config, tags)
-        await self._change(lambda ticket: WakeUp(ticket, checked))
-
-    def update(self, state: SleepState) -> None:
-        """Take over the engine's state."""
-        self._asleep = state.asleep
-
-    async def _change(self, command: Callable[[int], Command]) -> None:
-        reply = await self._engine.call(command)
-        if isinstance(reply, SleepState) and reply.error:
-            raise SleepError(reply.error)

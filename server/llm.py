@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
-from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
-from pagoda.common.errors import RequestError
+from pagoda.common.beam_search import BeamSearchParams
+from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text import chat_template as templates
 from pagoda.common.text.hf_tokenizer import HfTokenizer
-from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat_prompt import checked_tools
+from pagoda.server.config_views import ModelView
 from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.missing_methods import ExplainsMissingMethods
 from pagoda.server.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     RawPoolingOutput,
     RequestOutput,
     ScoringRequestOutput,
+    with_tensor,
 )
-from pagoda.server.processing.beams import candidates_of, check_engine, check_prompts, step_params
+from pagoda.server.processing.beams import (
+    BeamSearchOutput,
+    check_engine,
+    check_prompts,
+    search_beams,
+    step_params,
+)
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PairTemplate,
@@ -39,30 +43,101 @@ from pagoda.server.processing.inputs import (
     is_token_ids,
     text_options,
 )
+from pagoda.server.processing.offline_run import OfflineRun
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
+from pagoda.server.request_types import TokensPrompt
 from pagoda.server.settings.flags import EngineArgs
+
+if TYPE_CHECKING:
+    from pagoda.server.metrics_reader import Metric
 
 Prompts = PromptType | Sequence[PromptType]
 Params = PoolingParams | Sequence[PoolingParams] | None
 Bar = bool | Callable[..., Any]
 T = TypeVar("T")
 Message = Mapping[str, Any]
+ContentFormat = Literal["auto", "openai", "string"]
 
 
-class LLM:
+_OFFLOAD: Final = "weights are offloaded by cpu_offload_gb"
+_SPECULATION: Final = "speculative decoding is not in this version"
+REFUSED_KEYWORDS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params"), _OFFLOAD
+    ),
+    "enable_return_routed_experts": "the experts of a token are not reported",
+    "return_sampling_mask": "the mask of sampled tokens is not reported",
+    "quantization_config": "quantization has no settings beyond its method",
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
+}
+"""Keyword of LLM without a setting -> reason."""
+
+
+class LLM(ExplainsMissingMethods):
     """A model for offline use: `LLM(model="...").generate(["Hello"], SamplingParams(max_tokens=32))`.
 
-    Keywords are those of EngineArgs. Raises ConfigError, ModelError or WeightError when the model cannot be served.
+    Keywords are those of EngineArgs; None means that a setting is not given. `chat_template`: the jinja template of
+    chat(), or its file. Raises ConfigError, ModelError or WeightError when the model cannot be served.
 
     The methods for pooling models, `encode` to `score`, raise RequestError before any prompt runs. Their
     `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults; their
-    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens (also a parameter), truncation_side.
     """
 
     _next_id = 0
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
-        self._start(LLMEngine(EngineArgs(model, **engine_args).create_engine_config()))
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        runner: str | None = None,
+        convert: str | None = None,
+        tokenizer: str | None = None,
+        tokenizer_mode: str | None = None,
+        skip_tokenizer_init: bool | None = None,
+        trust_remote_code: bool | None = None,
+        allowed_local_media_path: str | None = None,
+        allowed_media_domains: Sequence[str] | None = None,
+        tensor_parallel_size: int | None = None,
+        dtype: Any = None,
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        cpu_offload_gb: float | None = None,
+        offload_group_size: int | None = None,
+        offload_num_in_group: int | None = None,
+        offload_prefetch_step: int | None = None,
+        offload_params: Iterable[str] | None = None,
+        enforce_eager: bool | None = None,
+        enable_return_routed_experts: bool | None = None,
+        return_sampling_mask: bool | None = None,
+        disable_custom_all_reduce: bool | None = None,
+        hf_token: bool | str | None = None,
+        hf_overrides: Mapping[str, Any] | Callable[[Any], Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        pooler_config: Any = None,
+        structured_outputs_config: Any = None,
+        profiler_config: Any = None,
+        attention_config: Any = None,
+        kv_cache_memory_bytes: int | None = None,
+        compilation_config: Any = None,
+        quantization_config: Any = None,
+        logits_processors: Sequence[str | type[Any]] | None = None,
+        spec_method: str | None = None,
+        spec_model: str | None = None,
+        spec_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        named = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        template = named.pop("chat_template")
+        for name, why in REFUSED_KEYWORDS.items():
+            if named.pop(name):
+                raise ConfigError(name, f"is not supported: {why}; leave it unset")
+        given = {name: value for name, value in named.items() if value is not None} | kwargs
+        self._start(LLMEngine(EngineArgs(**given).create_engine_config()), template)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -97,15 +172,42 @@ class LLM:
 
         Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
         """
-        check_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        listed = _listed(prompts)
-        params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
-        priorities = _paired("priority", 0 if priority is None else priority, len(listed))
-        if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
-            raise RequestError("priority", "priority needs scheduling_policy='priority'")
-        text = text_options(tokenization_kwargs)
-        prepared = [self._prepare(*each, text) for each in zip(listed, params, priorities)]
+        extras = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
+        prepared = self._prepared(prompts, sampling_params, priority, tokenization_kwargs, **extras)
         return self._run(prepared, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts and return their request ids; `wait_for_completion` runs them.
+
+        `use_tqdm` has no effect: queueing takes no time. The others, and what is raised, are as of generate.
+        """
+        extras = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
+        return self._offline.add(self._prepared(prompts, sampling_params, priority, tokenization_kwargs, **extras))
+
+    def wait_for_completion(
+        self,
+        output_type: type[Any] | tuple[type[Any], ...] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[Any]:
+        """Run all queued requests to their end and return their outputs, in the order in which they were queued.
+
+        Raises TypeError for an output that is not of `output_type`.
+        """
+        outputs = self._offline.collect(self._offline.request_ids, use_tqdm)
+        for output in outputs:
+            if output_type is not None and not isinstance(output, output_type):
+                raise TypeError(f"request {output.request_id} has a {type(output).__name__}, not {output_type}")
+        return outputs
 
     def chat(
         self,
@@ -115,7 +217,7 @@ class LLM:
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
-        chat_template_content_format: Literal["auto", "openai", "string"] = "auto",
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -131,22 +233,15 @@ class LLM:
         functions that the template renders; calls are returned in the text, unparsed. The others, and what is raised,
         are as of generate.
         """
-        checked_tools(tools or ())
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single else messages
-        prompts = [
-            self._render(
-                each,
-                template=chat_template,
-                content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                must_show_tools=True,
-                **(chat_template_kwargs or {}),
-            )
-            for each in conversations
-        ]
+        prompts = self.preprocess_chat(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+        )
         return self.generate(
             prompts,
             sampling_params,
@@ -156,6 +251,66 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue conversations and return their request ids; `wait_for_completion` runs them. Parameters of chat."""
+        prompts = self.preprocess_chat(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+        )
+        return self.enqueue(
+            prompts, sampling_params, lora_request, priority, use_tqdm, tokenization_kwargs, mm_processor_kwargs
+        )
+
+    def preprocess_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[TokensPrompt]:
+        """Render conversations and return their prompts, text and token ids. Parameters and errors as of chat."""
+        check_extras(lora_request=None, mm_processor_kwargs=mm_processor_kwargs)
+        checked_tools(tools or ())
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        return [
+            self._render(
+                each,
+                template=self._chat_template if chat_template is None else chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                must_show_tools=True,
+                **(chat_template_kwargs or {}),
+            )
+            for each in conversations
+        ]
 
     def beam_search(
         self,
@@ -178,13 +333,13 @@ class LLM:
         size = concurrency_limit or max(1, len(ids))
         outputs: list[BeamSearchOutput] = []
         for first in range(0, len(ids), size):
-            outputs += _search(
+            outputs += search_beams(
                 lambda batch, step: self.generate(batch, step, use_tqdm=use_tqdm),
                 ids[first : first + size],
                 params,
                 ends=engine.inputs.end_token_ids,
                 max_model_len=engine.info.limits.max_model_len,
-                tokenizer=engine.tokenizer,
+                tokenizer=engine.text_or_none,
             )
         return outputs
 
@@ -197,9 +352,12 @@ class LLM:
         lora_request: None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RawPoolingOutput]:
         """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
-        return self._encode(prompts, pooling_params, pooling_task, use_tqdm, lora_request, tokenization_kwargs)
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
+        outputs = self._encode(prompts, pooling_params, pooling_task, use_tqdm, lora_request, options)
+        return [with_tensor(each) for each in outputs]
 
     def embed(
         self,
@@ -209,22 +367,26 @@ class LLM:
         pooling_params: Params = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt."""
-        outputs = self._encode(prompts, pooling_params, "embed", use_tqdm, lora_request, tokenization_kwargs)
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
+        outputs = self._encode(prompts, pooling_params, "embed", use_tqdm, lora_request, options)
         return [EmbeddingRequestOutput.from_base(each) for each in outputs]
 
     def classify(
         self,
         prompts: Prompts,
+        pooling_params: Params = None,
         *,
         use_tqdm: Bar = True,
-        pooling_params: Params = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels, for each prompt."""
-        outputs = self._encode(prompts, pooling_params, "classify", use_tqdm, lora_request, tokenization_kwargs)
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
+        outputs = self._encode(prompts, pooling_params, "classify", use_tqdm, lora_request, options)
         return [ClassificationRequestOutput.from_base(each) for each in outputs]
 
     def reward(
@@ -236,11 +398,14 @@ class LLM:
         use_tqdm: Bar = True,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RawPoolingOutput]:
         """Return a reward model's scores per token, or per prompt if the model has no token scores."""
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
         tasks = self._pooling_inputs(lora_request).pooling.tasks
         task = "token_classify" if "token_classify" in tasks else "classify"
-        return self._encode(prompts, pooling_params, task, use_tqdm, lora_request, tokenization_kwargs)
+        outputs = self._encode(prompts, pooling_params, task, use_tqdm, lora_request, options)
+        return [with_tensor(each) for each in outputs]
 
     def score(
         self,
@@ -253,6 +418,7 @@ class LLM:
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the score of each pair: one text with one, one with each of many, or many with as many.
 
@@ -262,7 +428,9 @@ class LLM:
         inputs = self._pooling_inputs(lora_request)
         pairs = Pairs(inputs, texts_of("data_1", data_1), texts_of("data_2", data_2))
         template = None if chat_template is None else PairTemplate(source=chat_template, keywords={})
-        options = ScoreOptions(text=TextOptions.of(tokenization_kwargs), template=template)
+        options = ScoreOptions(
+            text=_text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params), template=template
+        )
         prompts = pairs.prompts(options)
         params = _with_task(pooling_params or PoolingParams(), pairs.task)
         return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
@@ -285,6 +453,51 @@ class LLM:
         one = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return one * parallel.data_parallel_size if include_dp else one
 
+    @property
+    def model_config(self) -> ModelView:
+        """The model's configuration with vLLM's attributes: max_model_len, dtype, hf_config, get_vocab_size()."""
+        return self.llm_engine.model_config
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for: "generate", or the tasks of a pooling model."""
+        return self.llm_engine.get_supported_tasks()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics. See LLMEngine.get_metrics."""
+        return self.llm_engine.get_metrics()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function with each worker, or a worker's method by name. See LLMEngine.collective_rpc."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with each worker's model. See LLMEngine.apply_model."""
+        return self.llm_engine.apply_model(func)
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Raise ConfigError: there is no profiler."""
+        self.llm_engine.start_profile(profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Raise ConfigError: there is no profiler."""
+        self.llm_engine.stop_profile()
+
+    def reset_mm_cache(self) -> None:
+        """Return: there is no cache of media."""
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory until wake_up(); generate() raises SleepError meanwhile. Needs
         enable_sleep_mode=True. See LLMEngine.sleep.
@@ -299,8 +512,10 @@ class LLM:
         """Release the device. Idempotent."""
         self.llm_engine.shutdown()
 
-    def _start(self, engine: LLMEngine) -> None:
+    def _start(self, engine: LLMEngine, chat_template: str | os.PathLike[str] | None = None) -> None:
         self.llm_engine = engine
+        self._offline = OfflineRun(engine)
+        self._chat_template = None if chat_template is None else templates.read_chat_template(os.fspath(chat_template))
         print(
             f"{engine.info.backend} on {engine.info.device}, ready in\n{engine.info.startup_table()}", file=sys.stderr
         )
@@ -311,7 +526,24 @@ class LLM:
         _check_type("sampling_params", params, SamplingParams)
         return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority, text=text)
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
+    def _prepared(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        **extras: Any,
+    ) -> list[PreparedRequest]:
+        check_extras(**extras)
+        listed = _listed(prompts)
+        params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
+        priorities = _paired("priority", 0 if priority is None else priority, len(listed))
+        if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
+            raise RequestError("priority", "priority needs scheduling_policy='priority'")
+        text = text_options(tokenization_kwargs)
+        return [self._prepare(*each, text) for each in zip(listed, params, priorities)]
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         tokenizer = self.llm_engine.text
         text = templates.render_chat(tokenizer, messages, **options)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -323,13 +555,12 @@ class LLM:
         task: str | None,
         use_tqdm: Bar,
         lora_request: None,
-        tokenization_kwargs: Mapping[str, Any] | None,
+        options: TextOptions,
     ) -> list[RawPoolingOutput]:
         inputs = self._pooling_inputs(lora_request)
         listed = _listed(prompts)
         params = _paired("pooling_params", pooling_params or PoolingParams(), len(listed))
         tasked = [_with_task(each, task) for each in params]
-        options = TextOptions.of(tokenization_kwargs)
         return self._pool([inputs.parse(prompt, options) for prompt in listed], tasked, use_tqdm)
 
     def _pooling_inputs(self, lora_request: object) -> InputProcessor:
@@ -350,22 +581,7 @@ class LLM:
 
     def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """Run requests and return their outputs, in order."""
-        engine = self.llm_engine
-        outputs: dict[str, RequestOutput | RawPoolingOutput] = {}
-        try:
-            for request in prepared:
-                engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
-            total = sum(len(request.children) for request in prepared)
-            with GenerationBar(total, use_tqdm) as bar, InterruptBetweenSteps() as interrupt:
-                while engine.has_unfinished_requests():
-                    interrupt.check()
-                    for output in engine.step():
-                        outputs[output.request_id] = output
-                        bar.update(output)
-        except BaseException:
-            engine.abort_all()
-            raise
-        return [outputs[request.request_id] for request in prepared]
+        return self._offline.collect(self._offline.add(prepared), use_tqdm)
 
 
 # Arguments.
@@ -386,6 +602,13 @@ def _paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
     return value
 
 
+def _text_options(values: Mapping[str, Any] | None, truncate: int | None, params: Params) -> TextOptions:
+    """Return the options of `tokenization_kwargs`, else those given apart or, the same for all, in pooling params."""
+    if truncate is None and isinstance(params, PoolingParams):
+        truncate = params.truncate_prompt_tokens
+    return TextOptions.of(values if truncate is None else {"truncate_prompt_tokens": truncate, **(values or {})})
+
+
 def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
     """Return the params with their task set. Raises RequestError if they name another task."""
     _check_type("pooling_params", params, PoolingParams)
@@ -401,144 +624,3 @@ def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
 def _check_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise RequestError(name, f"{name} must be {kind.__name__}, not {type(value).__name__}")
-
-
-# Runs to the end of all requests: a progress bar, and Ctrl-C between two steps.
-
-
-class InterruptBetweenSteps:
-    """A context in which the first Ctrl-C waits for `check`; a second one interrupts at once.
-
-    Interrupting a step would leave the scheduler without its result. Outside the main thread, where Python delivers no
-    signals, this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._previous: Any = None
-        self._interrupted = False
-
-    def check(self) -> None:
-        """Deliver a deferred Ctrl-C: usually KeyboardInterrupt."""
-        if self._interrupted:
-            self._restore()
-            signal.raise_signal(signal.SIGINT)
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._defer)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._restore()
-
-    def _defer(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted = True
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
-
-
-class GenerationBar:
-    """A tqdm bar over `total` outputs, with tokens per second; `use_tqdm`: False for none, or a callable like tqdm."""
-
-    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
-        self._bar: Any = None
-        self._tokens_in = self._tokens_out = 0
-        if use_tqdm:
-            make = use_tqdm if callable(use_tqdm) else _tqdm
-            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0.0, 0.0))
-
-    def update(self, output: RequestOutput | RawPoolingOutput) -> None:
-        """Count a finished request."""
-        if self._bar is None:
-            return
-        completions = output.outputs if isinstance(output, RequestOutput) else ()
-        count = len(completions) or 1
-        read = len(output.prompt_token_ids or ())
-        read += len(output.encoder_prompt_token_ids or ()) if isinstance(output, RequestOutput) else 0
-        self._tokens_in += read * count
-        self._tokens_out += sum(len(completion.token_ids) for completion in completions)
-        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
-        self._bar.postfix = _speed(self._tokens_in / seconds, self._tokens_out / seconds)
-        self._bar.update(count)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _tqdm(**keywords: Any) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(**keywords)
-
-
-def _speed(tokens_in: float, tokens_out: float) -> str:
-    return f"est. speed input: {tokens_in:.2f} toks/s, output: {tokens_out:.2f} toks/s"
-
-
-# Beam search.
-
-Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
-"""Generates for token prompts and returns the outputs in order."""
-
-
-@dataclass(slots=True)
-class BeamSearchSequence:
-    """One beam. `tokens` and `text` include the prompt."""
-
-    tokens: list[int]
-    cum_logprob: float
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    lora_request: None = None
-
-
-@dataclass(slots=True)
-class BeamSearchOutput:
-    """The beams of one prompt, best first."""
-
-    sequences: list[BeamSearchSequence] = field(default_factory=list)
-
-
-def _search(
-    generate: Generate,
-    prompts: Sequence[list[int]],
-    params: BeamSearchParams,
-    *,
-    ends: frozenset[int],
-    max_model_len: int,
-    tokenizer: Tokenizer | None,
-) -> list[BeamSearchOutput]:
-    """Search all prompts (token ids) in lockstep, so that each batch has the live beams of all of them."""
-    searches = [BeamSearch(params, ends, max_model_len - len(prompt)) for prompt in prompts]
-    sampling = step_params(params)
-    while live := [index for index, each in enumerate(searches) if not each.finished]:
-        beams = [(index, beam) for index in live for beam in searches[index].live]
-        outputs = generate([{"prompt_token_ids": [*prompts[i], *beam.token_ids]} for i, beam in beams], sampling)
-        for index in live:
-            searches[index].take([candidates_of(out) for out, (owner, _) in zip(outputs, beams) if owner == index])
-    return [
-        BeamSearchOutput([_sequence(prompt, beam, params, tokenizer) for beam in each.best()])
-        for prompt, each in zip(prompts, searches)
-    ]
-
-
-def _sequence(
-    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
-) -> BeamSearchSequence:
-    keeps_end = params.include_stop_str_in_output or not beam.ended
-    tokens = [*prompt, *(beam.token_ids if keeps_end else beam.token_ids[:-1])]
-    return BeamSearchSequence(
-        tokens=tokens,
-        cum_logprob=beam.logprob,
-        text=None if tokenizer is None else tokenizer.decode(tokens),
-        finish_reason="stop" if beam.ended else "length",
-    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.model import NO_LORA
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import ConfigError, RequestError, SleepError
@@ -17,38 +19,61 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.config_views import ModelView, VllmConfigView
 from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.missing_methods import ExplainsMissingMethods
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
+    Prompt,
     PromptType,
     check_extras,
     max_prompt_tokens,
     text_options,
 )
 from pagoda.server.processing.output_processor import OutputProcessor
+from pagoda.server.request_types import LoRARequest
+from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
+from pagoda.server.worker import Worker
+
+if TYPE_CHECKING:
+    from pagoda.server.engine_metrics import EngineMetrics
+    from pagoda.server.metrics_reader import Metric
+
+logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(ExplainsMissingMethods):
     """Add requests, then call step() until has_unfinished_requests() is False.
 
-    Raises ConfigError, ModelError or WeightError if the engine cannot start. `build` builds the engine and `open_text`
-    opens the tokenizer, for tests.
+    Raises ConfigError, ModelError or WeightError if the engine cannot start. No effect have `executor_class` (the
+    backend decides), `usage_context`, `mm_registry` and `multiprocess_mode`; `stat_loggers` are refused. `log_stats`
+    False: collect no metrics. `build` builds the engine and `open_text` opens the tokenizer, for tests.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        usage: Usage = "llm",
+        vllm_config: EngineConfig,
+        executor_class: object = None,
+        log_stats: bool = True,
+        aggregate_engine_logging: bool = False,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Sequence[object] | None = None,
+        mm_registry: object = None,
+        multiprocess_mode: bool = False,
         *,
+        usage: Usage = "llm",
         build: Callable[[EngineConfig, Usage], BuiltEngine] = build_engine,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
+        config = vllm_config
+        check_stat_loggers(stat_loggers)
         configure_unless_done(config.logging)
         check_first_host(config)
         self.config = config
@@ -59,16 +84,35 @@ class LLMEngine:
         self.info: EngineInfo = self._built.info
         if tokenizer is not None:
             tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(max_prompt_tokens(self.info))
-        self.tokenizer = tokenizer
+        self._text = tokenizer
         self._core = self._built.core
         self._sleeper = self._built.sleeper
-        self.inputs = InputProcessor(config.model, self.info, self.tokenizer, config.structured_outputs)
-        self._outputs = OutputProcessor(self.tokenizer, config.scheduler.stream_interval)
+        self.inputs = InputProcessor(config.model, self.info, tokenizer, config.structured_outputs)
+        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval)
+        self.log_stats = log_stats and not config.observability.disable_log_stats
+        self._metrics = _metrics_of(self.info) if self.log_stats else None
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Build an engine from its arguments."""
-        return cls(engine_args.create_engine_config())
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Sequence[object] | None = None,
+        enable_multiprocessing: bool = False,
+    ) -> Self:
+        """Build an engine from its arguments. See LLMEngine for those without effect."""
+        return cls(engine_args.create_engine_config(), usage_context=usage_context, stat_loggers=stat_loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Sequence[object] | None = None,
+        disable_log_stats: bool = False,
+    ) -> Self:
+        """Build an engine from what EngineArgs.create_engine_config returned."""
+        return cls(vllm_config, log_stats=not disable_log_stats, usage_context=usage_context, stat_loggers=stat_loggers)
 
     @property
     def stats(self) -> EngineStats:
@@ -78,9 +122,34 @@ class LLMEngine:
     @property
     def text(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
-        if self.tokenizer is None:
+        if self._text is None:
             raise ConfigError("--skip-tokenizer-init", "the tokenizer is switched off; drop this flag")
-        return self.tokenizer
+        return self._text
+
+    @property
+    def text_or_none(self) -> Tokenizer | None:
+        """The model's tokenizer; None with skip_tokenizer_init."""
+        return self._text
+
+    @property
+    def tokenizer(self) -> HfTokenizer | None:
+        """The model's tokenizer, with Hugging Face's interface; None with skip_tokenizer_init."""
+        return None if self._text is None else self._hf_tokenizer
+
+    @cached_property
+    def vllm_config(self) -> VllmConfigView:
+        """The configuration with vLLM's attributes: what the engine resolved, else what was set."""
+        return VllmConfigView(self.config, self.info, lambda: read_hf_config(self.config))
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's part of `vllm_config`."""
+        view: ModelView = self.vllm_config.model_config
+        return view
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return "generate", or the tasks of a pooling model."""
+        return ("generate",) if self.info.pooling is None else tuple(self.info.pooling.tasks)
 
     def get_tokenizer(self) -> HfTokenizer:
         """Return the model's tokenizer, with Hugging Face's interface. Raises ConfigError with skip_tokenizer_init."""
@@ -104,17 +173,23 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-    ) -> None:
-        """Queue a prompt to generate or to pool. Raises RequestError naming the field.
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        kv_hints: object = None,
+    ) -> str:
+        """Queue a prompt to generate or to pool and return its id. Raises RequestError naming the field.
 
         `arrival_time`: Unix seconds; None: now. `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens,
-        truncation_side. `trace_headers` have no effect: requests are not traced.
+        truncation_side. `prompt_text`: the text of a prompt that is given as token ids. No effect have `trace_headers`
+        (requests are not traced), `session_id` and `kv_hints` (cached prefixes are found by their tokens).
         """
         check_extras(lora_request=lora_request)
         text = text_options(tokenization_kwargs)
+        prompt = with_text(prompt, prompt_text)
         self.add_prepared(
             self.inputs.prepare(request_id, prompt, params, priority, text=text, arrival_time=arrival_time)
         )
+        return request_id
 
     def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
         """Queue a request that `inputs` prepared; `kind` overrides its params' output_kind.
@@ -135,14 +210,19 @@ class LLMEngine:
             self._core.abort(added)
             self._outputs.drop(prepared.request_id)
             raise
+        if self._metrics is not None:
+            self._metrics.add(prepared)
 
     def step(self) -> list[RequestOutput | RawPoolingOutput]:
         """Run one engine step and return the new outputs."""
         if not self._core.has_work:
             return []
-        outputs, stopped = self._outputs.process(self._core.step().outputs)
+        step = self._core.step()
+        outputs, stopped = self._outputs.process(step.outputs)
         if stopped:
             self._core.abort(stopped)
+        if self._metrics is not None:
+            self._metrics.on_step(step, outputs)
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> list[RequestOutput]:
@@ -152,6 +232,8 @@ class LLMEngine:
         """
         outputs, children = self._outputs.abort([request_ids] if isinstance(request_ids, str) else request_ids)
         self._core.abort(children)
+        if self._metrics is not None:
+            self._metrics.on_outputs(outputs)
         return outputs
 
     def abort_all(self) -> None:
@@ -172,6 +254,86 @@ class LLMEngine:
         Both parameters have no effect: blocks in use need not be free for it, and there is no KV connector.
         """
         return self._core.reset_prefix_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Return: there is no cache of media."""
+
+    def reset_encoder_cache(self) -> None:
+        """Return: no output of an encoder is cached."""
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the present metrics: Counter, Gauge, Histogram and Vector of pagoda.v1.metrics.reader.
+
+        Raises ConfigError with disable_log_stats.
+        """
+        if self._metrics is None:
+            raise ConfigError("--disable-log-stats", "metrics are not collected; drop it to read them")
+        return self._metrics.snapshot()
+
+    def do_log_stats(self) -> None:
+        """Log what runs, what waits, and how full the KV cache is."""
+        log_engine_stats(self.stats)
+
+    def do_log_stats_with_interval(self) -> None:
+        """Log the statistics. The caller decides how often."""
+        self.do_log_stats()
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Raise ConfigError: there is no profiler."""
+        raise ConfigError("--profiler-config", NO_PROFILER)
+
+    def stop_profile(self) -> None:
+        """Raise ConfigError: there is no profiler."""
+        raise ConfigError("--profiler-config", NO_PROFILER)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function with each worker, or a worker's method by name, and return the results.
+
+        There is one worker, in this process; hence `timeout` has no effect. Raises ConfigError if the model is sharded
+        over processes, RequestError for an unknown method.
+        """
+        return [self._worker().call(method, args, kwargs)]
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with each worker's model and return the results. See Worker.get_model for what it gets."""
+        return [func(self._worker().get_model())]
+
+    def _worker(self) -> Worker:
+        if self._built.hosts is not None or self.config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                "--tensor-parallel-size",
+                "workers of other processes and hosts cannot be called; use one device for collective_rpc and "
+                "apply_model",
+            )
+        return Worker(self._built.backend, self.vllm_config, self.get_supported_tasks())
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Raise ConfigError: there are no adapters."""
+        raise ConfigError("--enable-lora", NO_LORA)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Return False: there is no such adapter."""
+        return False
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the loaded adapters: none."""
+        return set()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Raise ConfigError: there are no adapters."""
+        raise ConfigError("--enable-lora", NO_LORA)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory; the KV cache, prefixes included, is dropped.
@@ -207,3 +369,31 @@ class LLMEngine:
         """End all requests and release the device. Idempotent."""
         self.abort_all()
         self._built.backend.close()
+
+
+NO_PROFILER = "there is no built-in profiler; use py-spy"
+
+
+def check_stat_loggers(stat_loggers: Sequence[object] | None) -> None:
+    """Raise ConfigError for loggers of statistics, which have no place to be called from."""
+    if stat_loggers:
+        raise ConfigError("stat_loggers", "custom loggers are not supported; read get_metrics() or /metrics")
+
+
+def log_engine_stats(now: EngineStats) -> None:
+    """Log what runs, what waits, and how full the KV cache is."""
+    logger.info("running: %d, waiting: %d, KV cache: %.1f %%", now.running, now.waiting, 100 * now.kv_usage)
+
+
+def with_text(prompt: PromptType, text: str | None) -> PromptType:
+    """Return a prompt whose text is given apart from its token ids."""
+    if text is None or isinstance(prompt, str | Prompt):
+        return prompt
+    tokens = dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+    return {**tokens, "prompt": text}
+
+
+def _metrics_of(info: EngineInfo) -> EngineMetrics:
+    from pagoda.server.engine_metrics import EngineMetrics  # prometheus_client is not needed to generate
+
+    return EngineMetrics(info.names[0])

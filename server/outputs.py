@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -145,9 +147,9 @@ OutputT = TypeVar("OutputT")
 
 @dataclass(slots=True, eq=False)
 class PoolingOutput:
-    """The vectors of a prompt."""
+    """The vectors of a prompt: an array, or what `encode` and `reward` return if torch is installed, a tensor."""
 
-    data: Array  # float32 [n], or [T, n] with a row per token
+    data: Any  # float32 [n], or [T, n] with a row per token
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PoolingOutput) and np.array_equal(self.data, other.data)
@@ -198,9 +200,10 @@ class ScoringOutput:
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
         """Convert a single number. Raises RequestError if there are more."""
-        if output.data.size != 1:
-            raise RequestError("task", f"a score is one number, but the model gave {output.data.size}")
-        return cls(float(output.data.reshape(-1)[0]))
+        numbers = output.data.reshape(-1)
+        if len(numbers) != 1:
+            raise RequestError("task", f"a score is one number, but the model gave {len(numbers)}")
+        return cls(float(numbers[0]))
 
 
 @dataclass(slots=True)
@@ -230,6 +233,13 @@ class PoolingRequestOutput(Generic[OutputT]):
 
 RawPoolingOutput = PoolingRequestOutput[PoolingOutput]
 """The vectors of one request, before a task-specific output is made of them."""
+
+
+def with_tensor(output: RawPoolingOutput) -> RawPoolingOutput:
+    """Return an output whose data is a torch tensor, as vLLM's; unchanged where torch is not installed."""
+    if find_spec("torch") is None:
+        return output
+    return replace(output, outputs=PoolingOutput(import_module("torch").tensor(output.outputs.data)))
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

@@ -107,6 +107,11 @@ class ReferenceBackend:
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
 
+    @property
+    def model(self) -> Decoder | TransformersDecoder | EncoderDecoder | None:
+        """The loaded model; None before `load`."""
+        return self._decoder
+
     def load(self, weights: Iterable[Weight]) -> None:
         """Load and prepack every parameter. Raises WeightError."""
         self._worker.submit(self._load, weights).result()

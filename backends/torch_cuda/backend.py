@@ -217,6 +217,11 @@ class TorchCudaBackend:
         """Facts that do not depend on the model."""
         return CAPABILITIES
 
+    @property
+    def model(self) -> object:
+        """The loaded decoder; None before `load`."""
+        return None if self._model is None else self._model.decoder
+
     def load(self, weights: Iterable[Weight]) -> None:
         """Load every parameter. Raise WeightError, or ConfigError if they do not fit the device."""
         self._compiles.watch()

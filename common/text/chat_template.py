@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pagoda.common.errors import RequestError
+from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.text.tokenizer import Tokenizer
 
 BUILT_IN_TEMPLATES: Final = {"chatml_tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
@@ -89,6 +89,22 @@ def render_chat(
             "documents", "the model's chat template does not show it any documents; put their text into a message"
         )
     return render(source, messages, tools=tools or None, special_tokens=tokenizer.special_tokens, **options)
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """Return a built-in template, the content of a file, or `value` if it is a template. Raise ConfigError."""
+    if value is None:
+        return None
+    try:
+        return BUILT_IN_TEMPLATES.get(value, Path(value)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if any(mark in value for mark in ("{{", "{%", "{#")):
+            return value
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            "--chat-template",
+            f"{value[:200]}: {reason}; give a file, a jinja template, or {' or '.join(BUILT_IN_TEMPLATES)}",
+        ) from None
 
 
 def template_of(tokenizer: Tokenizer, template: str | None, *, with_tools: bool) -> str | None:

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Protocol
 
 from fastapi import Request
@@ -19,7 +18,7 @@ from pagoda.common.engine.core import ASLEEP
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
-from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, template_kwargs_error
+from pagoda.common.text.chat_template import read_chat_template, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
@@ -204,22 +203,6 @@ class ServerState:
         while not self._llm.errored:
             await asyncio.sleep(0.1)
         return self._llm.dead_error
-
-
-def read_chat_template(value: str | None) -> str | None:
-    """Return a built-in template, the content of a file, or `value` if it is a template. Raise ConfigError."""
-    if value is None:
-        return None
-    try:
-        return BUILT_IN_TEMPLATES.get(value, Path(value)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        if any(mark in value for mark in ("{{", "{%", "{#")):
-            return value
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(
-            "--chat-template",
-            f"{value[:200]}: {reason}; give a file, a jinja template, or {' or '.join(BUILT_IN_TEMPLATES)}",
-        ) from None
 
 
 # Access from a request.

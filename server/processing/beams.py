@@ -5,10 +5,11 @@ common.beam_search selects the beams.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from pagoda.common.beam_search import Beam, BeamSearchParams
+from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
@@ -92,3 +93,64 @@ class BeamText:
             spaces_between_special_tokens=self.spaces_between_special_tokens,
         )
         return detokenizer.append(token_ids, True)
+
+
+# Beams of LLM.beam_search: all prompts in lockstep.
+
+Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
+"""Generates for token prompts and returns the outputs in order."""
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam. `tokens` and `text` include the prompt."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def search_beams(
+    generate: Generate,
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    *,
+    ends: frozenset[int],
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+) -> list[BeamSearchOutput]:
+    """Search all prompts (token ids) in lockstep, so that each batch has the live beams of all of them."""
+    searches = [BeamSearch(params, ends, max_model_len - len(prompt)) for prompt in prompts]
+    sampling = step_params(params)
+    while live := [index for index, each in enumerate(searches) if not each.finished]:
+        beams = [(index, beam) for index in live for beam in searches[index].live]
+        outputs = generate([{"prompt_token_ids": [*prompts[i], *beam.token_ids]} for i, beam in beams], sampling)
+        for index in live:
+            searches[index].take([candidates_of(out) for out, (owner, _) in zip(outputs, beams) if owner == index])
+    return [
+        BeamSearchOutput([_sequence(prompt, beam, params, tokenizer) for beam in each.best()])
+        for prompt, each in zip(prompts, searches)
+    ]
+
+
+def _sequence(
+    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchSequence:
+    keeps_end = params.include_stop_str_in_output or not beam.ended
+    tokens = [*prompt, *(beam.token_ids if keeps_end else beam.token_ids[:-1])]
+    return BeamSearchSequence(
+        tokens=tokens,
+        cum_logprob=beam.logprob,
+        text=None if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
+        finish_reason="stop" if beam.ended else "length",
+    )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
 from pagoda.common.engine.pooling import Pooled
-from pagoda.common.errors import RequestError
+from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer
@@ -434,3 +434,85 @@ class RequestStream(Generic[OutputT]):
         reader, self._reader = self._reader, None
         if reader is not None and not reader.done():
             reader.set_result(None)
+
+
+class AsyncRequests:
+    """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self._processor = processor
+        self._streams: dict[str, RequestStream[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of all unfinished requests."""
+        return list(self._streams)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of unfinished sequences: n for a request with n completions."""
+        return self._processor.num_sequences
+
+    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
+        """Track a request and return its stream. Raises RequestError if its id is in use."""
+        self._processor.add(prepared)
+        stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
+        return stream
+
+    def take(self, outputs: Iterable[EngineOutput]) -> list[str]:
+        """Distribute the outputs of a step. Return the engine requests to abort because a stop string ended them."""
+        ready, stopped = self._processor.process(outputs)
+        for output in ready:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if output.finished:
+                    del self._streams[output.request_id]
+        return stopped
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests. Return the engine requests to abort.
+
+        Streams of generation close with finish_reason "abort", those of pooling fail with AbortedError.
+        """
+        ids = list(request_ids)
+        streams = {each: self._streams.get(each) for each in ids}
+        outputs, children = self._end(ids)
+        for output in outputs:
+            if (stream := streams.pop(output.request_id, None)) is not None:
+                stream.put(output)
+        for stream in streams.values():
+            if stream is not None:
+                stream.fail(AbortedError("the request was aborted before it finished"))
+        return children
+
+    def drop(self, request_id: str) -> list[str]:
+        """Forget a request whose stream is no longer read. Return the engine requests to abort."""
+        return self._end([request_id])[1]
+
+    def refuse(self, child_id: str, error: RequestError) -> list[str]:
+        """Fail the request whose engine request was refused. Return the engine requests to abort."""
+        request_id = self._processor.parent_of(child_id)
+        if request_id is None:
+            return []
+        stream = self._streams.get(request_id)
+        children = self.drop(request_id)
+        if stream is not None:
+            stream.fail(error)
+        return children
+
+    def die(self, error: EngineDeadError) -> None:
+        """Fail all requests: the engine is dead."""
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(str(error)))
+        self._streams.clear()
+
+    def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
+        """Forget requests. Return their last outputs and the engine requests to abort."""
+        ended = self._processor.abort(request_ids)
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+        return ended

@@ -303,6 +303,11 @@ def _with_token_ids(config: EngineConfig, hf_config: Mapping[str, Any]) -> Mappi
     return {**hf_config, token_classifier.KEY: ids}
 
 
+def read_hf_config(config: EngineConfig) -> dict[str, Any]:
+    """Return the model's config.json with --hf-overrides applied. Raise ModelError."""
+    return model_config(config, open_model(config, weights=False))[0]
+
+
 def model_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], QuantizationConfig | None]:
     """Return config.json (the model's or that of --hf-config-path) with --hf-overrides applied, and its quantisation.
 

@@ -56,7 +56,7 @@ def test_encode_and_its_params() -> None:
     llm = make("embed")
     (plain,) = llm.encode("abc", use_tqdm=False)
     assert isinstance(plain.outputs, pagoda.PoolingOutput)
-    assert plain.outputs.data.dtype == np.float32
+    assert plain.outputs.data.dtype == torch.float32
     assert plain.outputs.data.tolist() == pytest.approx(vector("abc"))
     (rows,) = llm.encode("abc", pooling_task="token_embed", use_tqdm=False)
     assert rows.outputs.data.shape == (4, 8)

@@ -146,7 +146,7 @@ def test_invalid_certificates_are_one_error_line(tmp_path: Path) -> None:
 
 
 def test_invalid_chat_template_is_refused() -> None:
-    from pagoda.server.http.state import read_chat_template
+    from pagoda.common.text.chat_template import read_chat_template
 
     with pytest.raises(ConfigError, match="--chat-template"):
         read_chat_template("/no/such/file")
