@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagoda.common.errors import ModelError
+from pagoda.common.text.gguf_merges import merges_from_scores
 from pagoda.common.text.gguf_splits import ADD_BOS, IGNORE_MERGES, RAW_TEXT, SPLITS, splitter
 from pagoda.common.text.token_bytes import SPACE_MARK, byte_alphabet
 from pagoda.common.text.tokenizer_files import TokenizerParts, add_ends
@@ -117,7 +118,10 @@ def _sentencepiece(
 ) -> tokenizers.Tokenizer:
     kinds = np.asarray(types)
     merges = merges_from_scores(
-        tokens, _need(metadata, "scores"), (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED)
+        tokens,
+        _need(metadata, "scores"),
+        (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED),
+        (kinds == TokenType.BYTE) | (kinds == TokenType.UNKNOWN),
     )
     backend = tokenizers.Tokenizer(_byte_fallback_model(tokens, merges, special))
     normal: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
@@ -327,117 +331,3 @@ def _need(metadata: Mapping[str, Any], key: str) -> Any:
 
 def _broken(error: Exception) -> ModelError:
     return ModelError(f"the GGUF file's tokenizer is inconsistent ({error}); fetch the file again")
-
-
-# The merges that a sentencepiece vocabulary implies.
-
-_BASE: Final = 0x9E3779B97F4A7C15  # odd, so that powers of it have inverses modulo 2**64
-_MIX: Final = np.uint64(0xD6E8FEB86659FD93)
-_FILTER_BITS: Final = 22
-_GUESS_BITS: Final = 20
-_CHUNK_TOKENS: Final = 1 << 14  # temporaries of a chunk fit the CPU cache
-
-
-def merges_from_scores(
-    tokens: Sequence[str], scores: Sequence[float], mergeable: Sequence[bool] | Array
-) -> list[tuple[str, str]]:
-    """Return all pairs of tokens whose concatenation is a mergeable token, highest score first, then by id.
-
-    A large vocabulary has about two million split positions; candidates are filtered by 64-bit hashes in numpy. A hash
-    collision would yield a pair that is no token, which the library rejects (about one vocabulary in ten million).
-    The order among the splits of one token does not matter: earlier merges leave at most one of them.
-    Raises ValueError if the lengths differ. Source: Kudo and Richardson, "SentencePiece" (2018), section 3.
-    """
-    if not len(tokens) == len(scores) == len(mergeable):
-        raise ValueError(f"{len(tokens)} tokens, {len(scores)} scores and {len(mergeable)} types")
-    union, left, right = _splits(tokens, np.asarray(mergeable, np.bool_))
-    order = np.argsort(-np.asarray(scores, np.float64)[union], kind="stable")
-    texts = np.array(tokens, np.object_)
-    return list(zip(texts[left[order]].tolist(), texts[right[order]].tolist()))
-
-
-def _splits(tokens: Sequence[str], mergeable: Array) -> tuple[Array, Array, Array]:
-    """Ids of (token, left part, right part) for every split of a mergeable token into two tokens, by token id."""
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    text = _HashedText("".join(tokens))
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    ids = _Ids(text.hashes(starts, ends))
-    parts: list[tuple[Array, Array, Array]] = []
-    for first in range(0, len(tokens), _CHUNK_TOKENS):
-        chunk = slice(first, first + _CHUNK_TOKENS)
-        begin, sizes = starts[first], lengths[chunk]
-        left = text.prefixes(starts[chunk], sizes)  # for each character of a token: the part before it
-        candidate = np.repeat(mergeable[chunk], sizes) & ids.possible(left)
-        candidate[starts[chunk][sizes > 0] - begin] = False  # the empty prefix
-        at = np.flatnonzero(candidate)
-        union = np.repeat(np.arange(first, first + len(sizes)), sizes)[at]
-        left, right = left[at], text.hashes(at + begin, ends[union])
-        known = ids.possible(right)
-        union, pair = union[known], (ids.of(left[known]), ids.of(right[known]))
-        known = (pair[0] >= 0) & (pair[1] >= 0)
-        parts.append((union[known], pair[0][known], pair[1][known]))
-    union, left, right = (np.concatenate(column) for column in zip(*parts))
-    return union, left, right
-
-
-class _HashedText:
-    """Polynomial hash of any substring: the sum of (character + 1) * base**position, shifted back to position 0."""
-
-    def __init__(self, text: str) -> None:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        self._sums = np.zeros(len(codes) + 1, np.uint64)
-        np.cumsum((codes + np.uint64(1)) * _powers(_BASE, len(codes)), out=self._sums[1:])
-        self._back = _powers(pow(_BASE, -1, 1 << 64), len(self._sums))
-
-    def hashes(self, start: Array, end: Array) -> Array:
-        """Hashes of the substrings [start, end); equal substrings have equal hashes at any position."""
-        hashes: Array = (self._sums[end] - self._sums[start]) * self._back[start]
-        return hashes
-
-    def prefixes(self, start: Array, length: Array) -> Array:
-        """Hashes of all prefixes (from length 0) of consecutive substrings, concatenated."""
-        positions = slice(start[0], start[-1] + length[-1])
-        hashes: Array = self._sums[positions] - np.repeat(self._sums[start], length)
-        hashes *= np.repeat(self._back[start], length)
-        return hashes
-
-
-class _Ids:
-    """Index from hash to position in `hashes`."""
-
-    def __init__(self, hashes: Array) -> None:
-        self._hashes = hashes
-        self._order = np.argsort(hashes)
-        self._sorted = hashes[self._order]
-        self._used = np.zeros(1 << _FILTER_BITS, np.bool_)
-        self._used[_slot(hashes, _FILTER_BITS)] = True
-        self._guess = np.zeros(1 << _GUESS_BITS, np.int32)
-        self._guess[_slot(hashes, _GUESS_BITS)] = np.arange(len(hashes))
-
-    def possible(self, hashes: Array) -> Array:
-        """False for most hashes that are not in the index (a one-hash Bloom filter)."""
-        return self._used[_slot(hashes, _FILTER_BITS)]
-
-    def of(self, hashes: Array) -> Array:
-        """Position of each hash, -1 if absent."""
-        positions = self._guess[_slot(hashes, _GUESS_BITS)]
-        missed = np.flatnonzero(self._hashes[positions] != hashes)
-        at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
-        positions[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
-        return positions
-
-
-def _powers(base: int, count: int) -> Array:
-    """base**0, base**1, ... modulo 2**64."""
-    powers = np.full(count, base, np.uint64)
-    powers[:1] = 1
-    return np.cumprod(powers, out=powers)
-
-
-def _slot(hashes: Array, bits: int) -> Array:
-    slots = hashes >> np.uint64(29)
-    slots ^= hashes
-    slots *= _MIX
-    slots >>= np.uint64(64 - bits)
-    return slots

@@ -188,7 +188,7 @@ class Tokenizer:
         Added tokens with larger ids, such as an image placeholder, become ordinary text. Raises ModelError if the base
         vocabulary, or a special token added to every text, has a larger id.
         """
-        highest = max(self.backend.get_vocab(with_added_tokens=False).values(), default=-1)
+        highest = _highest_id(self.backend)
         added = self.backend.get_added_tokens_decoder()
         kept = {id for id in added if id < vocab}
         fitted = self if len(kept) == len(added) else replace(self, backend=_with_added(self.backend, kept))
@@ -263,6 +263,14 @@ def _read(source: str | Path, revision: str | None, token: str | None, download_
             raise ModelError(f"{path}: not a tokenizer; give a folder, a tokenizer.json or a .gguf file")
         path = path.parent
     return read_folder(path)
+
+
+def _highest_id(backend: tokenizers.Tokenizer) -> int:
+    """Return the largest id but of added tokens, -1 if there is none."""
+    size, token_of = backend.get_vocab_size(with_added_tokens=False), backend.model.id_to_token
+    if all(token_of(index) is not None for index in range(size)):
+        return size - 1
+    return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)  # takes several times as long
 
 
 def _with_added(backend: tokenizers.Tokenizer, kept: Collection[int]) -> tokenizers.Tokenizer:

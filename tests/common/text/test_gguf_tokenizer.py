@@ -10,8 +10,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pagoda.common.errors import ModelError
+from pagoda.common.text.gguf_merges import merges_from_scores
 from pagoda.common.text.gguf_splits import SPLITS, splitter
-from pagoda.common.text.gguf_tokenizer import TokenType, merges_from_scores, read_gguf
+from pagoda.common.text.gguf_tokenizer import TokenType, read_gguf
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 from pagoda.common.weights.gguf.file import GgufFile
 
@@ -523,15 +524,56 @@ def test_a_large_vocabulary_is_read_without_a_call_per_token():
     assert calls < 20_000  # 8,450, of which 6,442 are for the reserved tokens
 
 
-def test_merges_are_every_split_into_two_tokens():
-    choose = random.Random(5)
-    tokens = list(dict.fromkeys("".join(choose.choices("abcé\x00日", k=choose.randrange(1, 7))) for _ in range(900)))
-    scores = [float(choose.randrange(-40, 40)) for _ in tokens]
-    mergeable = [choose.random() < 0.8 for _ in tokens]
+def every_split(tokens, scores, mergeable):
     known = set(tokens)
     by_score = sorted((i for i, able in enumerate(mergeable) if able), key=lambda i: -scores[i])
     splits = [(tokens[i][:cut], tokens[i][cut:]) for i in by_score for cut in range(1, len(tokens[i]))]
-    assert merges_from_scores(tokens, scores, mergeable) == [pair for pair in splits if known.issuperset(pair)]
+    return [pair for pair in splits if known.issuperset(pair)]
+
+
+def random_vocabulary(seed, by_length):
+    """Tokens of few letters. `by_length`: a token has a lower score than every part of it."""
+    choose = random.Random(seed)
+    words = ["".join(choose.choices("abcé\x00日", k=choose.randrange(1, 8))) for _ in range(900)]
+    tokens = list(dict.fromkeys([*"abcé\x00日", *words]))
+    scores = [-(len(token) if by_length else 0) * 50 + float(choose.randrange(-20, 20)) for token in tokens]
+    return tokens, scores, [choose.random() < 0.9 for _ in tokens]
+
+
+@pytest.mark.parametrize("by_length", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_pairs_that_are_left_out_are_never_merged(seed, by_length):
+    tokens, scores, mergeable = random_vocabulary(seed, by_length)
+    every, used = every_split(tokens, scores, mergeable), merges_from_scores(tokens, scores, mergeable)
+    assert used == [pair for pair in every if pair in set(used)]
+    if by_length:
+        assert len(used) == len({"".join(pair) for pair in used}) < 0.7 * len(every)
+    ids = {token: index for index, token in enumerate(tokens)}
+    merged, expected = (tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs)) for pairs in (used, every))
+    choose = random.Random(seed)
+    texts = tokens + ["".join(choose.choices("abcé\x00日", k=choose.randrange(30))) for _ in range(3000)]
+    assert [merged.encode(text).ids for text in texts] == [expected.encode(text).ids for text in texts]
+
+
+def test_merges_of_a_trained_vocabulary_are_those_it_was_trained_with():
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.train_from_iterator(
+        [*CORPUS, *map(str, SPLITS.values())], trainers.BpeTrainer(vocab_size=700, show_progress=False)
+    )
+    tokens = sorted(trained.get_vocab(), key=trained.token_to_id)
+    merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    assert len(merges) > 200
+    scores = [-float(index) for index in range(len(tokens))]
+    assert merges_from_scores(tokens, scores, [True] * len(tokens)) == merges
+
+
+def test_no_pair_is_left_out_where_a_byte_begins_a_token():
+    """Fallbacks are put together like characters, though a token has several characters of their names."""
+    tokens = [*"abc", "bc", "<0x41>", "<0x41>b", "<0x41>bc"]
+    scores, fallbacks = [0.0] * 3 + [-2.0, 0.0, -1.0, -3.0], [token == "<0x41>" for token in tokens]
+    able = [not each for each in fallbacks]
+    pairs = [("<0x41>", "b"), ("b", "c"), ("<0x41>", "bc"), ("<0x41>b", "c")]
+    assert merges_from_scores(tokens, scores, able, fallbacks) == pairs
 
 
 def test_merges_of_an_empty_vocabulary():
