@@ -22,6 +22,7 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.http.conversation_store import ConversationStore
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
@@ -68,6 +69,7 @@ class ServerState:
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+        self.conversations = ConversationStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
         self.stopping = StopSignal()
         self.running = 0  # HTTP requests in the engine
