@@ -96,7 +96,7 @@ class StructuredOutputsParams:
 MAX_N: Final = 16_384
 MAX_INT: Final = 2**31 - 1
 MAX_TEMPERATURE: Final = 100.0
-MAX_STOP_STRINGS: Final = 64
+MAX_STOP_STRINGS: Final = 1_024
 MAX_BAD_WORDS: Final = 1_024
 MAX_WORD_CHARS: Final = 1_024
 MAX_IDS: Final = 1 << 20

@@ -366,6 +366,9 @@ KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
 HTTP_TIMEOUT_KEEP_ALIVE: Final = _ours(
     "HTTP_TIMEOUT_KEEP_ALIVE", "Timeout of idle keep-alive connections, in seconds.", "timeout_keep_alive"
 )
+MAX_STOP_STRINGS: Final = _ours(
+    "MAX_STOP_STRINGS", "Maximum number of stop strings of a request.", "max_stop_strings"
+)
 SERVER_DEV_MODE: Final = _ours(
     "SERVER_DEV_MODE", "1: serve development endpoints such as /sleep, /pause and /server_info.", "server_dev_mode"
 )
@@ -377,6 +380,7 @@ VARIABLES: Final = (
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),
     HTTP_TIMEOUT_KEEP_ALIVE,
+    MAX_STOP_STRINGS,
     *_WITHOUT_EFFECT,
 )
 

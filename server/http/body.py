@@ -174,7 +174,7 @@ _NO_SCHEMAS: Final = frozenset({"cls", "default", "metadata", "serialization"})
 
 
 def bounded(schema: Any) -> Any:
-    """Return the core schema with fail-fast collections and a maximum length for lists of objects."""
+    """Return the core schema with fail-fast collections, bounded lists of objects, and fields that convert numbers."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(bounded, schema))
     if not isinstance(schema, Mapping):
@@ -187,7 +187,52 @@ def bounded(schema: Any) -> Any:
         copy["fail_fast"] = True
     if kind == "list" and copy.get("items_schema", {}).get("type", "any") not in _SCALARS:
         copy.setdefault("max_length", MAX_LIST_OBJECTS)
+    if kind == "model-field":
+        copy["schema"] = _converting(copy["schema"])
     return copy
+
+
+# Fields that are numbers or booleans accept the same value in another type: clients send 16.0, "16" and "true". Items
+# of lists do not: each conversion is a call into Python, and lists of token ids have millions of items.
+
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}(\.0*)?")
+_DECIMAL: Final = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?")
+_BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "false": False, "1": True, "0": False}
+
+
+def _as_integer(value: Any) -> Any:
+    """Return the integer of a float or text with an integral value; other values as they are."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value.strip().partition(".")[0])
+    return value
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value.strip()) else value
+
+
+def _as_boolean(value: Any) -> Any:
+    if isinstance(value, str):
+        return _BOOLEANS.get(value.strip().lower(), value)
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+_CONVERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "int": _as_integer,
+    "float": _as_float,
+    "bool": _as_boolean,
+}
+
+
+def _converting(schema: Any) -> Any:
+    """Return the schema of a field with the conversion of its type, if it is a number or a boolean."""
+    kind = schema["type"]
+    if kind in ("default", "nullable"):
+        return {**schema, "schema": _converting(schema["schema"])}
+    convert = _CONVERSIONS.get(kind)
+    return schema if convert is None else core_schema.no_info_before_validator_function(convert, schema)
 
 
 # Ignored parts of a request.
@@ -228,7 +273,7 @@ def note_ignored(
 
 
 class RequestBody(BaseModel):
-    """A JSON object with typed fields, without type coercion or NaN. `parse` forbids undeclared fields."""
+    """A JSON object with typed fields, without NaN. `parse` forbids undeclared fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 

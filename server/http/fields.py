@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagoda.common.beam_search import BeamSearchParams
@@ -21,7 +21,7 @@ from pagoda.common.sampling_params import (
 )
 from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, StringOrList, hint, unsupported
+from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
 
 # Prompts and chat templates.
@@ -222,6 +222,24 @@ def check_stream_options(stream: bool | None, options: StreamOptions | None) -> 
         raise RequestError("stream_options", "continuous_usage_stats needs include_usage")
 
 
+# Stop strings.
+
+
+def _stop_list(value: Any) -> Any:
+    """Return stop strings as a list without empty ones, which clients send for "none"."""
+    if isinstance(value, str):
+        value = [value]
+    return [each for each in value if each != ""] if isinstance(value, list) else value
+
+
+StopStrings = Annotated[
+    list[str],
+    BeforeValidator(_stop_list),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+"""A string or a list of strings, parsed to a list without empty ones. Generation checks --max-stop-strings."""
+
+
 # Sampling.
 
 _PASSED_ON: Final = (
@@ -253,6 +271,9 @@ _PASSED_ON: Final = (
 )
 """Fields that SamplingParams has under the same name; it checks their bounds."""
 
+
+MAX_TEMPERATURE: Final = 2.0
+"""Maximum temperature of OpenAI's APIs."""
 
 _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (),
@@ -298,12 +319,12 @@ class SamplingFields(StructuredFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    temperature: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
     seed: Int64 | None = None
-    stop: Annotated[StringOrList, Field(max_length=4)] | None = Field(default_factory=list)
+    stop: StopStrings | None = Field(default_factory=list)
     stop_token_ids: list[Int64] | None = Field(default_factory=list)
     ignore_eos: bool | None = False
     min_tokens: Int64 | None = 0

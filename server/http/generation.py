@@ -139,7 +139,7 @@ class PromptBatch:
 class Generation(PromptBatch):
     """The prompts of a request to generate. `accepted` is set once the engine has all prompts.
 
-    Raises RequestError for too many completions.
+    Raises RequestError for too many completions or stop strings.
     """
 
     def __init__(
@@ -159,6 +159,9 @@ class Generation(PromptBatch):
                 f"n {params.n} for {len(prompts)} prompts makes {sequences} sequences; "
                 f"at most {MAX_SEQUENCES} are allowed in one request",
             )
+        stops, limit = len(params.stop_strings), state.config.max_stop_strings
+        if stops > limit:
+            raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
         self._params = params

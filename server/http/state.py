@@ -263,8 +263,8 @@ def model_of(state: ServerState, body: ToModel) -> str:
 
 
 def request_id_of(request: Request, body: Identified, prefix: str) -> str:
-    """Return `prefix` and the id of the body or X-Request-Id, by default a random one. Raise RequestError."""
+    """Return `prefix` and the id of X-Request-Id, else of the body, by default a random one. Raise RequestError."""
     header = request.headers.get("x-request-id", "")
     if len(header) > MAX_ID_LENGTH:
         raise RequestError("request_id", f"the X-Request-Id header is longer than {MAX_ID_LENGTH} characters")
-    return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"
+    return f"{prefix}-{header or body.request_id or uuid.uuid4().hex}"

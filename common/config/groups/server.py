@@ -159,6 +159,7 @@ class ServerConfig:
         "Reject requests that contain fields, hints or tool types without effect (HTTP 400), instead of listing them "
         "in the response header x-pagoda-ignored.",
     )
+    max_stop_strings: int = option(16, "Maximum number of stop strings of a request.")
     max_stored_responses: int = option(
         1024,
         "Maximum number of /v1/responses results stored for retrieval and previous_response_id; oldest are dropped "
@@ -198,7 +199,9 @@ class ServerConfig:
             if not 0.0 < seconds < float("inf"):
                 raise ConfigError(flag, f"{seconds} is not a number of seconds above 0")
         need_positive(
-            self, "max_body_bytes", "max_connections", "h11_max_incomplete_event_size", "h11_max_header_count"
+            self,
+            *("max_body_bytes", "max_connections", "max_stop_strings"),
+            *("h11_max_incomplete_event_size", "h11_max_header_count"),
         )
         need_not_negative(self, "max_stored_responses", "max_stored_response_bytes", remedy="use 0 to store none")
         need_not_negative(self, "max_log_len", remedy="use 0 or more, or drop it for unlimited")
