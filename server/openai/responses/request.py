@@ -10,8 +10,8 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.server.chat_prompt import Conversation
-from pagoda.server.http.body import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
-from pagoda.server.http.fields import StructuredOutputs, check_template_kwargs
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.fields import MAX_TEMPERATURE, StopStrings, StructuredOutputs, check_template_kwargs
 from pagoda.server.openai.responses.input import Input, Item, messages_of
 from pagoda.server.openai.responses.tools import (
     OfferedTool,
@@ -143,7 +143,7 @@ class ResponsesRequest(RequestBody):
         description="No effect: prompt prefixes are cached automatically. Repeated in the response.",
     )
 
-    temperature: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
@@ -152,7 +152,7 @@ class ResponsesRequest(RequestBody):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Int64 | None = None
-    stop: StringOrList | None = Field(default_factory=list)
+    stop: StopStrings | None = Field(default_factory=list)
     stop_token_ids: list[Int64] | None = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
