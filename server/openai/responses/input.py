@@ -14,7 +14,15 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 from pagoda.common.errors import RequestError
 from pagoda.server.http.body import Ignored, RequestBody, hint
 from pagoda.server.http.fields import LIST, OTHER, TEXT, Unsupported, by_type, text_or_list
-from pagoda.server.openai.responses.tools import LOCAL_SHELL, custom_arguments, flat_name
+from pagoda.server.openai.responses.tools import (
+    LOCAL_SHELL,
+    TOOL_SEARCH,
+    OfferedTool,
+    ResponsesTool,
+    custom_arguments,
+    flat_name,
+    offered_tools,
+)
 
 
 class TextPart(RequestBody):
@@ -160,6 +168,37 @@ class LocalShellCallOutputItem(RequestBody):
     status: str | None = None
 
 
+class AdditionalToolsItem(RequestBody):
+    """Tools that are offered besides the request's."""
+
+    type: Literal["additional_tools"]
+    tools: list[ResponsesTool]
+    role: str | None = None
+    id: str | None = None
+
+
+class ToolSearchCallItem(RequestBody):
+    """A call of the tool_search tool, run by the client, or by a provider (without a call id)."""
+
+    type: Literal["tool_search_call"]
+    arguments: Any = None
+    call_id: str | None = None
+    execution: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class ToolSearchOutputItem(RequestBody):
+    """The tools that a search found. They are offered from then on."""
+
+    type: Literal["tool_search_output"]
+    tools: list[ResponsesTool]
+    call_id: str | None = None
+    execution: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
 class ItemReference(RequestBody):
     """Stands for an item of a stored response."""
 
@@ -182,6 +221,7 @@ class OtherItem(RequestBody):
 _KNOWN: Final = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
     *("local_shell_call", "local_shell_call_output", "item_reference"),
+    *("additional_tools", "tool_search_call", "tool_search_output"),
 )
 
 
@@ -204,6 +244,9 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
     | Annotated[LocalShellCallOutputItem, Tag("<local_shell_call_output>")]
+    | Annotated[AdditionalToolsItem, Tag("<additional_tools>")]
+    | Annotated[ToolSearchCallItem, Tag("<tool_search_call>")]
+    | Annotated[ToolSearchOutputItem, Tag("<tool_search_output>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
     | Annotated[OtherItem, Tag(OTHER)],
     Discriminator(_tag_of),
@@ -240,6 +283,9 @@ _ID_PREFIXES: Final = {
     "custom_tool_call_output": "ctco",
     "local_shell_call": "lsh",
     "local_shell_call_output": "lsho",
+    "additional_tools": "at",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
 """Prefix of a new id, by type of the item."""
 
@@ -291,6 +337,17 @@ def shown_item(item: Item) -> dict[str, Any]:
     return shown if isinstance(item, ReasoningItem) else {"status": "completed"} | shown
 
 
+def tools_in(items: Sequence[Item], num_earlier: int) -> list[OfferedTool]:
+    """Return the functions that are offered for tools in items, those of the current request first."""
+    numbered = list(enumerate(items, -num_earlier))
+    return [
+        tool
+        for number, item in (*numbered[num_earlier:], *numbered[:num_earlier])
+        if isinstance(item, AdditionalToolsItem | ToolSearchOutputItem)
+        for tool in offered_tools(item.tools, f"input[{number}].tools" if number >= 0 else "previous_response_id")
+    ]
+
+
 def messages_of(instructions: str | None, items: Sequence[Item], num_earlier: int = 0) -> list[dict[str, Any]]:
     """Convert items to chat messages. Consecutive items of the model become one message.
 
@@ -319,6 +376,11 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_earlier: in
                 builder.call_output(where, item.call_id, _text(item.output))
             case LocalShellCallOutputItem():
                 builder.call_output(where, item.call_id or item.id or "", _text(item.output))
+            case ToolSearchCallItem(call_id=str() as call_id):
+                builder.call(call_id, TOOL_SEARCH, json.dumps(item.arguments or {}, ensure_ascii=False))
+            case ToolSearchOutputItem(call_id=str() as call_id):
+                names = [tool.function_name for tool in offered_tools(item.tools)]
+                builder.call_output(where, call_id, json.dumps({"tools": names}, ensure_ascii=False))
     return _with_instructions(instructions, builder.messages)
 
 

@@ -11,7 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from pagoda.server.http.errors import http_error
 from pagoda.server.http.fields import TokenNames, chat_logprobs
@@ -218,14 +218,38 @@ class _LocalShellCallOutput(_CallOutput):
         yield from ()
 
 
+class _ToolSearchCallOutput(_CallOutput):
+    """A search that the client runs. The API has no events for its parts."""
+
+    def __init__(self, block: OutputBlock, tool: OfferedTool) -> None:
+        super().__init__("tsc", block, tool)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "tool_search_call",
+            "call_id": self._call_id,
+            "execution": "client",
+            "arguments": _object_of(self._block.text),
+            "status": self.status,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield from ()
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """Return the JSON object; an empty one for other text."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _shell_action(arguments: str) -> dict[str, Any]:
     """Return the action of a local_shell_call. A command that is one text is run by a shell."""
-    try:
-        given = json.loads(arguments)
-    except ValueError:
-        given = {}
-    if not isinstance(given, dict):
-        given = {}
+    given = _object_of(arguments)
     command, directory, timeout, env = (given.get(key) for key in ("command", "working_directory", "timeout_ms", "env"))
     if isinstance(command, str):
         command = ["bash", "-lc", command]
@@ -239,13 +263,20 @@ def _shell_action(arguments: str) -> dict[str, Any]:
     }
 
 
+_CALLS: Final[Mapping[str, Callable[[OutputBlock, OfferedTool], OutputItem]]] = {
+    "custom": _CustomToolCallOutput,
+    "local_shell": _LocalShellCallOutput,
+    "tool_search": _ToolSearchCallOutput,
+}
+
+
 def _item_of(block: OutputBlock, view: ResponseView) -> OutputItem:
     match block.kind:
         case "call":
             tool = view.tools.get(block.name or "")
             if tool is None or tool.kind == "function":
                 return _FunctionCallOutput(block, tool)
-            return (_CustomToolCallOutput if tool.kind == "custom" else _LocalShellCallOutput)(block, tool)
+            return _CALLS[tool.kind](block, tool)
         case "reasoning":
             return _ReasoningOutput(block, encrypted_content=view.encrypted_content)
         case "text":

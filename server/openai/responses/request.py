@@ -10,9 +10,10 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.server.chat_prompt import Conversation
+from pagoda.server.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.fields import MAX_TEMPERATURE, StopStrings, StructuredOutputs, check_template_kwargs
-from pagoda.server.openai.responses.input import Input, Item, messages_of
+from pagoda.server.openai.responses.input import Input, Item, items_of, messages_of, tools_in
 from pagoda.server.openai.responses.tools import (
     OfferedTool,
     ResponsesTool,
@@ -225,14 +226,22 @@ class ResponsesRequest(RequestBody):
         conversation = self.conversation
         return conversation.id if isinstance(conversation, ConversationId) else conversation
 
-    @property
-    def offered(self) -> list[OfferedTool]:
-        """The tools as the model sees them, without those that the tool choice excludes. Raise RequestError."""
-        return chosen_tools(offered_tools(self.tools or ()), self.tool_choice)[0]
+    def offered(self, items: Sequence[Item], num_earlier: int) -> tuple[list[OfferedTool], Choice]:
+        """Return the tools as the model sees them, those in `items` included, and the tool choice.
+
+        Of tools in items with the same name, the first is offered. Raise RequestError.
+        """
+        tools = offered_tools(self.tools or ())
+        names = {tool.function_name for tool in tools}
+        for tool in tools_in(items, num_earlier):
+            if tool.function_name not in names:
+                tools.append(tool)
+                names.add(tool.function_name)
+        return chosen_tools(tools, self.tool_choice)
 
     def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:
         """Return the conversation of `items`, the first `num_earlier` of earlier requests. Raise RequestError."""
-        tools, choice = chosen_tools(offered_tools(self.tools or ()), self.tool_choice)
+        tools, choice = self.offered(items, num_earlier)
         return Conversation(
             messages=messages_of(self.instructions, items, num_earlier),
             tools=[tool.as_chat() for tool in tools],
@@ -284,7 +293,7 @@ class ResponsesRequest(RequestBody):
     def _tool_path(self, field: str) -> str:
         """Return the path of an offered tool, `tools[2].function.name`, in this request."""
         index, bracket, rest = field.removeprefix("tools[").partition("]")
-        offered = self.offered
+        offered, _ = self.offered(items_of(self.input), 0)
         if not (field.startswith("tools[") and bracket and index.isdecimal() and int(index) < len(offered)):
             return field
         return offered[int(index)].path + rest.replace(".function", "")

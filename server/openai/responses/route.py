@@ -46,6 +46,7 @@ from pagoda.server.openai.responses.input import (
 from pagoda.server.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.openai.responses.stored import encoded_json, event_stream
+from pagoda.server.openai.responses.tools import OfferedTool
 from pagoda.server.parsers.output_parser import DeltaParser
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ async def create_response(request: Request) -> Response:
         chat = await _prepared(request, state, body, context)
         user = body.safety_identifier or body.user
         generation = Generation(state, response_id, [chat], chat.params, priority=body.priority, user=user)
-        builder = _builder(state, body, chat, id=response_id, model=model, stores=stores)
+        tools, _ = body.offered(context.items, context.num_earlier)
+        builder = _builder(state, body, chat, tools, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
             response_id,
             lambda: encode_json(builder.response),
@@ -200,6 +202,7 @@ def _builder(
     state: ServerState,
     body: ResponsesRequest,
     chat: ChatPrompt,
+    tools: Iterable[OfferedTool],
     *,
     id: str,
     model: str,
@@ -216,7 +219,7 @@ def _builder(
         encrypted_content=body.includes_encrypted_reasoning,
         logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
         names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
-        tools={tool.function_name: tool for tool in body.offered},
+        tools={tool.function_name: tool for tool in tools},
     )
     return ResponsesBuilder(fixed | body.shown(chat.params), parser, view)
 

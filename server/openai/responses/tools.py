@@ -20,6 +20,9 @@ from pagoda.server.http.fields import LIST, OTHER, TEXT, OtherTool, Unsupported,
 LOCAL_SHELL: Final = "local_shell"
 """Name of the function offered for the tool of this type."""
 
+TOOL_SEARCH: Final = "tool_search"
+"""Name of the function offered for the tool of this type."""
+
 CUSTOM_INPUT: Final = "input"
 """Argument of the function offered for a custom tool."""
 
@@ -38,7 +41,7 @@ def custom_arguments(text: str) -> str:
 class OfferedTool:
     """A tool as the model sees it: a function."""
 
-    kind: Literal["function", "custom", "local_shell"] = "function"
+    kind: Literal["function", "custom", "local_shell", "tool_search"] = "function"
     path: str  # in the request, `tools[1].tools[0]`
     name: str  # in the response
     namespace: str | None = None
@@ -144,6 +147,29 @@ class LocalShellTool(_ToolFields):
         yield OfferedTool(kind="local_shell", path=path, name=LOCAL_SHELL, definition=definition)
 
 
+class ToolSearchTool(_ToolFields):
+    """A search for further tools. Offered if the client runs it; it returns the tools with an item."""
+
+    type: Literal["tool_search"]
+    execution: str | None = None  # "client" or "server"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield this tool if the server would have to run it, else its parts without effect."""
+        if self.execution != "client":
+            yield Ignored(path, "tool", f'{path}: tool_search needs execution "client"', self.type)
+        else:
+            yield from super().ignored(path)
+
+    def offered(self, path: str, namespace: str | None = None) -> Iterator[OfferedTool]:
+        if self.execution != "client":
+            return
+        schema = self.parameters or {"type": "object", "properties": {"query": {"type": "string"}}}
+        definition = {"description": self.description or "Search for further tools.", "parameters": schema}
+        yield OfferedTool(kind="tool_search", path=path, name=TOOL_SEARCH, definition=definition)
+
+
 class NamespaceTool(_ToolFields):
     """Functions and custom tools with a common namespace; offered as `namespace__name`."""
 
@@ -170,19 +196,20 @@ ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[ResponsesCustomTool, Tag("<custom>")]
     | Annotated[LocalShellTool, Tag("<local_shell>")]
+    | Annotated[ToolSearchTool, Tag("<tool_search>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[OtherTool, Tag(OTHER)],
-    by_type("function", "custom", "local_shell", "namespace"),
+    by_type("function", "custom", "local_shell", "tool_search", "namespace"),
 ]
 
 
-def offered_tools(tools: Iterable[Any]) -> list[OfferedTool]:
-    """Return the functions that are offered for the tools of a request."""
+def offered_tools(tools: Iterable[Any], path: str = "tools") -> list[OfferedTool]:
+    """Return the functions that are offered for a list of tools, located at `path`."""
     return [
         offered
         for index, tool in enumerate(tools)
         if isinstance(tool, _ToolFields)
-        for offered in tool.offered(f"tools[{index}]")
+        for offered in tool.offered(f"{path}[{index}]")
     ]
 
 
