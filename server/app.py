@@ -45,7 +45,13 @@ from pagoda.server.openai.batch.batches import BatchCreateRequest
 from pagoda.server.openai.batch.runner import BatchRunner
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
+from pagoda.server.openai.responses import conversations, stored
 from pagoda.server.openai.responses import route as responses
+from pagoda.server.openai.responses.conversations import (
+    CreateConversationRequest,
+    CreateItemsRequest,
+    UpdateConversationRequest,
+)
 from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.plugins import load as load_plugin
 from pagoda.server.pooling import routes as embeddings
@@ -65,8 +71,14 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/v1/chat/completions/batch": BatchChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
+    "/v1/responses/render": ResponsesRequest,
+    "/v1/conversations": CreateConversationRequest,
+    "/v1/conversations/{conversation_id}": UpdateConversationRequest,
+    "/v1/conversations/{conversation_id}/items": CreateItemsRequest,
     "/v1/messages": AnthropicMessagesRequest,
     "/v1/messages/count_tokens": AnthropicCountTokensRequest,
+    "/v1/messages/render": AnthropicMessagesRequest,
     "/v1/embeddings": (EmbeddingCompletionRequest, EmbeddingChatRequest),
     "/v2/embed": CohereEmbedRequest,
     "/classify": (ClassificationCompletionRequest, ClassificationChatRequest),
@@ -114,8 +126,11 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
+_RESPONSES: Final = (responses.router, stored.router, conversations.router)
+
+
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
-    generating = (chat.router, completion.router, responses.router, messages.router, render.router)
+    generating = (chat.router, completion.router, messages.router, render.router, *_RESPONSES)
     pooling = (embeddings.router, scoring.router, embed.router)
     batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)

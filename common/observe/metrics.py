@@ -25,7 +25,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "repetition")
 
-IGNORED_KINDS: Final = ("unknown", "hint", "tool")
+IGNORED_KINDS: Final = ("unknown", "hint", "tool", "item")
 """Kinds of request parts that are accepted and ignored."""
 
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")

@@ -149,6 +149,8 @@ def render(
     except RecursionError:
         raise RequestError("messages", "the messages are nested too deeply") from None
     plain = _map_developer_role(template, plain)
+    if _has_late_system(plain) and not _shows_late_system(template, as_parts):
+        plain = _with_system_first(plain)
     if continue_final_message:
         plain[-1] = {**plain[-1], "content": _with_end_mark(plain[-1]["content"])}
     scope = {"messages": plain, "add_generation_prompt": add_generation_prompt}
@@ -274,9 +276,35 @@ def _map_developer_role(template: str, messages: Sequence[dict[str, Any]]) -> li
     has_developer = any(message["role"] == _DEVELOPER for message in messages)
     if not has_developer or f"'{_DEVELOPER}'" in template or f'"{_DEVELOPER}"' in template:
         return list(messages)
+    return _with_system_first(messages)
+
+
+def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge all system and developer messages into one system message at the front."""
     system = [message for message in messages if message["role"] in (_DEVELOPER, "system")]
     others = [message for message in messages if message["role"] not in (_DEVELOPER, "system")]
     return [{**system[0], "role": "system", "content": _joined([message["content"] for message in system])}, *others]
+
+
+def _has_late_system(messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a system message is not the first message. Agents send reminders in such messages."""
+    return any(message["role"] == "system" for message in messages[1:])
+
+
+@lru_cache(maxsize=32)
+def _shows_late_system(template: str, as_parts: bool) -> bool:
+    """Return whether the template accepts and shows a system message after others."""
+    contents = {"system": "a", "user": "b", "assistant": "c"}
+    messages = [(role, contents[role]) for role in ("system", "user", "assistant", "user")]
+    messages.append(("system", _END_MARK.strip()))
+    plain = [
+        {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text} for role, text in messages
+    ]
+    try:
+        text = _compiled(template).render({"messages": plain, "add_generation_prompt": True})
+    except Exception:  # a template can raise anything
+        return False
+    return _END_MARK.strip() in text
 
 
 def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[str, str]]:

@@ -20,6 +20,7 @@ from pagoda.server.http.errors import REQUEST_ID_HEADER, UnavailableError, http_
 from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.response import EventStyle, json_response, named_event, respond
 from pagoda.server.http.state import model_of, server_of
+from pagoda.server.openai.render import PreviewOptions, preview
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
@@ -174,7 +175,7 @@ async def create_message(request: Request) -> Response:
     model = model_of(state, body)
     thinks = state.reasoning_format is not None
     params = body.params(state.llm().info.sampling_defaults, thinks=thinks)
-    budget = () if thinks else body.budget_without_effect()
+    budget = body.budget_without_effect(thinks=thinks)
     if budget and state.config.strict_requests:
         raise RequestError(budget[0].path, budget[0].reason)
     request_id = new_request_id()
@@ -196,6 +197,23 @@ async def create_message(request: Request) -> Response:
         )
     except RequestError as error:
         raise body.in_own_names(error) from None
+
+
+@router.post("/v1/messages/render", response_model=None)
+async def render_message(request: Request) -> Response:
+    """Return the token ids and sampling parameters of a conversation without running it."""
+    state = server_of(request)
+    body = await read_body(request, AnthropicMessagesRequest, state.config)
+    model = model_of(state, body)
+    params = body.params(state.llm().info.sampling_defaults, thinks=state.reasoning_format is not None)
+    try:
+        chat = await prepare(state, replace(body.conversation(), cache_salt=body.cache_salt), params)
+        note_ignored(request, chat.ignored, body.own_name)
+        options = PreviewOptions(stream=bool(body.stream), cache_salt=body.cache_salt, special_tokens=False)
+        shown = await preview(state, f"msg_{uuid.uuid4().hex}", model, chat, chat.params, options)
+    except RequestError as error:
+        raise body.in_own_names(error) from None
+    return json_response(shown, headers={REQUEST_ID_HEADER: new_request_id()})
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)

@@ -251,15 +251,17 @@ class Ignored:
     """A part of a request that is accepted without effect."""
 
     path: str  # such as `input[2].phase`
-    # "unknown": an undeclared field. "hint": a field only a hosted service acts on. "tool": an unsupported tool type.
-    kind: Literal["unknown", "hint", "tool"]
+    # "unknown": an undeclared field. "hint": a field only a hosted service acts on. "tool", "item": a tool, or an item
+    # of the conversation, of an unsupported type.
+    kind: Literal["unknown", "hint", "tool", "item"]
     reason: str = ""  # message of the 400 that a strict server returns
-    type: str = ""  # of a tool
+    type: str = ""  # of a tool or item
 
     @property
     def name(self) -> str:
-        """The path without list indexes, `input[].phase`; for a tool `tools[type=...]`."""
-        return f"tools[type={self.type[:64]}]" if self.kind == "tool" else _INDEX.sub("[]", self.path)
+        """The path without list indexes, `input[].phase`; of a tool or item with its type, `tools[type=...]`."""
+        path = _INDEX.sub("[]", self.path)
+        return f"{path.removesuffix('[]')}[type={self.type[:64]}]" if self.type else path
 
 
 def note_ignored(

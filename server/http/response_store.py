@@ -6,13 +6,16 @@ Bounded in number and size; the oldest are evicted. Responses are only visible t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
 from pagoda.server.http.errors import ResponseNotFoundError
 
 OVERHEAD: Final = 1024
 """Bytes that a response counts besides its content."""
+
+ID_SIZE: Final = 256
+"""Bytes that an item's id counts, with its entry in the index."""
 
 
 class StoredResponse:
@@ -25,6 +28,8 @@ class StoredResponse:
         self.owner = owner  # digest of the API key that may read it, see server.owner_of
         self.status: str | None = None  # None while it runs
         self.items = b""  # the conversation up to its end, as JSON, for follow-up requests; empty while it runs
+        self.num_input_items = 0  # of `items`; the others are the output
+        self.item_ids: tuple[str, ...] = ()  # of `items`
         self._body = b""
         self._snapshot: Callable[[], bytes] | None = snapshot
         self.events: list[bytes] | None = [] if keeps_events else None
@@ -54,7 +59,7 @@ class StoredResponse:
     @property
     def size(self) -> int:
         """Approximate memory in bytes."""
-        return OVERHEAD + len(self._body) + len(self.items) + self._events_size
+        return OVERHEAD + len(self._body) + len(self.items) + self._events_size + ID_SIZE * len(self.item_ids)
 
     def add_event(self, event: bytes) -> None:
         if self.events is not None:
@@ -62,10 +67,11 @@ class StoredResponse:
             self._events_size += len(event)
         self._notify()
 
-    def end(self, status: str, items: bytes) -> None:
+    def end(self, status: str, items: bytes, item_ids: Sequence[str] = (), num_input_items: int = 0) -> None:
         """Store the final state. `items`: the conversation including the output, as JSON."""
         self._body, self._snapshot = self.body, None
         self.status, self.items = status, items
+        self.item_ids, self.num_input_items = tuple(item_ids), num_input_items
         self._notify()
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
@@ -94,6 +100,7 @@ class ResponseStore:
         self._responses: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
         self._sizes: dict[tuple[bytes, str], int] = {}
         self._size = 0
+        self._by_item: dict[tuple[bytes, str], StoredResponse] = {}  # the latest with an item, by owner and item id
 
     @property
     def keeps(self) -> bool:
@@ -116,6 +123,14 @@ class ResponseStore:
             )
         return response
 
+    def with_item(self, item_id: str, owner: bytes) -> StoredResponse | None:
+        """Return the owner's latest response that has ended and whose items include `item_id`, if there is one."""
+        return self._by_item.get((owner, item_id))
+
+    def of(self, owner: bytes) -> list[StoredResponse]:
+        """Return the owner's responses, oldest first."""
+        return [response for (of, _), response in self._responses.items() if of == owner]
+
     def put(self, response: StoredResponse) -> None:
         """Store a response; it replaces one with the same owner and id, which is cancelled if it runs."""
         if response.key in self._responses:
@@ -128,6 +143,7 @@ class ResponseStore:
         """Update the size of a response that has grown. Evict the oldest if needed, or itself if it is too large."""
         if self._responses.get(response.key) is not response:
             return
+        self._by_item |= dict.fromkeys(((response.owner, item_id) for item_id in response.item_ids), response)
         size = response.size
         self._size += size - self._sizes[response.key]
         self._sizes[response.key] = size
@@ -148,5 +164,8 @@ class ResponseStore:
     def _drop(self, response: StoredResponse) -> None:
         del self._responses[response.key]
         self._size -= self._sizes.pop(response.key)
+        for item in ((response.owner, item_id) for item_id in response.item_ids):
+            if self._by_item.get(item) is response:
+                del self._by_item[item]
         if response.task is not None and response.running:
             response.task.cancel()

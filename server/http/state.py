@@ -21,6 +21,7 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import read_chat_template, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.http.conversation_store import ConversationStore
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.file_store import FileStore
 from pagoda.server.http.response_store import ResponseStore
@@ -68,7 +69,11 @@ class ServerState:
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+<<<<<<< HEAD
         self.files = FileStore(config.files_dir, config.max_stored_files, config.max_stored_file_bytes)
+=======
+        self.conversations = ConversationStore(config.max_stored_responses, config.max_stored_response_bytes)
+>>>>>>> s11-resp
         self.draining = False
         self.stopping = StopSignal()
         self.running = 0  # HTTP requests in the engine

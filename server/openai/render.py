@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -35,8 +37,8 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
         params = body.params(state.llm().info.sampling_defaults)
         name = request_id_of(request, body, "cmpl")
         prompts = [await prompt_of(state, body, each, params) for each in body.prompts]
-        special = body.add_special_tokens is not False
-        return [await _preview(state, body, f"{name}-{i}", model, p, params, special) for i, p in enumerate(prompts)]
+        options = _options_of(body, special_tokens=body.add_special_tokens is not False)
+        return [await preview(state, f"{name}-{i}", model, p, params, options) for i, p in enumerate(prompts)]
     except RequestError as error:
         raise body.in_own_names(error) from None
 
@@ -52,38 +54,55 @@ async def render_chat(request: Request) -> dict[str, Any]:
         prompt = await prepare(state, body.conversation(), params)
         note_ignored(request, prompt.ignored, body.own_name)
         name = request_id_of(request, body, "chatcmpl")
-        special = bool(body.add_special_tokens)
-        preview = await _preview(state, body, name, model, prompt, prompt.params, special)
-        return preview | {"prompt_text": prompt.text} if body.return_prompt_text else preview
+        options = _options_of(body, special_tokens=bool(body.add_special_tokens))
+        shown = await preview(state, name, model, prompt, prompt.params, options)
+        return shown | {"prompt_text": prompt.text} if body.return_prompt_text else shown
     except RequestError as error:
         raise body.in_own_names(error) from None
 
 
-async def _preview(
-    state: ServerState,
-    body: SamplingFields,
-    request_id: str,
-    model: str,
-    prompt: PromptType,
-    params: SamplingParams,
-    special: bool,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewOptions:
+    """Fields of a request that its preview repeats or needs."""
+
+    stream: bool = False
+    stream_options: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    offsets: bool = False  # report each token's position in the text
+    special_tokens: bool  # the prompt was tokenised with the tokenizer's special tokens
+
+
+def _options_of(body: SamplingFields, *, special_tokens: bool) -> PreviewOptions:
+    return PreviewOptions(
+        stream=bool(body.stream),
+        stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+        offsets=bool(body.return_token_offsets),
+        special_tokens=special_tokens,
+    )
+
+
+async def preview(
+    state: ServerState, request_id: str, model: str, prompt: PromptType, params: SamplingParams, options: PreviewOptions
 ) -> dict[str, Any]:
-    """Return one prompt's preview. `special`: it was tokenised with the tokenizer's special tokens."""
+    """Return the token ids and sampling parameters of one prompt. Raise RequestError."""
     ready = await state.llm().preview(prompt, params)
-    preview = {
+    shown = {
         "request_id": request_id,
         "model": model,
         "token_ids": ready.token_ids,
         "sampling_params": _changed(params),
-        "stream": bool(body.stream),
-        "stream_options": None if body.stream_options is None else body.stream_options.model_dump(),
-        "cache_salt": body.cache_salt,
-        "priority": body.priority or 0,
+"stream": options.stream,
+        "stream_options": options.stream_options,
+        "cache_salt": options.cache_salt,
+        "priority": options.priority,
         "token_offsets": None,
     }
-    if body.return_token_offsets:
-        preview["token_offsets"] = await asyncio.to_thread(_offsets, state, ready, params, special)
-    return preview
+    if options.offsets:
+        shown["token_offsets"] = await asyncio.to_thread(_offsets, state, ready, params, options.special_tokens)
+    return shown
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:

@@ -5,17 +5,19 @@ A non-streamed response is the `response` of the last event, so that both come f
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from pagoda.server.http.errors import http_error
 from pagoda.server.http.fields import TokenNames, chat_logprobs
 from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.openai.responses.input import encode_reasoning
+from pagoda.server.openai.responses.tools import CustomInputDecoder, OfferedTool
 from pagoda.server.outputs import LogprobsOnePosition, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser, ParsedDelta
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
@@ -38,19 +40,21 @@ class OutputItem(ABC):
         """Return the item in its current state."""
 
     @abstractmethod
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
-        """Return the event for text appended to the block."""
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        """Yield the events for text appended to the block."""
 
-    @abstractmethod
-    def _content_done(self) -> ItemEvent:
-        """Return the event for complete content."""
+    def _content_done(self) -> ItemEvent | None:
+        """Return the event for complete content; None if the API has none."""
+        return None
 
     def start(self) -> Iterator[ItemEvent]:
         yield "response.output_item.added", {"item": self.as_dict()}
 
     def stop(self, status: str) -> Iterator[ItemEvent]:
         """Yield the last events. `status`: "completed" or "incomplete"."""
-        yield self._content_done()
+        content_done = self._content_done()
+        if content_done is not None:
+            yield content_done
         self.status = status
         yield "response.output_item.done", {"item": self.as_dict()}
 
@@ -77,8 +81,8 @@ class _ItemWithPart(OutputItem):
         yield "response.content_part.added", self._part_index | {"part": self._part()}
 
     def stop(self, status: str) -> Iterator[ItemEvent]:
-        content_done, item_done = super().stop(status)
-        yield content_done
+        *content_done, item_done = super().stop(status)
+        yield from content_done
         yield "response.content_part.done", self._part_index | {"part": self._part()}
         yield item_done
 
@@ -92,9 +96,9 @@ class _MessageOutput(_ItemWithPart):
         status, content = self.status, self._content
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
         self._logprobs += logprobs
-        return "response.output_text.delta", self._part_index | {"delta": text, "logprobs": logprobs}
+        yield "response.output_text.delta", self._part_index | {"delta": text, "logprobs": logprobs}
 
     def _part(self) -> dict[str, Any]:
         text, logprobs = self._block.text, list(self._logprobs)
@@ -121,8 +125,8 @@ class _ReasoningOutput(_ItemWithPart):
             "status": self.status,
         }
 
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
-        return "response.reasoning_text.delta", self._part_index | {"delta": text}
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield "response.reasoning_text.delta", self._part_index | {"delta": text}
 
     def _part(self) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": self._block.text}
@@ -131,35 +135,150 @@ class _ReasoningOutput(_ItemWithPart):
         return "response.reasoning_text.done", self._part_index | {"text": self._block.text}
 
 
-class _FunctionCallOutput(OutputItem):
-    def __init__(self, block: OutputBlock) -> None:
-        super().__init__("fc", block)
+class _CallOutput(OutputItem):
+    """A call of a tool; `tool` is None for a function that was not offered."""
+
+    def __init__(self, prefix: str, block: OutputBlock, tool: OfferedTool | None) -> None:
+        super().__init__(prefix, block)
         self._call_id = block.call_id or f"call_{uuid.uuid4().hex}"
+        self._name = block.name if tool is None else tool.name
+        self._namespace = None if tool is None else tool.namespace
+
+
+class _FunctionCallOutput(_CallOutput):
+    def __init__(self, block: OutputBlock, tool: OfferedTool | None) -> None:
+        super().__init__("fc", block, tool)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "function_call",
             "call_id": self._call_id,
-            "name": self._block.name,
+            "name": self._name,
+            "namespace": self._namespace,
             "arguments": self._block.text,
             "status": self.status,
         }
 
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
-        return "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
 
     def _content_done(self) -> ItemEvent:
-        payload = {"item_id": self.id, "name": self._block.name, "arguments": self._block.text}
+        payload = {"item_id": self.id, "name": self._name, "arguments": self._block.text}
         return "response.function_call_arguments.done", payload
 
 
-def _item_of(block: OutputBlock, *, encrypted_content: bool) -> OutputItem:
+class _CustomToolCallOutput(_CallOutput):
+    def __init__(self, block: OutputBlock, tool: OfferedTool) -> None:
+        super().__init__("ctc", block, tool)
+        self._input = CustomInputDecoder()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "custom_tool_call",
+            "call_id": self._call_id,
+            "name": self._name,
+            "namespace": self._namespace,
+            "input": self._input.text,
+            "status": self.status,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield from self._added(self._input.feed(text))
+
+    def stop(self, status: str) -> Iterator[ItemEvent]:
+        yield from self._added(self._input.finish())
+        yield from super().stop(status)
+
+    def _added(self, text: str) -> Iterator[ItemEvent]:
+        if text:
+            yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": text}
+
+    def _content_done(self) -> ItemEvent:
+        return "response.custom_tool_call_input.done", {"item_id": self.id, "input": self._input.text}
+
+
+class _LocalShellCallOutput(_CallOutput):
+    """A command to run. The API has no events for its parts."""
+
+    def __init__(self, block: OutputBlock, tool: OfferedTool) -> None:
+        super().__init__("lsh", block, tool)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "local_shell_call",
+            "call_id": self._call_id,
+            "action": _shell_action(self._block.text if self.status != "in_progress" else ""),
+            "status": self.status,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield from ()
+
+
+class _ToolSearchCallOutput(_CallOutput):
+    """A search that the client runs. The API has no events for its parts."""
+
+    def __init__(self, block: OutputBlock, tool: OfferedTool) -> None:
+        super().__init__("tsc", block, tool)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "tool_search_call",
+            "call_id": self._call_id,
+            "execution": "client",
+            "arguments": _object_of(self._block.text),
+            "status": self.status,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield from ()
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """Return the JSON object; an empty one for other text."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _shell_action(arguments: str) -> dict[str, Any]:
+    """Return the action of a local_shell_call. A command that is one text is run by a shell."""
+    given = _object_of(arguments)
+    command, directory, timeout, env = (given.get(key) for key in ("command", "working_directory", "timeout_ms", "env"))
+    if isinstance(command, str):
+        command = ["bash", "-lc", command]
+    return {
+        "type": "exec",
+        "command": [str(each) for each in command] if isinstance(command, list) else [],
+        "timeout_ms": timeout if isinstance(timeout, int | float) else None,
+        "working_directory": directory if isinstance(directory, str) else None,
+        "env": {str(key): str(value) for key, value in env.items()} if isinstance(env, dict) else {},
+        "user": None,
+    }
+
+
+_CALLS: Final[Mapping[str, Callable[[OutputBlock, OfferedTool], OutputItem]]] = {
+    "custom": _CustomToolCallOutput,
+    "local_shell": _LocalShellCallOutput,
+    "tool_search": _ToolSearchCallOutput,
+}
+
+
+def _item_of(block: OutputBlock, view: ResponseView) -> OutputItem:
     match block.kind:
         case "call":
-            return _FunctionCallOutput(block)
+            tool = view.tools.get(block.name or "")
+            if tool is None or tool.kind == "function":
+                return _FunctionCallOutput(block, tool)
+            return _CALLS[tool.kind](block, tool)
         case "reasoning":
-            return _ReasoningOutput(block, encrypted_content=encrypted_content)
+            return _ReasoningOutput(block, encrypted_content=view.encrypted_content)
         case "text":
             return _MessageOutput(block)
 
@@ -172,6 +291,7 @@ class ResponseView:
     encrypted_content: bool = False  # of reasoning items
     logprobs: int | None = None  # number of alternatives per token; None: no logprobs
     names: TokenNames
+    tools: Mapping[str, OfferedTool] = field(default_factory=dict)  # by name of the offered function
 
 
 class ResponsesBuilder:
@@ -292,10 +412,10 @@ class ResponsesBuilder:
                 continue
             match event:
                 case BlockStart():
-                    self._items.append(_item_of(block, encrypted_content=self._view.encrypted_content))
+                    self._items.append(_item_of(block, self._view))
                     item_events: Iterable[ItemEvent] = self._items[-1].start()
                 case BlockDelta(_, text):
-                    item_events = [self._items[-1].delta(text, self._take_logprobs() if block.kind == "text" else [])]
+                    item_events = self._items[-1].delta(text, self._take_logprobs() if block.kind == "text" else [])
                 case BlockStop():
                     item_events = self._items[-1].stop(status)
             for kind, payload in item_events:

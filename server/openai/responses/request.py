@@ -5,98 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.server.chat_prompt import Conversation, NamedTool
+from pagoda.server.chat_prompt import Conversation
 from pagoda.server.chat_prompt import ToolChoice as Choice
-from pagoda.server.http.body import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
-from pagoda.server.http.fields import (
-    LIST,
-    OTHER,
-    TEXT,
-    OtherTool,
-    StructuredOutputs,
-    Unsupported,
-    by_type,
-    check_template_kwargs,
-    refused,
-    text_or_list,
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.fields import MAX_TEMPERATURE, StopStrings, StructuredOutputs, check_template_kwargs
+from pagoda.server.openai.responses.input import Input, Item, items_of, messages_of, tools_in
+from pagoda.server.openai.responses.tools import (
+    OfferedTool,
+    ResponsesTool,
+    ToolChoice,
+    chosen_tools,
+    offered_tools,
+    shown_tools,
 )
-from pagoda.server.openai.responses.input import Input, Item, messages_of
-
-
-class FunctionTool(RequestBody):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Any = hint(why="all tools are always shown to the model")
-    allowed_callers: Annotated[Any, refused(["direct"])] = None
-    output_schema: Any = hint()
-
-    def as_chat(self) -> dict[str, Any]:
-        """Return the tool in the format of chat completions."""
-        function = {key: value for key, value in self.shown().items() if key != "type" and value is not None}
-        return {"type": "function", "function": function}
-
-    def shown(self) -> dict[str, Any]:
-        """Return the fields that the response repeats."""
-        return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
-
-
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag(OTHER)],
-    by_type("function"),
-]
-
-
-class FunctionChoice(RequestBody):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    name: str
-
-
-class AllowedChoice(RequestBody):
-    """The functions that the model may call (mode "auto") or must call one of ("required")."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[FunctionChoice] = Field(min_length=1)
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
-    | Annotated[
-        Annotated[FunctionChoice, Tag("<function>")]
-        | Annotated[AllowedChoice, Tag("<allowed_tools>")]
-        | Annotated[Unsupported, Tag(OTHER)],
-        by_type("function", "allowed_tools"),
-        Tag(LIST),
-    ],
-    text_or_list(),
-]
-
-
-def offered_tools(tools: Sequence[FunctionTool], choice: Any) -> tuple[list[dict[str, Any]], Choice]:
-    """Return the offered tools in the format of chat completions, and the tool choice. Raise RequestError."""
-    offered = [tool.as_chat() for tool in tools]
-    if isinstance(choice, FunctionChoice):
-        return offered, NamedTool(choice.name)
-    if isinstance(choice, AllowedChoice):
-        names = [tool.name for tool in choice.tools]
-        unknown = next((name for name in names if name not in {tool.name for tool in tools}), None)
-        if unknown is not None:
-            raise RequestError("tool_choice", f"tool_choice allows {unknown[:128]!r}, which is not among the tools")
-        return [tool for tool in offered if tool["function"]["name"] in names], choice.mode
-    if choice == "required":
-        return offered, "required"
-    return offered, "auto" if choice != "none" and offered else "none"
 
 
 class ResponsesTextFormat(RequestBody):
@@ -155,6 +80,7 @@ _SAMPLING_FIELDS: Final = (
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 _INCLUDABLE: Final = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 Label = Annotated[str, Field(max_length=64)]
+Metadata = Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
 
 class ReasoningOptions(RequestBody):
@@ -173,10 +99,16 @@ class ResponseStreamOptions(RequestBody):
     include_obfuscation: Any = hint(why="streams are not padded")
 
 
+class ConversationId(RequestBody):
+    """A conversation of /v1/conversations."""
+
+    id: str
+
+
 class ResponsesRequest(RequestBody):
     """Input to respond to. A null sampling field takes the model's default, else the engine's."""
 
-    input: Input
+    input: Input | None = None
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -192,7 +124,7 @@ class ResponsesRequest(RequestBody):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Limits calls of built-in tools, which this server does not have: no effect."
     )
-    metadata: Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool = True
@@ -201,7 +133,7 @@ class ResponsesRequest(RequestBody):
     )
     text: ResponsesText | None = None
     tool_choice: ToolChoice = "auto"
-    tools: list[Tool] | None = Field(default_factory=list)
+    tools: list[ResponsesTool] | None = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = 0
     truncation: Literal["auto", "disabled"] | None = "disabled"
     user: str | None = Field(None, description="End user, for the request log; does not affect the response.")
@@ -212,7 +144,7 @@ class ResponsesRequest(RequestBody):
         description="No effect: prompt prefixes are cached automatically. Repeated in the response.",
     )
 
-    temperature: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
@@ -221,7 +153,7 @@ class ResponsesRequest(RequestBody):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Int64 | None = None
-    stop: Annotated[StringOrList, Field(max_length=4)] | None = Field(default_factory=list)
+    stop: StopStrings | None = Field(default_factory=list)
     stop_token_ids: list[Int64] | None = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -235,8 +167,13 @@ class ResponsesRequest(RequestBody):
     )
     chat_template_kwargs: dict[str, Any] | None = None
 
+    conversation: str | ConversationId | None = Field(
+        None,
+        description="A conversation of /v1/conversations, by id: its items precede the input, and it gets the "
+        "items of the input and the output.",
+    )
+
     prompt: Any = unsupported()
-    conversation: Any = unsupported()
     moderation: Any = unsupported()
     watermarking: Any = unsupported()
     mm_payload: Any = unsupported("tensors", harmless=("none",))
@@ -266,8 +203,13 @@ class ResponsesRequest(RequestBody):
         """Check combinations of fields. Raise RequestError."""
         if self.background and self.store is False:
             raise RequestError("background", "background needs store true: the response is fetched from the store")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "stream_options are only allowed when stream is true")
+        continued = self.previous_response_id is not None or self.conversation_id is not None
+        if not self.input and self.instructions is None and not continued:
+            raise RequestError("input", "input: field required, a text or a list of items")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise RequestError(
+                "conversation", "conversation and previous_response_id exclude each other; leave one of them out"
+            )
         check_template_kwargs(self.chat_template_kwargs)
 
     @property
@@ -280,15 +222,29 @@ class ResponsesRequest(RequestBody):
         return "reasoning.encrypted_content" in (self.include or ())
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    def conversation_id(self) -> str | None:
+        conversation = self.conversation
+        return conversation.id if isinstance(conversation, ConversationId) else conversation
+
+    def offered(self, items: Sequence[Item], num_earlier: int) -> tuple[list[OfferedTool], Choice]:
+        """Return the tools as the model sees them, those in `items` included, and the tool choice.
+
+        Of tools in items with the same name, the first is offered. Raise RequestError.
+        """
+        tools = offered_tools(self.tools or ())
+        names = {tool.function_name for tool in tools}
+        for tool in tools_in(items, num_earlier):
+            if tool.function_name not in names:
+                tools.append(tool)
+                names.add(tool.function_name)
+        return chosen_tools(tools, self.tool_choice)
 
     def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:
         """Return the conversation of `items`, the first `num_earlier` of earlier requests. Raise RequestError."""
-        tools, choice = offered_tools(self.functions, self.tool_choice)
+        tools, choice = self.offered(items, num_earlier)
         return Conversation(
             messages=messages_of(self.instructions, items, num_earlier),
-            tools=tools,
+            tools=[tool.as_chat() for tool in tools],
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
@@ -332,15 +288,25 @@ class ResponsesRequest(RequestBody):
             "messages": "input",
             "reasoning_effort": "reasoning.effort",
         }
-        return names.get(field, field.replace(".function", "") if field.startswith("tools[") else field)
+        return names.get(field, self._tool_path(field))
+
+    def _tool_path(self, field: str) -> str:
+        """Return the path of an offered tool, `tools[2].function.name`, in this request."""
+        index, bracket, rest = field.removeprefix("tools[").partition("]")
+        offered, _ = self.offered(items_of(self.input), 0)
+        if not (field.startswith("tools[") and bracket and index.isdecimal() and int(index) < len(offered)):
+            return field
+        return offered[int(index)].path + rest.replace(".function", "")
 
     def shown(self, params: SamplingParams) -> dict[str, Any]:
         """Return the request fields that the response repeats."""
         reasoning = {"effort": self.reasoning.effort if self.reasoning is not None else None, "summary": None}
-        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
+        choice = self.tool_choice
+        shown_choice = choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
         return {
             "background": bool(self.background),
             "instructions": self.instructions,
+            "conversation": None if self.conversation_id is None else {"id": self.conversation_id},
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
@@ -352,8 +318,8 @@ class ResponsesRequest(RequestBody):
             "service_tier": "default",
             "temperature": params.temperature,
             "text": (self.text or ResponsesText()).shown(),
-            "tool_choice": choice,
-            "tools": [tool.shown() for tool in self.functions],
+            "tool_choice": shown_choice,
+            "tools": shown_tools(self.tools or ()),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": self.truncation or "disabled",

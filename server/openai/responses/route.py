@@ -1,4 +1,4 @@
-"""POST /v1/responses; GET and DELETE /v1/responses/{id}; POST /v1/responses/{id}/cancel."""
+"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/render."""
 
 from __future__ import annotations
 
@@ -6,39 +6,47 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.datastructures import QueryParams
 from starlette.types import Message
 
 from pagoda.common.errors import PagodaError, RequestError
-from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.chat_prompt import ChatPrompt, prepare, prepare_fitting
-from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored, read_body
-from pagoda.server.http.errors import HttpError, http_error
+from pagoda.server.http.body import note_ignored, read_body
+from pagoda.server.http.conversation_store import StoredConversation
+from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.response import (
-    KEEP_ALIVE,
-    EventStream,
     EventStyle,
     cancel_on_disconnect,
     encode_json,
     json_response,
     named_event,
     respond,
-    with_pauses,
 )
 from pagoda.server.http.response_store import StoredResponse
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, model_of, server_of
-from pagoda.server.openai.responses.input import ITEMS, Item, items_of, output_items
+from pagoda.server.openai.render import PreviewOptions, preview
+from pagoda.server.openai.responses.input import (
+    ITEMS,
+    Item,
+    ItemReference,
+    dumped_item,
+    items_of,
+    output_items,
+    with_ids,
+)
 from pagoda.server.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.openai.responses.request import ResponsesRequest
+from pagoda.server.openai.responses.stored import encoded_json, event_stream
+from pagoda.server.openai.responses.tools import OfferedTool
 from pagoda.server.parsers.output_parser import DeltaParser
 
 logger = logging.getLogger(__name__)
@@ -52,85 +60,110 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest, state.config)
     model = model_of(state, body)
     stores, owner = _stores(state, body), owner_of(request.scope)
-    params = body.params(state.llm().info.sampling_defaults)
     response_id = _new_id(state, body, owner)
-    earlier = _earlier_items(state, body.previous_response_id, owner)
-    items = [*earlier, *items_of(body.input)]
+    context = _context_of(state, body, owner)
     try:
-        conversation = body.conversation_of(items, len(earlier))
-        chat = await (prepare_fitting if body.truncation == "auto" else prepare)(state, conversation, params)
-        note_ignored(request, chat.ignored, body.own_name)
+        chat = await _prepared(request, state, body, context)
         user = body.safety_identifier or body.user
         generation = Generation(state, response_id, [chat], chat.params, priority=body.priority, user=user)
-        builder = _builder(state, body, chat, params, id=response_id, model=model, stores=stores)
+        tools, _ = body.offered(context.items, context.num_earlier)
+        builder = _builder(state, body, chat, tools, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
             response_id,
             lambda: encode_json(builder.response),
             owner=owner,
             keeps_events=bool(body.background and body.stream),
         )
-        if stores:
-            builder.on_end = lambda: _store(state, stored, builder, items)
+        builder.on_end = lambda: _end(state, stored if stores else None, builder, context)
         if body.background:
             await _start_in_background(state, generation, builder, stored)
-            return _event_stream(state, stored, 0) if body.stream else _encoded_json(stored.body)
+            return event_stream(state, stored, 0) if body.stream else encoded_json(stored.body)
         style = EventStyle(named_event, lambda error: b"".join(map(named_event, builder.fail(error))), done=b"")
         return await respond(request, state, generation, builder, stream=bool(body.stream), style=style)
     except RequestError as error:
         raise body.in_own_names(error) from None
 
 
-@router.get("/v1/responses/{response_id}", response_model=None)
-async def retrieve_response(request: Request, response_id: str) -> Response:
-    """Return a stored response; with `stream=true`, its events after number `starting_after`."""
+@router.post("/v1/responses/input_tokens", response_model=None)
+async def count_input_tokens(request: Request) -> Response:
+    """Count the prompt tokens of a response without generating it."""
     state = server_of(request)
-    query = request.query_params
-    ignored = _ignored_parameters(query)
-    if ignored and state.config.strict_requests:
-        raise RequestError(ignored[0].path, ignored[0].reason)
-    note_ignored(request, ignored)
-    after = query.get("starting_after", "-1")
-    if not (after == "-1" or (after.isdecimal() and len(after) < 10)):
-        raise RequestError("starting_after", "starting_after must be the number of an event")
-    if query.get("stream", "false") not in ("true", "false"):
-        raise RequestError("stream", "stream must be true or false")
-    stored = state.responses.get(response_id, owner_of(request.scope))
-    if query.get("stream") == "true":
-        if stored.events is None:
-            raise RequestError("stream", "only responses created with background and stream true can be streamed again")
-        return _event_stream(state, stored, int(after) + 1)
-    if "starting_after" in query:
-        raise RequestError("starting_after", "starting_after needs stream=true")
-    return _encoded_json(stored.body)
+    body = await read_body(request, ResponsesRequest, state.config)
+    model_of(state, body)
+    context = _context_of(state, body, owner_of(request.scope))
+    try:
+        chat = await _prepared(request, state, body, context)
+    except RequestError as error:
+        raise body.in_own_names(error) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": len(chat.token_ids)})
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_model=None)
-async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response. A response that has ended is returned unchanged."""
-    stored = server_of(request).responses.get(response_id, owner_of(request.scope))
-    if stored.task is None:
-        raise RequestError("response_id", "only responses created with background true can be cancelled")
-    stored.task.cancel()
-    await asyncio.wait({stored.task})
-    return _encoded_json(stored.body)
+@router.post("/v1/responses/render", response_model=None)
+async def render_response(request: Request) -> Response:
+    """Return the token ids and sampling parameters of a response without generating it."""
+    state = server_of(request)
+    body = await read_body(request, ResponsesRequest, state.config)
+    model = model_of(state, body)
+    owner = owner_of(request.scope)
+    context = _context_of(state, body, owner)
+    try:
+        chat = await _prepared(request, state, body, context)
+        options = PreviewOptions(
+            stream=bool(body.stream), cache_salt=body.cache_salt, priority=body.priority, special_tokens=False
+        )
+        return json_response(await preview(state, _new_id(state, body, owner), model, chat, chat.params, options))
+    except RequestError as error:
+        raise body.in_own_names(error) from None
 
 
-@router.delete("/v1/responses/{response_id}", response_model=None)
-async def delete_response(request: Request, response_id: str) -> Response:
-    """Delete a stored response; a running one is cancelled."""
-    server_of(request).responses.delete(response_id, owner_of(request.scope))
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+# The items that a response continues.
 
 
-def _ignored_parameters(query: QueryParams) -> list[Ignored]:
-    """Return the query parameters of a retrieval that have no effect."""
-    names = [name[:100] for name in query if name not in ("stream", "starting_after")]
-    no_padding = query.get("include_obfuscation") == "false"
-    return [
-        Ignored(name, "unknown", f"{name} is not supported here; leave it out")
-        for name in names[:MAX_IGNORED]
-        if not (name == "include_obfuscation" and no_padding)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The items that a response is generated from. The first `num_earlier` are of earlier requests."""
+
+    items: list[Item]
+    num_earlier: int
+    conversation: StoredConversation | None = None
+
+
+def _context_of(state: ServerState, body: ResponsesRequest, owner: bytes) -> _Context:
+    """Return the request's items after those that it continues. Raise HttpError (404) or RequestError."""
+    conversation = None
+    if body.conversation_id is not None:
+        conversation = state.conversations.get(body.conversation_id, owner)
+        earlier = ITEMS.validate_json(b"[%b]" % b",".join(conversation.items.values()))
+    else:
+        earlier = _earlier_items(state, body.previous_response_id, owner)
+    given = _without_references(state, items_of(body.input), owner)
+    return _Context([*earlier, *with_ids(given)], len(earlier), conversation)
+
+
+def _without_references(state: ServerState, items: list[Item], owner: bytes) -> list[Item]:
+    """Replace references by the items of stored responses. Raise RequestError for an unknown one."""
+    resolved: dict[str, Item] = {}
+    for number, item in enumerate(items):
+        if not isinstance(item, ItemReference) or item.id in resolved:
+            continue
+        stored = state.responses.with_item(item.id, owner)
+        if stored is None:
+            raise RequestError(
+                f"input[{number}]",
+                f"input[{number}]: there is no stored item {item.id[:200]!r}; send the item itself, for example with "
+                "store false",
+            )
+        resolved |= {each.id: each for each in ITEMS.validate_json(stored.items) if each.id}
+    return [resolved[item.id] if isinstance(item, ItemReference) else item for item in items]
+
+
+async def _prepared(request: Request, state: ServerState, body: ResponsesRequest, context: _Context) -> ChatPrompt:
+    """Render the conversation and note its ignored parts. Raise RequestError."""
+    params = body.params(state.llm().info.sampling_defaults)
+    conversation = body.conversation_of(context.items, context.num_earlier)
+    chat = await (prepare_fitting if body.truncation == "auto" else prepare)(state, conversation, params)
+    note_ignored(request, chat.ignored, body.own_name)
+    return chat
 
 
 def _stores(state: ServerState, body: ResponsesRequest) -> bool:
@@ -169,7 +202,7 @@ def _builder(
     state: ServerState,
     body: ResponsesRequest,
     chat: ChatPrompt,
-    params: SamplingParams,
+    tools: Iterable[OfferedTool],
     *,
     id: str,
     model: str,
@@ -186,14 +219,27 @@ def _builder(
         encrypted_content=body.includes_encrypted_reasoning,
         logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
         names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
+        tools={tool.function_name: tool for tool in tools},
     )
-    return ResponsesBuilder(fixed | body.shown(params), parser, view)
+    return ResponsesBuilder(fixed | body.shown(chat.params), parser, view)
 
 
-def _store(state: ServerState, stored: StoredResponse, builder: ResponsesBuilder, items: list[Item]) -> None:
-    """Store a response that has ended, with all items of its conversation."""
-    conversation = [*items, *output_items(builder.response["output"])]
-    stored.end(builder.status, ITEMS.dump_json(conversation, exclude_unset=True))
+def _end(state: ServerState, stored: StoredResponse | None, builder: ResponsesBuilder, context: _Context) -> None:
+    """Store a response that has ended, with all its items, and add the new ones to its conversation."""
+    output = output_items(builder.response["output"])
+    conversation = context.conversation
+    if conversation is not None and builder.status in ("completed", "incomplete"):
+        added = {item.id or "": dumped_item(item) for item in (*context.items[context.num_earlier :], *output)}
+        state.conversations.add(conversation, added)
+    if stored is None:
+        return
+    items = [*context.items, *output]
+    stored.end(
+        builder.status,
+        ITEMS.dump_json(items, exclude_unset=True),
+        item_ids=[item.id for item in items if item.id],
+        num_input_items=len(context.items),
+    )
     if stored.task is None:
         state.responses.put(stored)
     else:
@@ -253,22 +299,3 @@ class _BackgroundRun:
 async def _never_disconnects() -> Message:
     """ASGI receive function of a connection that stays open."""
     return await asyncio.get_running_loop().create_future()
-
-
-def _event_stream(state: ServerState, stored: StoredResponse, first: int) -> Response:
-    """Stream the past and future events of a background response from number `first` on."""
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(with_pauses(stored.follow(first), state.config.sse_keep_alive_interval)) as stream:
-            async for event in stream:
-                yield KEEP_ALIVE if event is None else event
-
-    def failure(error: BaseException) -> bytes:
-        payload = {"code": "server_error", "message": http_error(error).message, "param": None}
-        return named_event({"type": "error", "sequence_number": len(stored.events or ())} | payload)
-
-    return EventStream(b"", events(), state.stopping, {}, EventStyle(named_event, failure, done=b""))
-
-
-def _encoded_json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -169,6 +169,32 @@ def test_developer_messages_become_system_messages():
         assert render(template, chat[1:]) == render(template, [{"role": "system", "content": "Be brief."}, CHAT[0]])
 
 
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+LATE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "a"},
+    {"role": "system", "content": "It is late."},
+]
+
+
+def test_late_system_messages_move_to_the_front_if_the_template_refuses_them():
+    assert render(STRICT, LATE) == "<system>Be brief.\n\nIt is late.<user>a"
+    assert render(STRICT, LATE[:2]) == "<system>Be brief.<user>a"
+
+
+def test_late_system_messages_move_to_the_front_if_the_template_drops_them():
+    drops = "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}"
+    assert render(drops, LATE) == "Be brief.\n\nIt is late.a"
+
+
+def test_late_system_messages_stay_where_the_template_shows_them():
+    shows = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert render(shows, LATE) == "<system>Be brief.<user>a<system>It is late."
+
+
 def test_developer_role_is_kept_if_the_template_mentions_it():
     template = "{% for m in messages %}{% if m.role == 'developer' %}D{% else %}{{ m.role }}{% endif %}{% endfor %}"
     chat = [CHAT[0], {"role": "developer", "content": "x"}]

@@ -234,12 +234,13 @@ def test_before_the_model_is_loaded() -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
 RESULT = {"type": "tool_result", "tool_use_id": "u"}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]: type 'image'"),
-    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]: type 'document'"),
+    ({"messages": [{"role": "user", "content": [PDF]}]}, "messages[0].content[0].source: type 'base64'"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "messages[0].content[0]"),
@@ -248,16 +249,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
-    ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: type 'bash_20250124'"),
+    ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0]: type 'computer_20250124'"),
     ({"tools": [TOOL]}, "tool_choice"),
     ({"tools": [TOOL | {"name": "f f"}]}, "tools[0].name"),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice"),
-    ({"thinking": {"type": "enabled"}}, "thinking"),
     ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "adaptive", "display": "summarized"}}, "thinking.display"),
