@@ -69,11 +69,8 @@ class ServerState:
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
-<<<<<<< HEAD
         self.files = FileStore(config.files_dir, config.max_stored_files, config.max_stored_file_bytes)
-=======
         self.conversations = ConversationStore(config.max_stored_responses, config.max_stored_response_bytes)
->>>>>>> s11-resp
         self.draining = False
         self.stopping = StopSignal()
         self.running = 0  # HTTP requests in the engine
