@@ -76,7 +76,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     tools = _callable_tools(state, conversation)
     if tools:
         params = _add_grammar(state, params, conversation, tools)
-    ignored = _ignored_effort(state, conversation)
+    ignored = (*_ignored_tools(state, conversation), *_ignored_effort(state, conversation))
     if conversation.reasoning_budget is not None:
         if state.reasoning_format is None:
             ignored += (_ignored_budget(),)
@@ -192,7 +192,6 @@ def _render_now(
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         tools=tools,
-        must_show_tools=conversation.tool_choice == "auto",
         documents=conversation.documents,
         content_format=state.config.chat_template_content_format,
         **{**state.config.default_chat_template_kwargs, **variables, **conversation.keywords},
@@ -218,6 +217,22 @@ def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
     """Return the tools to pass to the template."""
     hides = state.config.exclude_tools_when_tool_choice_none and conversation.tool_choice == "none"
     return [] if hides else list(conversation.tools)
+
+
+def _ignored_tools(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
+    """Return the tools that the model may call as an ignored hint if the chat template does not show them."""
+    tools: Sequence[Any] = conversation.tools if conversation.tool_choice == "auto" else ()
+    if not tools or (tokenizer := state.tokenizer()) is None:
+        return ()
+    if isinstance(state.reasoning_format, AdaptsConversation):
+        _, tools = state.reasoning_format.adapted((), tools)
+    if not tools or "tools" in variables_of(_template_of(tokenizer, conversation, state) or ""):
+        return ()
+    reason = (
+        "tools are not shown to the model by its chat template; leave them out, or serve it with a --chat-template that "
+        "shows them (chatml_tools for ChatML models)"
+    )
+    return (Ignored("tools", "hint", reason),)
 
 
 def _effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:

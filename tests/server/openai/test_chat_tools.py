@@ -265,13 +265,17 @@ def test_an_invalid_schema_names_the_tool(server: LiveServer) -> None:
     assert (field, "nope" in message) == ("tools", True)
 
 
-def test_a_template_without_tools_is_refused(server: LiveServer) -> None:
+def test_tools_that_the_template_does_not_show_are_a_hint() -> None:
     blind = "{% for m in messages %}{{ m.content }}{% endfor %}assistant:"
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}
     with live_server("fake:say", **flags) as other:
-        field, message = refused(other, asking("x", tools=[WEATHER]))
+        answer = other.response("POST", CHAT, asking("x", tools=[WEATHER]))
+        assert (answer.status, answer.headers["x-pagoda-ignored"]) == (200, "tools")
+        for without in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": [WEATHER], "tool_choice": "required"}):
+            assert "x-pagoda-ignored" not in other.response("POST", CHAT, asking("x", **without)).headers
+    with live_server("fake:say", strict_requests=True, **flags) as strict:
+        field, message = refused(strict, asking("x", tools=[WEATHER]))
         assert (field, "--chat-template" in message) == ("tools", True)
-        assert other.post(CHAT, asking("x", tools=[WEATHER], tool_choice="none"))[0] == 200
 
 
 @pytest.mark.setting("--exclude-tools-when-tool-choice-none")
