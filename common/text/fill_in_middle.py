@@ -25,25 +25,23 @@ class FillFormat:
 
 
 _FORMATS: Final = (
-    FillFormat(  # Qwen coder, CodeGemma
+    FillFormat(
         "<|fim_prefix|>",
         "<|fim_suffix|>",
         "<|fim_middle|>",
         ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
     ),
-    FillFormat(  # StarCoder, Granite
+    FillFormat(
         "<fim_prefix>",
         "<fim_suffix>",
         "<fim_middle>",
         ("<|endoftext|>", "<|end_of_text|>", "<fim_pad>", "<file_sep>", "<repo_name>"),
     ),
-    FillFormat("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>", "<fim-pad>")),  # SantaCoder
-    FillFormat(  # DeepSeek Coder
-        "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<｜end▁of▁sentence｜>",)
-    ),
-    FillFormat("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), drops_space=True),  # Code Llama
-    FillFormat("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed Coder
-    FillFormat("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
+    FillFormat("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>", "<fim-pad>")),
+    FillFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<｜end▁of▁sentence｜>",)),
+    FillFormat("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), drops_space=True),
+    FillFormat("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FillFormat("[PREFIX]", "[SUFFIX]", suffix_first=True),
 )
 
 

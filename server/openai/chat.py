@@ -47,7 +47,7 @@ from pagoda.server.openai.chat_variants import (
     GivenToolChoice,
     NamedFunction,
     NamedToolChoice,
-    ReasoningOptions,
+    RoutedReasoning,
     ThinkingOptions,
     delta_with_function_call,
     effort_of_switch,
@@ -86,7 +86,7 @@ class ChatFields(SamplingFields):
     reasoning_effort: Literal[EFFORTS] | None = Field(  # type: ignore[valid-type]
         None, description="Passed to the chat template; none disables thinking."
     )
-    reasoning: ReasoningOptions | None = Field(None, description="OpenRouter's options of reasoning.")
+    reasoning: RoutedReasoning | None = Field(None, description="OpenRouter's options of reasoning.")
     thinking: ThinkingOptions | None = Field(None, description="Enables or disables thinking, as reasoning_effort.")
     enable_thinking: bool | None = Field(None, description="Enables or disables thinking, as reasoning_effort.")
     think: bool | Literal[EFFORTS] | None = Field(  # type: ignore[valid-type]
@@ -177,8 +177,10 @@ class ChatFields(SamplingFields):
             yield "reasoning.enabled", effort_of_switch(self.reasoning.enabled)
         if self.thinking is not None:
             yield "thinking.type", effort_of_switch(self.thinking.type != "disabled")
-        yield "think", effort_of_switch(self.think)
-        yield "enable_thinking", effort_of_switch(self.enable_thinking)
+        if self.think is not None:
+            yield "think", effort_of_switch(self.think)
+        if self.enable_thinking is not None:
+            yield "enable_thinking", effort_of_switch(self.enable_thinking)
 
     def _budgets(self) -> Iterator[tuple[str, int | None]]:
         """Yield the fields that may set a reasoning budget that is a hint, with their tokens."""
@@ -193,7 +195,7 @@ class ChatFields(SamplingFields):
 
     def conversation_of(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         return Conversation(
-            messages=with_tool_calls(messages),
+            messages=with_tool_calls(messages) if any(map(_is_former, messages)) else messages,
             tools=self.resolved_tools,
             tool_choice=self.resolved_tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
@@ -288,6 +290,11 @@ class BatchChatCompletionRequest(ChatFields):
 
     def conversations(self) -> Iterator[Conversation]:
         return map(self.conversation_of, self.messages)
+
+
+def _is_former(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has a call or a result of OpenAI's former functions."""
+    return bool(message.get("function_call")) or message.get("role") == "function"
 
 
 def ignored_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Ignored]:

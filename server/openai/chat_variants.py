@@ -62,7 +62,7 @@ class AllowedToolsChoice(RequestBody):
 
 
 def _without_any(value: Any) -> Any:
-    return "required" if value == "any" else value  # Mistral's name
+    return "required" if value == "any" else value  # another API's name
 
 
 GivenToolChoice = Annotated[
@@ -72,7 +72,7 @@ GivenToolChoice = Annotated[
 # Reasoning.
 
 
-class ReasoningOptions(RequestBody):
+class RoutedReasoning(RequestBody):
     """OpenRouter's `reasoning`."""
 
     effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
@@ -110,8 +110,6 @@ def own_name_of_functions(field: str) -> str:
 
 def with_tool_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the messages with each function_call as a tool call, and each function's result as a tool's."""
-    if not any(message.get("function_call") or message.get("role") == "function" for message in messages):
-        return messages
     converted: list[Mapping[str, Any]] = []
     last = ""
     for index, message in enumerate(messages):

@@ -143,7 +143,7 @@ def test_a_response_format_beside_a_required_call(server: LiveServer, choice: An
     """instructor sends both; the call leaves no text that the format would apply to."""
     text = '[{"name": "weather", "parameters": {"city": "Rome"}}]' if choice == "required" else '{"city": "Rome"}'
     form = {"type": "json_schema", "json_schema": {"name": "other", "schema": {"type": "object"}}}
-    body = asking(text, tools=[tool(WEATHER)], tool_choice=choice, response_format=form)
+    body = asking(text, tools=[tool(WEATHER)], tool_choice=choice, response_format=form, parallel_tool_calls=False)
     (call,) = answer_of(server, body)["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
 
@@ -230,6 +230,7 @@ def test_empty_stops(server: LiveServer, stop: Any) -> None:
 
 @pytest.mark.field("ChatCompletionRequest|CompletionRequest.stop")
 @pytest.mark.setting("--max-stop-strings")
+@pytest.mark.variable("PAGODA_MAX_STOP_STRINGS")
 def test_number_of_stops(server: LiveServer) -> None:
     many = [f"{number}x" for number in range(15)] + ["c"]
     assert answer_of(server, asking("abcd", stop=many))["choices"][0]["message"]["content"] == "ab"
