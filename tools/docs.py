@@ -42,7 +42,7 @@ from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
-from pagoda.server.settings.help import default_text
+from pagoda.server.settings.help import default_text, known_values
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATUSES: Final = ("implemented", "no effect", "refused")
@@ -141,8 +141,8 @@ def _kind(setting: Setting) -> str:
     names: dict[Any, str] = {int: "integer", float: "number", str: "string"}
     if setting.is_switch:
         return "switch"
-    if setting.choices:
-        return ", ".join(f"`{choice}`" for choice in setting.choices)
+    if known := known_values(setting):
+        return ", ".join(f"`{value}`" for value in known)
     if setting.is_json:
         return "JSON object"
     if setting.is_list:

@@ -61,6 +61,14 @@ def plan_memory(
             f"{per_pool(num_blocks)} KV blocks of {per_pool(block)} bytes leave no room for a request; allow at least "
             f"{sum(map(mul, least, block))} bytes",
         )
+    total, memory = sum(map(mul, num_blocks, block)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.has_explicit_size and total > memory:
+        flag = "--kv-cache-memory-bytes" if config.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
+        raise ConfigError(
+            flag,
+            f"{per_pool(num_blocks)} KV blocks take {total >> 20} MiB, and this machine has {memory >> 20} MiB of "
+            "memory; use less",
+        )
     widest = max(spec.vocab, 4 * spec.width)
     activations = limits.max_num_seqs * spec.vocab * 4 + limits.max_num_batched_tokens * widest // 8
     return MemoryPlan(

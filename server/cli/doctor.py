@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, parallel_sizes, runs_ranks
-from pagoda.common.config import env
+from pagoda.common.config import backend_support, env
 from pagoda.common.config.commands import COMMAND_SETTINGS, DoctorConfig
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import build, from_environment
@@ -111,6 +112,7 @@ def parallelism(config: DoctorConfig) -> Findings:
     try:
         parallel = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
         backend = choose_backend(config.backend)
+        backend_support.check_settings(EngineConfig(parallel=parallel), backend)
         parallel_sizes(backend, parallel)
         if ranks := runs_ranks(backend, parallel):
             load_rank_runtime(backend).check_devices(tensor)

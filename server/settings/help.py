@@ -12,6 +12,7 @@ from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.fields import did_you_mean, human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_GROUPS, Setting
 from pagoda.common.errors import ConfigError
+from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 _SHARED: Final = frozenset(config.__name__ for config in DOCUMENTED_GROUPS)
 """Groups of several commands; the overview lists their names only."""
@@ -172,6 +173,8 @@ def _value(setting: Setting) -> str:
         return f"{setting.kind}: {setting.flag} A B, or repeat the flag"
     if setting.option.parse in _HUMAN:
         return "an integer; 4k is 4000, 4K is 4096, 25.6k is 25600"
+    if known := known_values(setting):
+        return f"one of {', '.join(known)}"
     return setting.kind + ("; optional" if setting.option.optional_value is not None else "")
 
 
@@ -200,9 +203,17 @@ def _text(flag: Flag) -> str:
     return flag.text if flag.setting is None else describe(flag.setting)
 
 
+def known_values(setting: Setting) -> tuple[str, ...]:
+    """Return the values that a setting accepts, if they can be listed: its choices, or the registered formats."""
+    if setting.name == "tool_call_parser":
+        return tuple(TOOL_FORMATS)
+    return tuple(REASONING_FORMATS) if setting.name == "reasoning_parser" else setting.choices or ()
+
+
 def describe(setting: Setting) -> str:
     """Return a flag's help with its choices, default and status."""
-    choices = f" ({setting.kind})" if setting.choices and "{" not in metavar(setting) else ""
+    known = known_values(setting)
+    choices = f" (one of {', '.join(known)})" if known and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
     status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"
     return f"{setting.option.help}{choices}{default}{status}"

@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FLOAT16_OVERFLOWS: Final = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Types of models whose activations exceed float16's range."""
+
 _DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
 _RESOLVED_LATER: Final = {
     "num_gpu_blocks_override": "computed after the weights are loaded",
@@ -382,23 +385,29 @@ def _check_quantization(config: EngineConfig, checkpoint: Checkpoint, quantizati
 
 
 def _dtype(configured: str, hf_config: Mapping[str, Any], backend: str, *, pooling: bool) -> tuple[str, str]:
-    """Return the data type and the reason.
+    """Return the data type and the reason. Raise ConfigError for float16 with a model that overflows in it.
 
     `auto` is the checkpoint's if it has 16 bits and the backend computes in it. Else it is bfloat16; for pooling models
     float16, which keeps three more bits of an embedding, or float32 on CPUs, most of which emulate float16 by it.
     """
+    model_type = str(hf_config.get("model_type"))
+    overflows = model_type in _FLOAT16_OVERFLOWS
     if configured != "auto":
         dtype = _DTYPE_ALIASES.get(configured, configured)
+        if dtype == "float16" and overflows:
+            raise ConfigError("--dtype", f"{model_type} models overflow in float16; use bfloat16 or float32")
         return dtype, f"{configured} is {dtype}" if dtype != configured else ""
-    sixteen_bits = ("bfloat16",) if backend == "jax_tpu" else ("bfloat16", "float16")
+    sixteen_bits = ("bfloat16",) if backend == "jax_tpu" or overflows else ("bfloat16", "float16")
     instead = {"torch_cuda": "float16", "reference": "float32"}.get(backend, "bfloat16") if pooling else "bfloat16"
+    instead = "bfloat16" if overflows and instead == "float16" else instead
     checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
     if checkpoint_dtype in (*sixteen_bits, instead):
         return str(checkpoint_dtype), f"the checkpoint's dtype is {checkpoint_dtype}"
     if checkpoint_dtype == "float32":
         return instead, "the checkpoint's dtype is float32, which auto serves in 16 bits"
     if checkpoint_dtype:
-        return instead, f"the checkpoint's dtype is {checkpoint_dtype}, which {backend} does not support"
+        whose = f"{model_type} models do" if overflows else f"{backend} does"
+        return instead, f"the checkpoint's dtype is {checkpoint_dtype}, which {whose} not support"
     return instead, "the checkpoint names no dtype"
 
 

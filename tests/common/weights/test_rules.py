@@ -10,7 +10,7 @@ from pagoda.common.models.family import Normalise, Rename, Reshape, Rule, Shift,
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
 from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor
-from pagoda.common.weights.rules import apply_rules
+from pagoda.common.weights.rules import apply_rules, check_names
 
 RULES: tuple[Rule, ...] = (
     Rename("[model.]embed.weight", "embed"),
@@ -239,3 +239,32 @@ def test_parts_of_a_stack_share_a_dtype():
     parts = {"layers.0.experts.0.w": array(1), "layers.0.experts.1.w": array(1).astype(np.float16)}
     with pytest.raises(WeightError, match="dtype float16, but parts before it have float32"):
         run({"layers.0.experts": (2, 1)}, parts)
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["embed.weight", "layers.0.out.weight", "experts.x"], None),
+        (["model.embed.weight", "layers.0.out.weight"], None),
+        (["embed.weight"], r"parameter layers\.0\.o \[1, 2\]: the checkpoint lacks .*layers\.0\.out\.weight"),
+        (
+            ["embed.weight", "layers.0.out.weight", "layers.1.out.weight"],
+            r"tensor layers\.1\.out\.weight belongs to no",
+        ),
+    ],
+)
+def test_names_are_checked_like_tensors(names: list[str], error: str | None) -> None:
+    params = {"embed": Param("embed", (3, 2), ".."), "layers.0.o": Param("layers.0.o", (1, 2), "..")}
+    if error is None:
+        check_names(RULES, params, names, ("experts.*",))
+        return
+    with pytest.raises(WeightError, match=f"^{error}"):
+        check_names(RULES, params, names, ("experts.*",))
+
+
+def test_names_of_a_stack_need_every_part() -> None:
+    rules = [Stack("layers.{l}.experts.{e}.w", "layers.{l}.experts")]
+    params = {"layers.0.experts": Param("layers.0.experts", (2, 3), "..")}
+    check_names(rules, params, ["layers.0.experts.1.w", "layers.0.experts.0.w"])
+    with pytest.raises(WeightError, match=r"^parameter layers\.0\.experts .*lacks layers\.0\.experts\.0\.w"):
+        check_names(rules, params, ["layers.0.experts.1.w"])

@@ -18,9 +18,11 @@ import pytest
 from support.tiny_folder import write_model
 
 from pagoda import LLM
+from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.http.state import ServerState
+from pagoda.tests.common.weights.gguf_writing import convert
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,21 @@ ENGINE = [
         "--max-model-len: a sequence of 128 tokens does not fit the KV",
     ),
     ("--kv-cache-memory-bytes 1000", "--kv-cache-memory-bytes: 0 KV blocks of"),
+    ("--kv-cache-memory-bytes 9T", "--kv-cache-memory-bytes: "),
+    ("--num-gpu-blocks-override 9000000000", "--num-gpu-blocks-override: 9000000000 KV blocks take"),
+    ("--kv-cache-dtype fp8_inc", "--kv-cache-dtype: 'fp8_inc' is not supported"),
+    ("--pipeline-parallel-size 2", "--pipeline-parallel-size: 2 is not supported"),
+    ("--load-format tensorizer", "--load-format: 'tensorizer' is not supported"),
+    ("--load-format gguf", "no .gguf file in this folder"),
+    ("--load-format pt", "no weights"),
+    ("-q gtpq", "--quantization: 'gtpq' is not one of"),
+    ("--quantization fp8 --model-impl transformers", "--quantization: is not supported with --model-impl transformers"),
+    ("--task classify", "parameter pooler.classifier"),
+    ('--hf-overrides {"num_hidden_layers":1}', "tensor model.layers.1."),
+    ('--hf-overrides {"num_hidden_layers":3}', "parameter layers.2."),
+    ("--no-enable-chunked-prefill --max-num-batched-tokens 64", "--max-num-batched-tokens: 64 is too small"),
+    ("--enable-lora", "--enable-lora: True is not supported"),
+    ('--speculative-config {"method":"ngram"}', "--speculative-config: "),
     ("--structured-outputs-config.backend outlines", "--structured-outputs-config: backend outlines is not supported"),
     ("--structured-outputs-config.backend lm-format-enforcer", "backend lm-format-enforcer is not supported"),
     ("--guided-decoding-backend outlines", "--guided-decoding-backend: 'outlines' is not supported"),
@@ -163,6 +180,42 @@ def test_explain_of_other_commands_raises_what_the_start_would(
     line = command.replace("INPUT", str(tmp_path / "in")).replace("OUTPUT", str(tmp_path / "out"))
     both([*line.split(), "--model", str(folder), *words.split()], capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, line = both(["serve", str(tmp_path / "none"), "--port", "0", "--disable-frontend-multiprocessing"], capsys)
+    assert status == 1
+    assert f"{tmp_path / 'none'}: no such file or folder" in line
+
+
+GGUF = [
+    ("--load-format pt", "is a file, but --load-format pt reads a folder"),
+    ("--quantization awq", "--quantization: awq: the checkpoint is not quantised by it"),
+    ("--model-impl transformers", "GGUF files are not read by --model-impl transformers"),
+    ("--max-model-len 4096", "--max-model-len: 4096 exceeds"),
+    ("--kv-cache-memory-bytes 1k", "--kv-cache-memory-bytes: 0 KV blocks"),
+    ('--hf-overrides {"num_hidden_layers":1}', "belongs to no parameter of this model"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), GGUF)
+def test_a_gguf_file(
+    words: str, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(folder, tmp_path / "m.gguf", "llama")
+    flags = ["--tokenizer", str(folder), "--port", "0", "--disable-frontend-multiprocessing", *words.split()]
+    assert message in both(["serve", str(tmp_path / "m.gguf"), *flags], capsys)[1]
+
+
+def test_a_start_refuses_before_it_reads_weights(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(ReferenceBackend, "load", lambda self, weights: read.append(True))
+    flags = ["--port", "0", "--disable-frontend-multiprocessing", "--kv-cache-memory-bytes", "1000"]
+    assert main.main(["serve", str(folder), *flags]) == 2
+    assert "--kv-cache-memory-bytes" in capsys.readouterr().err
+    assert read == []
 
 
 def test_a_folder_without_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

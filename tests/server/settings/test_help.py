@@ -10,6 +10,7 @@ import pytest
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS
 from pagoda.server.cli import main
+from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from pagoda.server.settings.flags import FlagParser
 
 ENGINE_COMMANDS = ("serve", "run-batch", "bench latency", "bench throughput")
@@ -215,3 +216,11 @@ def test_help_lists_only_choices_that_are_accepted() -> None:
         for refused in setting.option.refused_values:
             assert refused not in (setting.choices or ())
             assert not re.search(rf"(?<![\w-]){refused}(?![\w-])", setting.option.help), (setting.flag, refused)
+
+
+def test_help_lists_the_registered_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, formats in (("tool-call-parser", TOOL_FORMATS), ("reasoning-parser", REASONING_FORMATS)):
+        with pytest.raises(SystemExit):
+            main.main(["serve", f"--help={flag}"])
+        words = re.split(r"[\s,]+", capsys.readouterr().out)
+        assert set(formats) <= set(words)

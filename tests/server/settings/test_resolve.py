@@ -16,7 +16,7 @@ from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.caches import WindowCache
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.settings.resolve import Resolved, resolve
+from pagoda.server.settings.resolve import Resolved, _dtype, resolve
 from pagoda.server.startup.engine import build_engine
 from pagoda.tests.common.weights.gguf_writing import convert
 
@@ -104,6 +104,9 @@ def test_rows_of_a_gguf_file(folder: Path, tmp_path: Path) -> None:
     found = rows(resolved(tmp_path / "m.gguf"))
     assert found["quantization"] == ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
     assert found["load_format"] == ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+    dummy = rows(resolved(tmp_path / "m.gguf", load_format="dummy"))
+    assert dummy["load_format"] == ResolvedRow("load_format", "dummy", "keyword", "")
+    assert dummy["quantization"].reason == "random blocks, of the types in the GGUF file"
 
 
 def test_row_of_the_generation_config(tmp_path: Path) -> None:
@@ -129,6 +132,19 @@ IN_16_BITS = "the checkpoint's dtype is float32, which auto serves in 16 bits"
 def test_dtype_of_the_checkpoint(stated: str | None, backend: str, dtype: str, why: str, tmp_path: Path) -> None:
     found = resolved(write_model(tmp_path, torch_dtype=stated), backend=backend)
     assert (found.dtype, rows(found)["dtype"].reason) == (dtype, why)
+
+
+@pytest.mark.setting("--dtype")
+def test_models_that_overflow_in_float16(tmp_path: Path) -> None:
+    gemma = {"model_type": "gemma2", "dtype": "float16"}
+    assert _dtype("auto", gemma, "torch_cuda", pooling=False)[0] == "bfloat16"
+    assert _dtype("auto", gemma, "torch_cuda", pooling=True)[0] == "bfloat16"
+    assert _dtype("float32", gemma, "torch_cuda", pooling=False)[0] == "float32"
+    for name in ("float16", "half"):
+        with pytest.raises(ConfigError, match=r"^--dtype: gemma2 models overflow in float16; use bfloat16 or float32"):
+            _dtype(name, gemma, "torch_cuda", pooling=False)
+    assert _dtype("half", {"model_type": "llama"}, "torch_cuda", pooling=False)[0] == "float16"
+    assert _dtype("auto", {"dtype": "float32"}, "torch_cuda", pooling=True)[0] == "float16"
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,13 @@ def test_every_variable_has_an_outcome(name: str) -> None:
     assert seen, name
 
 
+@pytest.mark.variable("PAGODA_BATCH_INVARIANT")
+@pytest.mark.parametrize(("text", "is_on"), [("1", True), ("0", False)])
+def test_batch_invariance_by_variable(text: str, is_on: bool) -> None:
+    layer = from_environment([ENGINE_SETTINGS], {"VLLM_BATCH_INVARIANT": text})
+    assert layer["batch_invariant"].value is is_on
+
+
 KERNELS = [
     (
         "XFORMERS",
