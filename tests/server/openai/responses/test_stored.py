@@ -163,6 +163,9 @@ def test_responses_continue_a_conversation(server: LiveServer, client: openai.Op
     assert field == "conversation"
 
 
+@pytest.mark.field("CreateConversationRequest.items|metadata")
+@pytest.mark.field("UpdateConversationRequest.metadata")
+@pytest.mark.field("CreateItemsRequest.items")
 def test_items_of_conversations(client: openai.OpenAI) -> None:
     conversation = client.conversations.create()
     added = client.conversations.items.create(
