@@ -18,9 +18,9 @@ from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.errors import REQUEST_ID_HEADER, UnavailableError, http_error, messages_error, new_request_id
 from pagoda.server.http.generation import Generation, num_prompt_tokens
+from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import EventStyle, json_response, named_event, respond
 from pagoda.server.http.state import model_of, server_of
-from pagoda.server.openai.render import PreviewOptions, preview
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock

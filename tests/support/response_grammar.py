@@ -9,6 +9,11 @@ from pydantic import TypeAdapter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+CALLS = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""Type of a call -> its events and the key of its text. Other calls have no events of their own."""
 
 
 def check_grammar(events: list[Any]) -> Any:
@@ -43,7 +48,11 @@ def item_of(added: Any, rest: Any, index: int) -> Any:
         return event
 
     part = PARTS.get(item["type"])
-    stem = part or "function_call_arguments"
+    stem, key = (part, "text") if part else CALLS.get(item["type"], ("", ""))
+    if not stem:
+        final = expect(next(rest), "output_item.done")["item"]
+        assert final["status"] in ("completed", "incomplete")
+        return final
     if part:
         opened = expect(next(rest), "content_part.added")
         assert (opened["part"]["type"], opened["part"]["text"], opened["content_index"]) == (part, "", 0)
@@ -52,7 +61,7 @@ def item_of(added: Any, rest: Any, index: int) -> Any:
         deltas.append(expect(event, f"{stem}.delta")["delta"])
         event = next(rest)
     done = expect(event, f"{stem}.done")
-    assert done["text" if part else "arguments"] == "".join(deltas)
+    assert done[key] == "".join(deltas)
     assert all(deltas)
     if part:
         closed = expect(next(rest), "content_part.done")["part"]
@@ -62,9 +71,9 @@ def item_of(added: Any, rest: Any, index: int) -> Any:
     if part:
         assert final["content"] == [closed]
     else:
-        assert (final["arguments"], final["name"], final["call_id"]) == (
-            done["arguments"],
-            done["name"],
+        assert (final[key], final["name"], final["call_id"]) == (
+            done[key],
+            done.get("name", item["name"]),
             item["call_id"],
         )
     return final

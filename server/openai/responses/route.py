@@ -22,6 +22,7 @@ from pagoda.server.http.conversation_store import StoredConversation
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
+from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import (
     EventStyle,
     cancel_on_disconnect,
@@ -33,7 +34,6 @@ from pagoda.server.http.response import (
 from pagoda.server.http.response_store import StoredResponse
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, model_of, server_of
-from pagoda.server.openai.render import PreviewOptions, preview
 from pagoda.server.openai.responses.input import (
     ITEMS,
     Item,

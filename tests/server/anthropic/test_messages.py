@@ -431,3 +431,33 @@ def test_system_messages_between_others() -> None:
 def test_a_result_needs_an_earlier_call() -> None:
     with pytest.raises(RequestError, match="'u' matches no earlier tool_use block"):
         conversation_of(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u"}]}])
+
+
+def test_render_and_count_tokens_agree(server: LiveServer) -> None:
+    status, rendered = server.post("/v1/messages/render", ASK | {"temperature": 0.5, "stop_sequences": ["x"]})
+    assert status == 200
+    counted = server.post("/v1/messages/count_tokens", {"model": "fake", "messages": USER})[1]["input_tokens"]
+    assert len(rendered["token_ids"]) == counted
+    assert rendered["sampling_params"] == {"max_tokens": 5, "temperature": 0.5, "stop": ["x"]} | {
+        key: value
+        for key, value in rendered["sampling_params"].items()
+        if key not in ("max_tokens", "temperature", "stop")
+    }
+
+
+@pytest.mark.field("AnthropicMessagesRequest|AnthropicCountTokensRequest.output_format")
+def test_the_former_name_of_the_output_format(server: LiveServer, spy: Spy) -> None:
+    format = {"type": "json_schema", "schema": {"type": "object"}}
+    posted(server, output_format=format)
+    assert spy.params.structured_outputs is not None
+    assert spy.params.structured_outputs.json == {"type": "object"}
+    both = {"output_format": format, "output_config": {"format": format}}
+    assert "output_format" in fault(server, **both)
+
+
+def test_thinking_budgets_without_effect_are_ignored(server: LiveServer) -> None:
+    for thinking in ({"type": "adaptive", "budget_tokens": 5}, {"type": "enabled"}, {"type": "adaptive"}):
+        answer = server.response("POST", "/v1/messages", ASK | {"thinking": thinking})
+        assert answer.status == 200
+        expected = "thinking.budget_tokens" if "budget_tokens" in thinking else None
+        assert answer.headers.get("x-pagoda-ignored") == expected
