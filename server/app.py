@@ -39,12 +39,13 @@ from pagoda.server.http.server import (
     RouteSpellingMiddleware,
 )
 from pagoda.server.http.state import ServerState
-from pagoda.server.openai import chat, completion, models, render
+from pagoda.server.openai import chat, completion, generate, models, render
 from pagoda.server.openai.batch import batches, files
 from pagoda.server.openai.batch.batches import BatchCreateRequest
 from pagoda.server.openai.batch.runner import BatchRunner
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
+from pagoda.server.openai.generate import GenerateRequest
 from pagoda.server.openai.responses import route as responses
 from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.plugins import load as load_plugin
@@ -82,6 +83,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/detokenize": DetokenizeRequest,
     "/generative_scoring": GenerativeScoringRequest,
     "/invocations": (CompletionRequest, ChatCompletionRequest),
+    "/inference/v1/generate": GenerateRequest,
     "/v1/batches": BatchCreateRequest,
     "/abort_requests": AbortRequest,
 }
@@ -115,7 +117,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
-    generating = (chat.router, completion.router, responses.router, messages.router, render.router)
+    generating = (chat.router, completion.router, responses.router, messages.router, generate.router, render.router)
     pooling = (embeddings.router, scoring.router, embed.router)
     batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
