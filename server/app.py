@@ -25,7 +25,9 @@ from pagoda.server.admin.dev import AbortRequest
 from pagoda.server.admin.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pagoda.server.anthropic import messages
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from pagoda.server.cohere import chat as cohere_chat
 from pagoda.server.cohere import embed
+from pagoda.server.cohere.chat import CohereChatRequest
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
@@ -70,6 +72,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/v1/messages/count_tokens": AnthropicCountTokensRequest,
     "/v1/embeddings": (EmbeddingCompletionRequest, EmbeddingChatRequest),
     "/v2/embed": CohereEmbedRequest,
+    "/v2/chat": CohereChatRequest,
     "/classify": (ClassificationCompletionRequest, ClassificationChatRequest),
     "/pooling": (PoolingCompletionRequest, PoolingChatRequest),
     "/score": ScoreRequest,
@@ -118,7 +121,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     generating = (chat.router, completion.router, responses.router, messages.router, generate.router, render.router)
-    pooling = (embeddings.router, scoring.router, embed.router)
+    pooling = (embeddings.router, scoring.router, embed.router, cohere_chat.router)
     batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
     for router in (*generating, *pooling, *batch, *server, unsupported_routes.router):

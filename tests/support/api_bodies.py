@@ -34,6 +34,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "ClassificationChatRequest": {"messages": _MESSAGES},
     "PoolingCompletionRequest": {"input": "a"},
     "PoolingChatRequest": {"messages": _MESSAGES},
+    "CohereChatRequest": {"model": "fake", "messages": _MESSAGES, "max_tokens": 2},
     "CohereEmbedRequest": {"texts": ["a"]},
     "ScoreRequest": {"text_1": "a", "text_2": "b"},
     "ScoreDataRequest": {"data_1": "a", "data_2": "b"},
