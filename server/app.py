@@ -25,7 +25,9 @@ from pagoda.server.admin.dev import AbortRequest
 from pagoda.server.admin.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pagoda.server.anthropic import messages
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from pagoda.server.cohere import chat as cohere_chat
 from pagoda.server.cohere import embed
+from pagoda.server.cohere.chat import CohereChatRequest
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
@@ -39,12 +41,13 @@ from pagoda.server.http.server import (
     RouteSpellingMiddleware,
 )
 from pagoda.server.http.state import ServerState
-from pagoda.server.openai import chat, completion, models, render
+from pagoda.server.openai import chat, completion, generate, models, render
 from pagoda.server.openai.batch import batches, files
 from pagoda.server.openai.batch.batches import BatchCreateRequest
 from pagoda.server.openai.batch.runner import BatchRunner
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
+from pagoda.server.openai.generate import GenerateRequest
 from pagoda.server.openai.responses import conversations, stored
 from pagoda.server.openai.responses import route as responses
 from pagoda.server.openai.responses.conversations import (
@@ -81,6 +84,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/v1/messages/render": AnthropicMessagesRequest,
     "/v1/embeddings": (EmbeddingCompletionRequest, EmbeddingChatRequest),
     "/v2/embed": CohereEmbedRequest,
+    "/v2/chat": CohereChatRequest,
     "/classify": (ClassificationCompletionRequest, ClassificationChatRequest),
     "/pooling": (PoolingCompletionRequest, PoolingChatRequest),
     "/score": ScoreRequest,
@@ -94,6 +98,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/detokenize": DetokenizeRequest,
     "/generative_scoring": GenerativeScoringRequest,
     "/invocations": (CompletionRequest, ChatCompletionRequest),
+    "/inference/v1/generate": GenerateRequest,
     "/v1/batches": BatchCreateRequest,
     "/abort_requests": AbortRequest,
 }
@@ -130,8 +135,9 @@ _RESPONSES: Final = (responses.router, stored.router, conversations.router)
 
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
-    generating = (chat.router, completion.router, messages.router, render.router, *_RESPONSES)
-    pooling = (embeddings.router, scoring.router, embed.router)
+    openai = (chat.router, completion.router, *_RESPONSES, generate.router)
+    generating = (*openai, messages.router, render.router)
+    pooling = (embeddings.router, scoring.router, embed.router, cohere_chat.router)
     batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
     for router in (*generating, *pooling, *batch, *server, unsupported_routes.router):

@@ -78,6 +78,9 @@ def http_error(error: BaseException) -> HttpError:
 
 # The Messages API.
 
+_COHERE_CHAT_PATHS: Final = frozenset({"/v2/chat", "/cohere/v2/chat"})
+"""Paths whose errors also have `message` beside `error`, where Cohere's clients read it."""
+
 _MESSAGES_PATH: Final = "/v1/messages"
 
 REQUEST_ID_HEADER: Final = "request-id"
@@ -118,6 +121,8 @@ def messages_error(error: HttpError, request_id: str) -> dict[str, Any]:
 
 def error_response(path: str, error: HttpError) -> tuple[dict[str, Any], dict[str, str]]:
     """Return body and headers of an error response in the format of the API that `path` belongs to."""
+    if path in _COHERE_CHAT_PATHS:
+        return error.as_dict() | {"message": error.message}, {}
     if not is_messages_path(path):
         return error.as_dict(), {}
     request_id = new_request_id()
