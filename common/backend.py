@@ -130,7 +130,7 @@ class BackendOptions:
             raise ConfigError(
                 "--speculative-config", "a model with recurrent state cannot take rejected drafts back; drop it"
             )
-        if self.sampling.processors:
+        if self.sampling.has_processors:
             raise ConfigError(
                 "--speculative-config", "logits processors are not called for drafts; drop it or --logits-processors"
             )

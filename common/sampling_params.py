@@ -360,6 +360,29 @@ class SamplingParams:
         return _wrapped(seed + index)
 
 
+def params_of(rules: SamplingRules) -> SamplingParams:
+    """Return params for logits processors that vLLM's interface gives them; words and stop strings are missing."""
+    return SamplingParams(
+        temperature=rules.temperature,
+        top_p=rules.top_p,
+        top_k=rules.top_k,
+        min_p=rules.min_p,
+        presence_penalty=rules.presence_penalty,
+        frequency_penalty=rules.frequency_penalty,
+        repetition_penalty=rules.repetition_penalty,
+        logit_bias=dict(rules.logit_bias) or None,
+        allowed_token_ids=None if rules.allowed_token_ids is None else list(rules.allowed_token_ids),
+        max_tokens=None,
+        min_tokens=rules.min_tokens,
+        stop_token_ids=list(rules.stop_ids),
+        seed=rules.seed,
+        logprobs=rules.logprobs,
+        prompt_logprobs=rules.prompt_logprobs,
+        logprob_token_ids=list(rules.logprob_token_ids) or None,
+        extra_args=None if rules.extra_args is None else dict(rules.extra_args),
+    )
+
+
 def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 

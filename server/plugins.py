@@ -4,8 +4,11 @@ Entry point groups:
 
     pagoda.general_plugins      functions called with the EngineConfig at start-up, in the API and the engine process;
                                 --plugins selects them by name
-    pagoda.logits_processors    classes for --logits-processors: called with the EngineConfig, they return a
-                                common.engine.sampling.LogitsProcessor
+    vllm.general_plugins        functions called without arguments; a failing one is logged and left out; selected by
+                                --plugins or VLLM_PLUGINS, too
+    pagoda.logits_processors    classes for --logits-processors: either called with the EngineConfig, to return a
+                                common.engine.sampling.LogitsProcessor, or of vLLM's interface, see
+                                common.engine.batch_logits; also those of vllm.logits_processors
     pagoda.schedulers           classes for --scheduler-cls: called like common.engine.scheduler.Scheduler, they return
                                 a common.engine.core.StepScheduler
     pagoda.tool_parsers         server.parsers.parser.ToolFormat objects for --tool-call-parser
@@ -25,6 +28,7 @@ import logging
 import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -32,16 +36,21 @@ from types import ModuleType
 from typing import Any, Final
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.model import ModelConfig
+from pagoda.common.engine.batch_logits import BatchLogitsProcessor
 from pagoda.common.engine.core import MakeScheduler
 from pagoda.common.engine.sampling import LogitsProcessor, SamplerOptions
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.errors import ConfigError
+from pagoda.common.sampling_params import SamplingParams
 
 GENERAL: Final = "pagoda.general_plugins"
+VLLM_GENERAL: Final = "vllm.general_plugins"
 LOGITS_PROCESSORS: Final = "pagoda.logits_processors"
 SCHEDULERS: Final = "pagoda.schedulers"
 
 _PLUGINS: Final = "--plugins"
+_PROCESSORS: Final = "--logits-processors"
 _SCHEDULER_METHODS: Final = ("add", "abort", "num_unfinished", "schedule", "update", "stats", "check_integrity")
 
 logger = logging.getLogger(__name__)
@@ -49,12 +58,16 @@ logger = logging.getLogger(__name__)
 
 def load_general_plugins(config: EngineConfig) -> None:
     """Import and call every installed general plugin, or those of --plugins, once per process. Raise ConfigError."""
-    plugins = installed(GENERAL)
+    plugins, of_vllm = installed(GENERAL), installed(VLLM_GENERAL)
     selected = config.extension.plugins
-    for name in plugins if selected is None else selected:
-        if name not in plugins:
-            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {_names(plugins)}")
-        _run(name, _imported(_PLUGINS, name, plugins[name]), config)
+    for name in {**plugins, **of_vllm} if selected is None else selected:
+        if name in plugins:
+            _run(name, _imported(_PLUGINS, name, plugins[name]), config)
+        elif name in of_vllm:
+            _run_of_vllm(name, of_vllm[name])
+        else:
+            known = _names({**plugins, **of_vllm})
+            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {known}")
 
 
 def _run(name: str, plugin: Any, config: EngineConfig) -> None:
@@ -65,20 +78,65 @@ def _run(name: str, plugin: Any, config: EngineConfig) -> None:
     logger.info("loaded plugin %s", name)
 
 
-def sampler_options(config: EngineConfig) -> SamplerOptions:
-    """Return --logprobs-mode and the constructed --logits-processors. Raise ConfigError."""
-    flag = "--logits-processors"
+def _run_of_vllm(name: str, point: EntryPoint) -> None:
+    """Import and call a plugin that was written for vLLM; one that fails may need vLLM itself."""
+    try:
+        point.load()()
+    except Exception as error:
+        logger.warning("plugin %s of %s is left out: %s", name, VLLM_GENERAL, _shown(error))
+    else:
+        logger.info("loaded plugin %s", name)
+
+
+def sampler_options(config: EngineConfig, vllm_config: object = None, backend: str = "reference") -> SamplerOptions:
+    """Return --logprobs-mode and the --logits-processors. Raise ConfigError.
+
+    `vllm_config`: for processors of vLLM's interface, which are constructed for the device of `backend`.
+    """
     processors: list[LogitsProcessor] = []
+    of_batch: list[tuple[str, Callable[[], BatchLogitsProcessor]]] = []
     for name in config.model.logits_processors:
-        make = load(flag, name, LOGITS_PROCESSORS)
-        try:
-            processor = make(config)
-        except Exception as error:
-            raise ConfigError(flag, f"{name}: its constructor failed: {_shown(error)}") from error
+        make = load(_PROCESSORS, name, LOGITS_PROCESSORS)
+        if _is_batched(make):
+            of_batch.append((name, partial(make, vllm_config, *_device(backend))))
+            if backend != "jax_tpu":
+                _constructed(name, of_batch[-1][1])  # an error at start instead of in the first step
+            continue
+        processor = _constructed(name, partial(make, config))
         if not callable(getattr(processor, "apply", None)):
-            raise ConfigError(flag, f"{name} has no method apply(logits, token_ids, num_prompt, extra_args)")
+            raise ConfigError(
+                _PROCESSORS,
+                f"{name} has no method apply(logits, token_ids, num_prompt, extra_args), nor update_state and "
+                "apply(logits) of vLLM's interface",
+            )
         processors.append(processor)
-    return SamplerOptions(config.model.logprobs_mode, tuple(processors))
+    return SamplerOptions(config.model.logprobs_mode, tuple(processors), tuple(of_batch))
+
+
+def param_checks(model: ModelConfig) -> list[Callable[[SamplingParams], object]]:
+    """Return validate_params of the --logits-processors that have one. Raise ConfigError."""
+    classes = [load(_PROCESSORS, name, LOGITS_PROCESSORS) for name in model.logits_processors]
+    return [each.validate_params for each in classes if callable(getattr(each, "validate_params", None))]
+
+
+def _is_batched(make: Any) -> bool:
+    return inspect.isclass(make) and callable(getattr(make, "update_state", None))
+
+
+def _constructed(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        raise ConfigError(_PROCESSORS, f"{name}: its constructor failed: {_shown(error)}") from error
+
+
+def _device(backend: str) -> tuple[Any, bool]:
+    """Return the torch device of a backend's logits, and whether host memory is pinned for it."""
+    if backend == "jax_tpu":
+        return None, False  # its `create` refuses processors
+    torch = importlib.import_module("torch")
+    on_gpu = backend == "torch_cuda" and bool(torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu else "cpu"), on_gpu
 
 
 def scheduler_of(config: EngineConfig) -> MakeScheduler:
@@ -99,7 +157,7 @@ def scheduler_of(config: EngineConfig) -> MakeScheduler:
 def load(flag: str, name: str, group: str | None = None) -> Any:
     """Import a qualified name or an entry point of `group`. Raise ConfigError naming `flag`."""
     if group is not None and "." not in name and ":" not in name:
-        points = installed(group)
+        points = {**installed(group.replace("pagoda.", "vllm.")), **installed(group)}
         if name not in points:
             raise ConfigError(
                 flag, f"no {group} entry point {name!r}; installed: {_names(points)}; or use package.module.Name"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
 import socket
 import uuid
-from enum import StrEnum
+from enum import Enum, IntEnum, StrEnum
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from pagoda.backends.registry import choose_backend
 from pagoda.common.observe.logs import ROOT
+from pagoda.common.text.hf_tokenizer import HfTokenizer
 
 
 class UsageContext(StrEnum):
@@ -23,6 +26,96 @@ class UsageContext(StrEnum):
     OPENAI_API_SERVER = "OPENAI_API_SERVER"
     OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+class CompilationMode(IntEnum):
+    """Values of `mode` in compilation_config. torch.compile is not used, so no value has an effect."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    VLLM_COMPILE = 3
+
+
+class CUDAGraphMode(Enum):
+    """Values of `cudagraph_mode` in compilation_config."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (2, 0)
+    FULL_AND_PIECEWISE = (2, 1)
+
+
+class ConfigKeys(dict[str, Any]):
+    """A configuration object of vLLM's: the keywords are the keys that the setting takes, and attributes.
+
+    The setting checks them: CompilationConfig for compilation_config, KVTransferConfig for kv_transfer_config.
+    """
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__({name: _plain(value) for name, value in keys.items() if value is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    @classmethod
+    def from_cli(cls, text: str) -> ConfigKeys:
+        """Return the keys of a JSON object."""
+        return cls(**json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, IntEnum):
+        return int(value)
+    if isinstance(value, Enum):
+        return value.name
+    return list(value) if isinstance(value, tuple | set) else value
+
+
+class CountUp:
+    """Counts up: `next(counter)`."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def reset(self) -> None:
+        """Start from 0 again."""
+        self.counter = 0
+
+
+def get_tokenizer(
+    tokenizer_name: str | os.PathLike[str],
+    *args: Any,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    **kwargs: Any,
+) -> HfTokenizer:
+    """Open the tokenizer of a folder, a GGUF file or a Hub id, with Hugging Face's interface. Raises ModelError.
+
+    `trust_remote_code` has no effect: no code is run. Raises ConfigError for another tokenizer_mode than auto and hf.
+    """
+    from pagoda.server.settings.flags import EngineArgs
+    from pagoda.server.settings.tokenizer import open_tokenizer
+
+    name = os.fspath(tokenizer_name)
+    args_of = {"tokenizer_mode": tokenizer_mode, "revision": revision, "download_dir": download_dir}
+    opened = open_tokenizer(EngineArgs(name, **args_of).create_engine_config())
+    assert opened is not None, "the tokenizer is not switched off"
+    return HfTokenizer(opened, name)
+
+
+def print_embeddings(embeds: list[float]) -> None:
+    """Print the first numbers of an embedding, and its size."""
+    shown = ", ".join(f"{number:.4f}" for number in embeds[:4])
+    print(f"[{shown}{', ...' if len(embeds) > 4 else ''}] (size={len(embeds)})")
 
 
 def init_logger(name: str) -> logging.Logger:

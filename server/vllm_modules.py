@@ -17,10 +17,25 @@ _PARAMS: Final = "pagoda.common.sampling_params"
 _FLAGS: Final = "pagoda.server.settings.flags"
 _HELPERS: Final = "pagoda.server.script_helpers"
 _REQUESTS: Final = "pagoda.server.request_types"
+_PROCESSORS: Final = "pagoda.common.engine.batch_logits"
+
+_KEYS: Final = (
+    *("AttentionConfig", "CompilationConfig", "ECTransferConfig", "KVEventsConfig", "KVTransferConfig"),
+    *("PoolerConfig", "ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "WeightTransferConfig"),
+)
+"""Configuration objects of vLLM that are settings with keys here."""
 
 HOMES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("RepetitionDetectionParams", "RequestOutputKind", "SamplingParams"), _PARAMS),
+    **dict.fromkeys(("RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "SamplingType"), _PARAMS),
     "StructuredOutputsParams": _PARAMS,
+    **dict.fromkeys(("Logprob", "LogprobsOnePosition", "PromptLogprobs", "SampleLogprobs"), "pagoda.server.outputs"),
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "pagoda.server.metrics_reader"),
+    **dict.fromkeys(
+        ("AdapterLogitsProcessor", "BatchUpdate", "MoveDirectionality", "RequestLogitsProcessor"), _PROCESSORS
+    ),
+    "process_dict_updates": _PROCESSORS,
+    "BeamSearchOutput": "pagoda.server.processing.beams",
+    "BeamSearchSequence": "pagoda.server.processing.beams",
     "BeamSearchParams": "pagoda.common.beam_search",
     "PoolingParams": "pagoda.common.pooling_params",
     "ModelRegistry": "pagoda.common.models.registry",
@@ -41,8 +56,6 @@ HOMES: Final[Mapping[str, str]] = {
     "AsyncLLM": "pagoda.server.async_llm",
     "AsyncEngineArgs": _FLAGS,
     "EngineArgs": _FLAGS,
-    "CompilationConfig": f"{_CONFIG}.groups.compilation",
-    "AttentionConfig": f"{_CONFIG}.groups.attention",
     "CacheConfig": f"{_CONFIG}.groups.cache",
     "ModelConfig": f"{_CONFIG}.groups.model",
     "LoadConfig": f"{_CONFIG}.groups.model",
@@ -50,13 +63,12 @@ HOMES: Final[Mapping[str, str]] = {
     "MultiModalConfig": f"{_CONFIG}.groups.model",
     "ObservabilityConfig": f"{_CONFIG}.groups.observability",
     "ParallelConfig": f"{_CONFIG}.groups.parallel",
-    "PoolerConfig": f"{_CONFIG}.groups.pooler",
     "SchedulerConfig": f"{_CONFIG}.groups.scheduler",
-    "StructuredOutputsConfig": f"{_CONFIG}.groups.structured_outputs",
     **dict.fromkeys(
         (
             *("UsageContext", "cleanup_dist_env_and_memory", "current_platform", "get_ip", "get_open_port"),
-            *("init_logger", "random_uuid"),
+            *("init_logger", "random_uuid", "CUDAGraphMode", "CompilationMode", "CountUp", "get_tokenizer"),
+            "print_embeddings",
         ),
         _HELPERS,
     ),
@@ -67,26 +79,42 @@ RENAMED: Final[Mapping[str, tuple[str, str]]] = {
     "AsyncLLMEngine": ("pagoda.server.async_llm", "AsyncLLM"),
     "FlexibleArgumentParser": (_FLAGS, "FlagParser"),
     "VllmConfig": (f"{_CONFIG}.engine", "EngineConfig"),
+    **dict.fromkeys(_KEYS, (_HELPERS, "ConfigKeys")),
+    "AnyTokenizer": ("pagoda.common.text.hf_tokenizer", "HfTokenizer"),
+    "TokenizerLike": ("pagoda.common.text.hf_tokenizer", "HfTokenizer"),
+    "LogitsProcessor": (_PROCESSORS, "BatchLogitsProcessor"),
+    "load_chat_template": ("pagoda.common.text.chat_template", "read_chat_template"),
+    "__version__": ("pagoda", "__version__"),
 }
 """vLLM's name -> where pagoda's is, and what it is called."""
 
-_OUTPUTS: Final = " ".join(name for name, home in HOMES.items() if home == "pagoda.server.outputs")
-_CONFIGS: Final = " ".join(name for name, home in HOMES.items() if home.startswith(_CONFIG)) + " VllmConfig"
+_LOGPROBS: Final = "Logprob LogprobsOnePosition PromptLogprobs SampleLogprobs"
+_OUTPUTS: Final = " ".join(
+    name for name, home in HOMES.items() if home == "pagoda.server.outputs" and name not in _LOGPROBS.split()
+)
+_CONFIGS: Final = " ".join(
+    (*(name for name, home in HOMES.items() if home.startswith(_CONFIG)), *_KEYS, "CUDAGraphMode", "CompilationMode")
+)
+_LOGITS: Final = "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality RequestLogitsProcessor"
 _INPUTS: Final = "EmbedsPrompt ExplicitEncoderDecoderPrompt PromptType TextPrompt TokensPrompt"
 
 MODULES: Final[Mapping[str, str]] = {
-    "beam_search": "BeamSearchParams",
-    "config": _CONFIGS,
+    "beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
+    "config": f"{_CONFIGS} VllmConfig",
+    "config.compilation": "CUDAGraphMode CompilationConfig CompilationMode",
+    "config.vllm": "VllmConfig",
     "distributed": "cleanup_dist_env_and_memory",
     "distributed.parallel_state": "cleanup_dist_env_and_memory",
     "engine.arg_utils": "AsyncEngineArgs EngineArgs",
     "engine.async_llm_engine": "AsyncLLMEngine",
     "engine.llm_engine": "LLMEngine",
+    "entrypoints.chat_utils": "load_chat_template",
     "entrypoints.llm": "LLM",
     "inputs": _INPUTS,
     "inputs.data": _INPUTS,
     "inputs.llm": _INPUTS,
     "logger": "init_logger",
+    "logprobs": _LOGPROBS,
     "lora.request": "LoRARequest",
     "model_executor.models": "ModelRegistry",
     "model_executor.models.registry": "ModelRegistry",
@@ -94,16 +122,26 @@ MODULES: Final[Mapping[str, str]] = {
     "platforms": "current_platform",
     "pooling_params": "PoolingParams",
     "sampling_params": (
-        "BeamSearchParams RepetitionDetectionParams RequestOutputKind SamplingParams StructuredOutputsParams"
+        "BeamSearchParams RepetitionDetectionParams RequestOutputKind SamplingParams SamplingType "
+        "StructuredOutputsParams"
     ),
+    "tokenizers": "TokenizerLike get_tokenizer",
+    "transformers_utils.tokenizer": "AnyTokenizer get_tokenizer",
     "usage.usage_lib": "UsageContext",
-    "utils": "FlexibleArgumentParser cleanup_dist_env_and_memory get_ip get_open_port random_uuid",
+    "utils": "CountUp:Counter FlexibleArgumentParser cleanup_dist_env_and_memory get_ip get_open_port random_uuid",
     "utils.argparse_utils": "FlexibleArgumentParser",
+    "utils.counter": "CountUp:Counter",
     "utils.network_utils": "get_ip get_open_port",
+    "utils.print_utils": "print_embeddings",
     "v1.engine.async_llm": "AsyncLLM",
     "v1.engine.llm_engine": "LLMEngine",
+    "v1.metrics.reader": "Counter Gauge Histogram Metric Vector",
+    "v1.sample.logits_processor": _LOGITS,
+    "v1.sample.logits_processor.builtin": "process_dict_updates",
+    "v1.sample.logits_processor.interface": "BatchUpdate LogitsProcessor MoveDirectionality",
+    "version": "__version__",
 }
-"""vLLM's module below `vllm` -> the names in it."""
+"""vLLM's module below `vllm` -> the names in it; `own:name` where another module has another object of that name."""
 
 PROGRAMS: Final[Mapping[str, str]] = {
     "entrypoints.cli.main": "pagoda.server.cli.main",
@@ -146,7 +184,10 @@ class _ModuleOfNames(InspectLoader):
 _LOADER: Final = _ModuleOfNames()
 
 
-def _import(name: str) -> str:
+def _import(word: str) -> str:
+    name, _, alias = word.partition(":")
+    if alias:
+        return f"from {HOMES[name]} import {name} as {alias}"
     if name in RENAMED:
         module, own = RENAMED[name]
         return f"from {module} import {own} as {name}"

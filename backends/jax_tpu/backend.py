@@ -76,7 +76,7 @@ CAPABILITIES = Capabilities(name="jax_tpu", device=PLATFORM, block_size=BLOCK_SI
 
 def create(options: BackendOptions) -> JaxBackend:
     """Return a backend for the model replicas (shards), without weights. Raise ConfigError."""
-    if options.sampling.processors:
+    if options.sampling.has_processors:
         raise ConfigError(
             "--logits-processors",
             "jax_tpu keeps logits on the device; use --backend reference, or logit_bias in requests",

@@ -23,7 +23,7 @@ from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TRANSFORMERS_DEVICE
 from pagoda.common.engine.pending import unbound_masks
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import prompt_targets, sampled_indices
+from pagoda.common.engine.sampling_state import by_sequence_of, prompt_targets, sampled_indices
 from pagoda.common.engine.step import RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.transformers_spec import TransformersSpec
@@ -241,7 +241,8 @@ class ReferenceBackend:
         if forward.logits is None:
             return StepResult(plan.step, np.full(plan.num_seqs, -1, np.int32), {}, forward.prompt_logprobs)
         tokens, logprobs = self._sampler.accept(plan, *self._sampler.sample(forward.logits, plan, masks))
-        return StepResult(plan.step, tokens, logprobs, forward.prompt_logprobs)
+        failed = by_sequence_of(plan, self._sampler.failed)
+        return StepResult(plan.step, tokens, logprobs, forward.prompt_logprobs, failed=failed)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, TokenLogprobs]:
         """Return the logprobs of prompt tokens by sequence, for those with prompt logprobs."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
 from pagoda.common.engine.pending import join_logprobs
 from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.engine.sampling_state import (
@@ -25,6 +26,7 @@ from pagoda.common.engine.sampling_state import (
     sampled_positions,
 )
 from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
+from pagoda.common.sampling_params import params_of
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
@@ -39,6 +41,8 @@ class Sampler:
 
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
         self.vocab, self.options = vocab, options
+        self._batch = LogitsBatch.of(options, params_of)
+        self.failed: dict[int, str] = {}  # row of logits of the newest step -> why its logits processor failed
         self.rows = RowTable(max_rows)
         self.last, self.rejected = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
         # numpy's zeros are mapped on first write; torch's would touch all of them
@@ -72,7 +76,7 @@ class Sampler:
             drafts = drafts_of(plan)
             sequences, columns = np.nonzero(drafts >= 0)
             self.history.numpy()[plan.rows[sequences], plan.context[sequences] + 1 + columns] = drafts[drafts >= 0]
-        needs_edit = masks is not None or self.options.processors or sampled.columns["needs_edit"].any()
+        needs_edit = masks is not None or self.options.has_processors or sampled.columns["needs_edit"].any()
         shown = self._edit(logits, sampled, masks and _by_row_of_logits(masks, plan)) if needs_edit else {}
         # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
@@ -139,15 +143,22 @@ class Sampler:
             allow_only(logits[row.index], row.state.rules.allowed_token_ids or ())
         if masks is not None and len(masks.sequences):
             mask(logits, torch.from_numpy(masks.sequences), torch.from_numpy(masks.bits.view(np.int32)))
-        if self.options.processors:
+        if self.options.has_processors:
             self._process(logits, sampled)
 
     def _process(self, logits: Tensor, sampled: SampledRows) -> None:
-        """Run the logits processors on each row, which numpy sees without a copy."""
-        for index, row, known in zip(range(len(logits)), sampled.rows.tolist(), sampled.ends.tolist()):
-            state, tokens = self.rows[row], self.history[row, :known].tolist()
-            for processor in self.options.processors:
-                processor.apply(logits[index].numpy(), tokens, len(state.prompt), state.rules.extra_args or {})
+        """Run the logits processors: those of single rows, which numpy sees without a copy, then those of the batch."""
+        sequences = [
+            (self.rows[row], self.history[row, :known].tolist())
+            for row, known in zip(sampled.rows.tolist(), sampled.ends.tolist())
+        ]
+        self.failed = edit_rows(self.options.processors, logits.numpy(), sequences)
+        if self._batch is not None:
+            temperatures = torch.from_numpy(np.ascontiguousarray(sampled.columns["temperature"]))[:, None]
+            edited, failed = self._batch.apply(logits, sequences, torch.where(temperatures > 0, temperatures, 1.0))
+            self.failed |= failed
+            if edited is not logits:
+                logits.copy_(edited)
 
 
 def _by_row_of_logits(masks: TokenMasks, plan: StepPlan) -> TokenMasks:

@@ -23,6 +23,7 @@ from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_tokens
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
+from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
 from pagoda.common.engine.pending import FetchLogprobs
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.sampling_state import (
@@ -36,6 +37,7 @@ from pagoda.common.engine.sampling_state import (
     penalties,
 )
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
+from pagoda.common.sampling_params import params_of
 
 
 class CudaSampler:
@@ -52,6 +54,8 @@ class CudaSampler:
     ) -> None:
         self.vocab, self.device, self.options, self.max_drafts = vocab, device, options, max_drafts
         self.rows = RowTable(max_rows)
+        self._batch = LogitsBatch.of(options, params_of)
+        self.failed: dict[int, str] = {}  # sequence of the newest step -> why its logits processor failed
         last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
         self.newest = RowTokens(last, rejected)
         # The tokens of rows whose edits read them; the last row is padding's.
@@ -65,7 +69,7 @@ class CudaSampler:
         """Start a row. Its tokens are copied to the device only if an edit reads them there."""
         self.rows.start(start, self.vocab)
         rules = start.rules
-        if rules.reads_history or self.options.processors:
+        if rules.reads_history or self.options.has_processors:
             self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
@@ -96,7 +100,7 @@ class CudaSampler:
         logits [n, V] that logprobs are taken of, a row per token with logprobs; None if there are none.
         """
         needs_edit = self.rows.columns["needs_edit"][plan.rows].any() or masks is not None
-        if not (self.options.processors or needs_edit):
+        if not (self.options.has_processors or needs_edit):
             return None
         sampled = self._sampled_rows(plan)
         indices = [row.index for row in sampled.where("logprobs")]
@@ -189,20 +193,29 @@ class CudaSampler:
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
-        if self.options.processors:
+        if self.options.has_processors:
             self._process(logits, sampled)
 
     def _process(self, logits: Tensor, sampled: SampledRows) -> None:
-        """Run logits processors on a copy in host memory."""
+        """Run logits processors: those of single rows on a copy in host memory, those of the batch on the device."""
         indices = self._send(sampled.indices)
-        edited = logits[indices].cpu()
         tokens = self.history[self._send(sampled.rows), : int(sampled.ends.max())].cpu()
-        for row, row_tokens, known, values in zip(sampled.rows.tolist(), tokens, sampled.ends.tolist(), edited.numpy()):
-            state = self.rows[row]
-            for processor in self.options.processors:
-                extra = state.rules.extra_args or {}
-                processor.apply(values, row_tokens[:known].tolist(), len(state.prompt), extra)
-        logits[indices] = edited.to(logits.device)
+        sequences = [
+            (self.rows[row], row_tokens[:known].tolist())
+            for row, row_tokens, known in zip(sampled.rows.tolist(), tokens, sampled.ends.tolist())
+        ]
+        edited, failed = logits[indices], dict[int, str]()
+        if self.options.processors:
+            on_host = edited.cpu()
+            failed = edit_rows(self.options.processors, on_host.numpy(), sequences)
+            edited = on_host.to(logits.device)
+        if self._batch is not None:
+            temperatures = self._send(self.rows.columns["temperature"][sampled.rows])[:, None]
+            scale = torch.where(temperatures > 0, temperatures, 1.0)
+            edited, of_batch = self._batch.apply(edited, sequences, scale)
+            failed |= of_batch
+        logits[indices] = edited
+        self.failed = {int(sampled.indices[row]): why for row, why in failed.items()}
 
     def _send(self, numbers: npt.ArrayLike) -> Tensor:
         """Copy to the device without blocking."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from pagoda.common.engine.sampling_state import RowTable, prompt_targets
 from pagoda.common.engine.step import Int32, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
+ValueT = TypeVar("ValueT")
 FetchLogprobs = Callable[[], TokenLogprobs]
 """Waits for logprobs that were enqueued."""
 
@@ -68,6 +70,7 @@ class PendingTokens:
     fetch: Callable[[], Int32]  # waits for the tokens int32 [>= S], of a plan with drafts [>= S, n] as in StepResult
     logprobs: Callable[[], Mapping[int, TokenLogprobs]] = dict  # waits for logprobs by sequence of the plan
     recompiles: int = 0  # programs compiled for sampling
+    failed: Mapping[int, str] = field(default_factory=dict)  # sequence of the plan -> why its logits processor failed
 
 
 @dataclass(slots=True)
@@ -99,6 +102,7 @@ class PendingStep:
         token_ids = np.full(self.plan.num_seqs, -1, np.int32)
         logprobs: dict[int, TokenLogprobs] = {}
         recompiles = self.recompiles
+        failed: Mapping[int, str] = {}
         if self.tokens is not None:
             sampled = self.tokens.fetch()[: self.plan.num_seqs]
             samples = self.plan.samples if sampled.ndim == 1 else self.plan.samples[:, None]
@@ -106,12 +110,13 @@ class PendingStep:
             token_ids[slice(None) if self.order is None else self.order] = np.where(samples, sampled, -1)
             logprobs = accepted_logprobs(self._in_order(self.tokens.logprobs()), token_ids)
             recompiles += self.tokens.recompiles
+            failed = self._in_order(self.tokens.failed)
         elif self.plan.masked is not None:
             raise unbound_masks(self.plan)
         prompt_logprobs = {scores.index: scores.fetch() for scores in self.prompt_scores}
-        return StepResult(self.plan.step, token_ids, logprobs, self._in_order(prompt_logprobs), recompiles)
+        return StepResult(self.plan.step, token_ids, logprobs, self._in_order(prompt_logprobs), recompiles, failed)
 
-    def _in_order(self, blocks: Mapping[int, TokenLogprobs]) -> dict[int, TokenLogprobs]:
+    def _in_order(self, blocks: Mapping[int, ValueT]) -> dict[int, ValueT]:
         if self.order is None:
             return dict(blocks)
         return {int(self.order[index]): block for index, block in blocks.items()}

@@ -91,6 +91,7 @@ class Request:
     has_token_only: bool = False  # its next output has a token and nothing else, unless it finishes
     prompt_logprobs: list[PositionLogprobs] | None = None
     mask_state: TokenMaskState | None = None  # of requests with a grammar or a reasoning budget
+    error: tuple[str, str] | None = None  # field and reason, of a request that a logits processor failed
     embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
     encoder: Int32 | None = None  # what the encoder of an encoder-decoder model reads

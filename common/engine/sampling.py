@@ -11,12 +11,15 @@ practice; in bfloat16 a batch's rounding can decide near-ties. Greedy rows have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pagoda.common.engine.batch_logits import BatchLogitsProcessor
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """Which logprobs are reported. raw: of the model's logits. processed: of the logits the token is sampled from, after
@@ -68,7 +71,8 @@ class SamplingRules:
 class LogitsProcessor(Protocol):
     """Custom code that edits logits (--logits-processors). One object serves all requests, so it must be stateless.
 
-    The backend's warm-up calls it, too, with a dummy prompt. An exception ends the engine.
+    The backend's warm-up calls it, too, with a dummy prompt. An exception fails the request. For vLLM's interface see
+    batch_logits.py.
     """
 
     def apply(
@@ -88,10 +92,16 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """Sampling options of an engine. `processors` run in order."""
+    """Sampling options of an engine. `processors` run in order, before those of whole batches."""
 
     logprobs_mode: LogprobsMode = "raw_logprobs"
     processors: tuple[LogitsProcessor, ...] = ()
+    batch_processors: tuple[tuple[str, Callable[[], BatchLogitsProcessor]], ...] = ()  # (name, what makes it)
+
+    @property
+    def has_processors(self) -> bool:
+        """True if custom code edits logits."""
+        return bool(self.processors or self.batch_processors)
 
 
 USUAL: Final = SamplerOptions()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pagoda.common.engine.sampling import SamplingRules, mix, noise_counters
 from pagoda.common.engine.step import PREVIOUS, Int32, RowStart, StepPlan, TokenMasks, UInt32
 
+ValueT = TypeVar("ValueT")
 Kind = Literal["greedy", "random", "filtered"]
 KINDS: Final[tuple[Kind, ...]] = ("greedy", "random", "filtered")
 """What the rows of a step need at most: argmax only; Gumbel noise; noise within top-k, top-p and min-p."""
@@ -209,6 +210,14 @@ def sampled_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
     counts = 1 + plan.num_drafts[sequences]
     first = np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(sequences, counts), (np.arange(len(first)) - first).astype(np.int32)
+
+
+def by_sequence_of(plan: StepPlan, values: Mapping[int, ValueT]) -> dict[int, ValueT]:
+    """Return values by row of logits as values by sequence."""
+    if not values:
+        return {}
+    sequences, _ = sampled_positions(plan)
+    return {int(sequences[index]): value for index, value in values.items()}
 
 
 def sampled_indices(plan: StepPlan) -> npt.NDArray[np.intp]:

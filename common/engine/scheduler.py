@@ -39,6 +39,9 @@ from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, Bits
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, masks_after, refresh_masks
 from pagoda.common.errors import RequestError
 
+PROCESSOR_FIELD: Final = "extra_args"
+"""The field that errors of logits processors name: what a request gives them."""
+
 RUNNING: Final = RequestStatus.RUNNING
 NO_MASK: Final = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows all of its tokens."""
@@ -350,8 +353,10 @@ class Scheduler:
         if drafts is not None:
             drop_after_ends(requests, tokens, drafts)
         keep_prompt_logprobs(requests, result)
-        ended_by_mask = advance_masks(requests, tokens, drafts) if self._num_masked else {}
-        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_by_mask, drafts)
+        ended_early = advance_masks(requests, tokens, drafts) if self._num_masked else {}
+        if result.failed:
+            ended_early |= fail_requests(requests, result.failed)
+        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_early, drafts)
         for row in with_full_page.tolist():
             request = self._batch.request_at(row)
             self._register(request, request.num_known - 1)
@@ -536,6 +541,13 @@ def finish_status(request: Request, token: int, generated: int) -> RequestStatus
     return RequestStatus.FINISHED_LENGTH if generated == request.max_outputs else RUNNING
 
 
+def fail_requests(requests: Sequence[Request], failed: Mapping[int, str]) -> dict[int, RequestStatus]:
+    """Give the unfinished requests of failed sequences their error. Returns their status by index."""
+    for index, why in failed.items():
+        requests[index].error = PROCESSOR_FIELD, why
+    return {index: RequestStatus.FINISHED_ERROR for index in failed if not requests[index].is_finished}
+
+
 def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> None:
     """Append a chunk's prompt logprobs to those of the chunks before."""
     for index, block in result.prompt_logprobs.items():
@@ -557,6 +569,7 @@ def _detailed_output(
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
     stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
     grammar_error = None if request.mask_state is None else request.mask_state.error
+    error = request.error if grammar_error is None else (GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {grammar_error}")
     return EngineOutput(
         request_id=request.request_id,
         new_token_ids=tokens,
@@ -567,7 +580,7 @@ def _detailed_output(
         num_cached_tokens=request.num_cached_tokens or 0,
         scheduled=request.scheduled if len(request.outputs) == len(tokens) else 0.0,
         num_preemptions=request.num_preemptions,
-        error=None if grammar_error is None else (GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {grammar_error}"),
+        error=error,
     )
 
 

@@ -11,6 +11,7 @@ Axis letters: S sequences in this step, T tokens in this step, P pages of the lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -129,3 +130,4 @@ class StepResult:
     # one position per scheduled token whose next token is a prompt token, in order
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     recompiles: int = 0  # programs compiled or captured for this step after warm-up
+    failed: Mapping[int, str] = field(default_factory=dict)  # sequence -> why its logits processor failed

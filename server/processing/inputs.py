@@ -28,6 +28,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
+from pagoda.server.plugins import param_checks
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
@@ -190,6 +191,7 @@ class InputProcessor:
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
         self._reads_extra_args = bool(config.logits_processors)
+        self._param_checks = param_checks(config)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
         self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
         main = tokenizer.eos_token_id if tokenizer is not None else None
@@ -389,6 +391,11 @@ class InputProcessor:
             raise RequestError("prompt_logprobs", "prompt_logprobs need tokens, which prompt_embeds replace; drop one")
         if params.extra_args and not self._reads_extra_args:
             raise RequestError("extra_args", "extra_args have no effect without --logits-processors; drop them")
+        for check in self._param_checks:
+            try:
+                check(params)
+            except ValueError as error:
+                raise RequestError("extra_args", str(error)) from error
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
             if words and self._tokenizer is None:
                 raise RequestError(name, f"{name} needs a tokenizer, which is switched off (skip_tokenizer_init)")

@@ -51,6 +51,7 @@ from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint
+from pagoda.server.config_views import VllmConfigView
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.processing.grammar_check import structured_of
@@ -280,7 +281,9 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     The one check between the import of the backend and the weights: of a start and of --explain-config.
     """
     config = resolved.config
-    assembly = Assembly(scheduler_of(config), backend_options(resolved, sampler_options(config)))
+    view = VllmConfigView(config, _planned(resolved), lambda: resolved.hf_config)
+    options = backend_options(resolved, sampler_options(config, view, resolved.backend))
+    assembly = Assembly(scheduler_of(config), options)
     if config.cache.num_gpu_blocks_override is not None:
         stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
         _fit(config, resolved.limits, resolved.layout, stated)
@@ -289,6 +292,21 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
         if num_blocks is not None:
             _fit(config, resolved.limits, resolved.layout, num_blocks)
     return assembly
+
+
+def _planned(resolved: Resolved) -> EngineInfo:
+    """Return what is known of the engine before its weights are loaded."""
+    return EngineInfo(
+        names=resolved.config.model.names,
+        limits=resolved.limits,
+        vocab_size=resolved.spec.vocab,
+        eos_token_ids=resolved.generation.eos_token_ids,
+        backend=resolved.backend,
+        device="",
+        dtype=resolved.dtype,
+        memory="",
+        phases=(),
+    )
 
 
 def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOptions:

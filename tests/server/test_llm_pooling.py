@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.byte_text import framed_tokenizer
 from support.fake_engine import build
 from support.fake_pooling import vector

@@ -35,6 +35,14 @@ def note_too(config: EngineConfig) -> None:
     called.append("too")
 
 
+def note_plainly() -> None:
+    called.append("plain")
+
+
+def fail_plainly() -> None:
+    raise OSError("no luck")
+
+
 def fail(config: EngineConfig) -> None:
     raise OSError("no luck")
 
@@ -108,11 +116,21 @@ def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch, target: str, 
         plugins.load_general_plugins(config(plugins="other"))
 
 
-def test_other_projects_plugins_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = []
-    monkeypatch.setattr(plugins, "entry_points", lambda group: groups.append(group) or EntryPoints())
+def test_plugins_written_for_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They get no arguments; one that fails is left out with a warning, as it may need vLLM itself."""
+    entries = [
+        EntryPoint("one", f"{__name__}:note_plainly", "vllm.general_plugins"),
+        EntryPoint("two", f"{__name__}:fail_plainly", "vllm.general_plugins"),
+        EntryPoint("three", "vllm.no.such:thing", "vllm.general_plugins"),
+    ]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(entries).select(group=group))
     plugins.load_general_plugins(config())
-    assert groups == ["pagoda.general_plugins"]
+    assert called == ["plain"]
+    assert "plugin two of vllm.general_plugins is left out: OSError: no luck" in caplog.text
+    assert "plugin three of vllm.general_plugins is left out: " in caplog.text
+    monkeypatch.setenv("VLLM_PLUGINS", "two")
+    plugins.load_general_plugins(config())
+    assert called == ["plain"]
 
 
 PLUGIN = """

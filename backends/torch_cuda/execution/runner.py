@@ -200,7 +200,7 @@ class Runner:
         logprobs = parts.sampler.logprobs(raw, tokens, step.plan, self.stream)
         fetched = self.stream.fetch(tokens)
         if drafts is None:
-            return PendingTokens(fetched.array, logprobs)
+            return PendingTokens(fetched.array, logprobs, failed=parts.sampler.failed)
         most = 1 + int(drafts.max())
         return PendingTokens(lambda: fetched.array().reshape(-1, step.width)[:, :most], logprobs)
 

@@ -17,6 +17,7 @@ from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine import sampling_state
+from pagoda.common.engine.batch_logits import BatchLogitsProcessor, BatchUpdate, process_dict_updates
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import RowStart, TokenMasks
 
@@ -213,3 +214,43 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
     same, _ = reference.sample(torch.from_numpy(logits.copy()), plan, masks)
     assert [t for t, w in zip(same.tolist(), want) if w is not None] == [w for w in want if w is not None]
+
+
+class OnlyEven(BatchLogitsProcessor):
+    """Adds to even tokens what a request says; with 13 it fails."""
+
+    def __init__(self, vllm_config: object, device: object, is_pin_memory: bool) -> None:
+        self.added: dict[int, float] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.added, batch_update, lambda params, _, __: (params.extra_args or {}).get("add"))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if 13 in self.added.values():
+            raise OSError("bad luck")
+        for row, added in self.added.items():
+            logits[row, ::2] += added
+        return logits
+
+
+def test_processors_of_batches_edit_their_rows_and_fail_alone() -> None:
+    """Of three sequences the middle one does not sample."""
+    sampler = make(SamplerOptions(batch_processors=(("even", lambda: OnlyEven(None, None, False)),)))
+    for row, extra in enumerate([None, {"add": 5.0}, {"add": 100.0}]):
+        sampler.start(RowStart(row, np.array([3], np.int32), 1, SamplingRules(extra_args=extra)))
+    logits = torch.arange(VOCAB, dtype=torch.float32).repeat(3, 1)
+    plan = replace(decode_step([1] * 3), samples=np.array([True, False, True]))
+    edited = logits.clone()
+    sampler.edit(edited, plan)
+    assert edited[0].tolist() == logits[0].tolist()
+    assert edited[2, ::2].tolist() == (logits[2, ::2] + 100).tolist()
+    assert not sampler.failed
+    sampler.start(RowStart(2, np.array([3], np.int32), 1, SamplingRules(extra_args={"add": 13})))
+    sampler.edit(edited, plan)
+    assert sampler.failed == {2: "logits processor even failed: OSError('bad luck')"}
+    sampler.start(RowStart(2, np.array([3], np.int32), 1, SamplingRules()))
+    sampler.edit(edited, plan)
+    assert not sampler.failed
