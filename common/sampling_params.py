@@ -140,7 +140,7 @@ class SamplingParams:
     number of best tokens to report, -1 for the vocabulary. `logprob_token_ids`: report these instead of the best.
     `seed` None or -1: the server chooses; with n > 1, answer i samples with seed + i. `truncate_prompt_tokens`: keep
     the last N prompt tokens, the first with `truncation_side` "right"; -1: the model's context. `stream_interval`:
-    tokens between two outputs, instead of the engine's. `thinking_token_budget`: maximum reasoning tokens.
+    tokens between two outputs, instead of the engine's. `thinking_token_budget`: maximum reasoning tokens, or -1.
     `skip_clone` promises that the caller will not change the object: `clone` then shares its lists (the engine
     never needs a clone, because `rules` freezes what it uses).
     """
@@ -467,6 +467,10 @@ def _bias(name: str, value: object) -> None:
         raise RequestError(name, f"{name} must map token ids to numbers, not {_shown(value)}")
     if len(value) > MAX_IDS:
         raise RequestError(name, f"{name} has {len(value)} entries; at most {MAX_IDS} are allowed")
+    wrong = [token for token in value if not isinstance(token, int)]
+    if wrong:
+        shown = ", ".join(map(_shown, wrong[:8]))
+        raise RequestError(name, f"{name} must contain integer token ids, not {shown}")
     in_range = _number(-100.0, 100.0)
     for token, bias in value.items():
         _need_id(name, token)
@@ -554,7 +558,7 @@ _CHECKS: Final[dict[str, Check]] = {
     "extra_args": _optional(_json_object),
     "skip_reading_prefix_cache": _optional(_flag),
     "structured_outputs": _optional(_instance(StructuredOutputsParams, "StructuredOutputsParams")),
-    "thinking_token_budget": _optional(_int(0)),
+    "thinking_token_budget": _optional(_int(-1)),
     "repetition_detection": _optional(_repetition),
     "truncate_prompt_tokens": _optional(_int(-1)),
     "truncation_side": _side,

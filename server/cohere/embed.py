@@ -61,7 +61,7 @@ class CohereEmbedRequest(RequestBody):
             return texts
         if self.input_type not in prefixes:
             known = f"use one of {', '.join(sorted(prefixes))}" if prefixes else "leave it out"
-            raise RequestError("input_type", f"this model has no input_type {self.input_type[:80]!r}; {known}")
+            raise RequestError("input_type", f"Unsupported input_type {self.input_type[:80]!r}; {known}")
         return [prefixes[self.input_type] + text for text in texts]
 
     @property

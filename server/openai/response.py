@@ -57,7 +57,7 @@ class CompletionBuilder(ResponseBuilder):
         self._tokenizer = tokenizer
         options = request.stream_options
         self._reports_usage = config.enable_force_include_usage or bool(options is not None and options.include_usage)
-        self._reports_running_usage = (
+        self._reports_running_usage = config.enable_force_include_usage or (
             self._reports_usage and options is not None and bool(options.continuous_usage_stats)
         )
 

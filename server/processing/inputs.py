@@ -467,7 +467,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     low, high = min(token_ids, default=0), max(token_ids, default=0)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise RequestError(field, f"token id {bad} is out of range; the vocabulary has {vocab_size} entries")
+        raise RequestError(field, f"token id {bad} is out of vocabulary: ids are 0 to {vocab_size - 1}")
 
 
 def check_keys(prompt: Mapping[str, Any]) -> None:
@@ -644,7 +644,7 @@ class OutputConstraints:
 
         Raises RequestError for a budget without a reasoning parser.
         """
-        budget = params.thinking_token_budget
+        budget = None if params.thinking_token_budget == -1 else params.thinking_token_budget
         if budget is not None and (self._format is None or self._tokenizer is None):
             raise RequestError(
                 "thinking_token_budget", "thinking_token_budget needs a server with a --reasoning-parser"

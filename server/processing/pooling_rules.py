@@ -30,7 +30,7 @@ def resolve_task(info: PoolingInfo, name: str | None) -> PoolingTask:
         if task == name:
             return task
     hint = {"embed": " (--convert embed)", "classify": " (--convert classify)"}.get(name, "")
-    raise RequestError("task", f"this model does not offer {name!r}{hint}; it offers {', '.join(info.tasks)}")
+    raise RequestError("task", f"Unsupported task: {name!r}{hint}; this model offers {', '.join(info.tasks)}")
 
 
 def _selection(info: PoolingInfo, tag: int | None, task: PoolingTask) -> TokenSelection:

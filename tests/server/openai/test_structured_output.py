@@ -277,7 +277,7 @@ def test_engine_parameters_of_reasoning(monkeypatch):
     assert forms.thinking(params, prompt + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
     assert forms.thinking(SamplingParams(), "a<", []) is None
     with pytest.raises(RequestError, match="thinking_token_budget"):
-        SamplingParams(thinking_token_budget=-1)
+        SamplingParams(thinking_token_budget=-2)
 
 
 # --- settings ---

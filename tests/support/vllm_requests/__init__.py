@@ -1,0 +1,1 @@
+"""vLLM's own server tests as tables of requests."""
