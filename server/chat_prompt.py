@@ -224,13 +224,14 @@ def _ignored_tools(state: ServerState, conversation: Conversation) -> tuple[Igno
     tools: Sequence[Any] = conversation.tools if conversation.tool_choice == "auto" else ()
     if not tools or (tokenizer := state.tokenizer()) is None:
         return ()
-    if isinstance(state.reasoning_format, AdaptsConversation):
-        _, tools = state.reasoning_format.adapted((), tools)
+    reasoning = state.reasoning_format
+    if reasoning is not None and isinstance(reasoning, AdaptsConversation):
+        _, tools = reasoning.adapted((), tools)
     if not tools or "tools" in variables_of(_template_of(tokenizer, conversation, state) or ""):
         return ()
     reason = (
-        "tools are not shown to the model by its chat template; leave them out, or serve it with a --chat-template that "
-        "shows them (chatml_tools for ChatML models)"
+        "tools are not shown to the model by its chat template; leave them out, or serve it with a --chat-template "
+        "that shows them (chatml_tools for ChatML models)"
     )
     return (Ignored("tools", "hint", reason),)
 

@@ -19,13 +19,13 @@ from pagoda.common.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagoda.server.http.body import Int64, RequestBody, hint, read_body, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, read_body, unsupported
 from pagoda.server.http.fields import (
     LOWEST,
     StreamOptions,
     TokenNames,
     chat_logprobs,
-    check_stream_options,
+    ignored_stream_options,
     prompt_logprobs,
 )
 from pagoda.server.http.generation import Generation
@@ -62,15 +62,19 @@ class GenerateRequest(RequestBody):
     ec_transfer_params: Any = unsupported(why="this version serves text only")
 
     def check(self) -> None:
-        """Raise RequestError for an invalid combination of fields."""
-        check_stream_options(self.stream, self.stream_options)
+        """Raise RequestError for an unknown field of sampling_params."""
+        unknown = next((name for name in self.sampling_params if name not in {*_FIELDS, *_SET_BY_STREAM}), None)
+        if unknown is not None:
+            raise RequestError("sampling_params", f"sampling_params.{unknown[:100]} is not a field of SamplingParams")
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the ignored parts, stream options without effect among them."""
+        yield from super().ignored(path)
+        yield from ignored_stream_options(self.stream, self.stream_options)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         given = {name: value for name, value in self.sampling_params.items() if name not in _SET_BY_STREAM}
-        unknown = next((name for name in given if name not in _FIELDS), None)
-        if unknown is not None:
-            raise RequestError("sampling_params", f"sampling_params.{unknown[:100]} is not a field of SamplingParams")
         given = {"max_tokens": defaults.get("max_tokens")} | given
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         try:
