@@ -48,7 +48,7 @@ def create(options: BackendOptions) -> ReferenceBackend:
     if options.cache.cache_dtype != "auto":
         raise ConfigError(
             "--kv-cache-dtype",
-            "the reference backend's cache has the activations' dtype; use auto, or --backend jax_tpu",
+            "the reference backend's cache has the activations' dtype; use auto, or --backend torch_cuda or jax_tpu",
         )
     return ReferenceBackend(options, _layer_device(options))
 

@@ -102,7 +102,7 @@ def test_an_invalid_variable_is_named_in_the_error(name: str, text: str, line: s
 def test_a_refused_value_is_reported_under_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLEX_ATTENTION")
     with pytest.raises(
-        ConfigError, match=r"^VLLM_ATTENTION_BACKEND: --attention-backend: 'FLEX_ATTENTION': not in this"
+        ConfigError, match=r"^VLLM_ATTENTION_BACKEND: --attention-backend: 'FLEX_ATTENTION': no backend has"
     ):
         EngineArgs()
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "triton_attn")
