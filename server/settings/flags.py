@@ -74,10 +74,11 @@ class EngineArgs:
         for name in settings:
             if name not in ENGINE_SETTINGS:
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}{did_you_mean(name, ENGINE_SETTINGS)}")
-        keywords = from_keywords(ENGINE_SETTINGS, {**settings, "model": model})
+        keywords = from_keywords(ENGINE_SETTINGS, _as_mappings({**settings, "model": model}))
         self._apply(merge_layers(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
 
     def _apply(self, resolved: ResolvedSettings) -> None:
+        resolved = _with_overridden_length(resolved)
         self._config = EngineConfig(
             **{name: build(each, resolved.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
         )
@@ -140,6 +141,37 @@ class EngineArgs:
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ENGINE_SETTINGS}
+
+
+def _as_mappings(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords of EngineArgs with vLLM's short forms of two settings as mappings.
+
+    `compilation_config`: an integer is the mode. `hf_overrides`: a function gets config.json and returns it changed.
+    """
+    settings = dict(keywords)
+    level = settings.get("compilation_config")
+    if isinstance(level, int):
+        settings["compilation_config"] = {"mode": int(level)}
+    if callable(change := settings.get("hf_overrides")):
+        from pagoda.server.settings.hf_overrides import overrides_of  # reads the model, and needs this module
+
+        del settings["hf_overrides"]
+        settings["hf_overrides"] = overrides_of(change, EngineArgs(**settings).create_engine_config())
+    return settings
+
+
+def _with_overridden_length(resolved: ResolvedSettings) -> ResolvedSettings:
+    """Return settings in which `max_model_len` of hf_overrides is that of the engine, unless it is set itself."""
+    overrides = dict(resolved.values["hf_overrides"])
+    if "max_model_len" not in overrides:
+        return resolved
+    length = overrides.pop("max_model_len")
+    values = {**resolved.values, "hf_overrides": overrides}
+    sources = dict(resolved.sources)
+    if values["max_model_len"] is None:
+        values["max_model_len"] = ENGINE_SETTINGS["max_model_len"].convert(length)
+        sources["max_model_len"] = sources["hf_overrides"]
+    return dataclasses.replace(resolved, values=values, sources=sources)
 
 
 class AsyncEngineArgs(EngineArgs):
