@@ -107,7 +107,7 @@ def test_explicit_prompts_of_encoder_and_decoder(saved: Saved, llm: LLM, decoder
         ),
         ("x" * 100_000, "prompt", "maximum context length is 48 tokens.* truncate_prompt_tokens"),
         ([], "prompt", "the encoder's prompt is empty"),
-        ([999], "prompt", "token id 999 is out of range"),
+        ([999], "prompt", "token id 999 is out of vocabulary"),
         ({"encoder_prompt": "a", "decoder_prompt": [5] * 40}, "prompt", "maximum context length is 40 tokens"),
         ({"encoder_prompt": "a", "multi_modal_data": {}}, "multi_modal_data", "beside 'encoder_prompt' and 'deco"),
     ],

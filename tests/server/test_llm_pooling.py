@@ -165,7 +165,7 @@ def test_unsupported_tasks_are_refused() -> None:
         (lambda: embed.embed({"prompt": "a", "cache_salt": 3}), "cache_salt", "string"),
         (lambda: embed.embed({"prompt": "a", "multi_modal_data": {}}), "multi_modal_data", "text only"),
         (lambda: embed.embed(["a", "b" * 64]), "prompt", "64 tokens, but the prompt is too long: 65"),
-        (lambda: embed.embed([[300]]), "prompt", "out of range"),
+        (lambda: embed.embed([[300]]), "prompt", "out of vocabulary"),
         (lambda: classify.encode("a", PoolingParams(dimensions=2)), "dimensions", "has none"),
     ]
     for call, field, text in calls:

@@ -64,8 +64,8 @@ def test_every_form_of_prompt(prompt: PromptType, text: str | None) -> None:
         ([1, True], "prompt", "bool"),
         ([1.0], "prompt", "float"),
         ([1, -1], "prompt", "token id -1 is out of vocabulary: ids are 0 to 256"),
-        ([1, 257], "prompt", "token id 257 is out of range"),
-        ([1, 10**30], "prompt", "out of range"),
+        ([1, 257], "prompt", "token id 257 is out of vocabulary"),
+        ([1, 10**30], "prompt", "out of vocabulary"),
         (
             "x" * MAX_LEN,
             "prompt",
