@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, Self, overload
+from typing import Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
@@ -15,6 +15,7 @@ from pagoda.common.engine.core import ASLEEP, PAUSE_MODES, SLEEP_TAGS, check_sle
 from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
 from pagoda.common.errors import AbortedError, ConfigError, EngineDeadError, QueueFullError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
+from pagoda.common.observe.request_events import QUEUED_REQUESTS, RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
@@ -56,12 +57,28 @@ POLL_SECONDS: Final = 0.01
 """Interval at which pause_generation checks whether all requests have finished."""
 
 
+class MetricsRecorder(Protocol):
+    """What observe.metrics.Metrics implements."""
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Record an engine step, or several merged ones."""
+        ...
+
+    def on_events(self, events: RequestEvents) -> None:
+        """Record what happened to requests."""
+        ...
+
+    def on_rejected(self, reason: str) -> None:
+        """Record a request that exceeds a limit of the queue, by the limit."""
+        ...
+
+
 class AsyncLLM:
     """An engine for many concurrent requests, in one event loop.
 
     The engine starts at once, in its own process, or with `in_process` in a thread. With `wait` the constructor returns
-    when it is warm and raises what kept it from starting; without, await wait_until_ready(). `on_step` is called for
-    every engine step (for metrics), in the event loop. `client` and `open_text` replace engine and tokenizer in tests.
+    when it is warm and raises what kept it from starting; without, await wait_until_ready(). `metrics` records what
+    happens, in the event loop; it may be set later. `client` and `open_text` replace engine and tokenizer in tests.
     """
 
     def __init__(
@@ -70,7 +87,7 @@ class AsyncLLM:
         *,
         in_process: bool = False,
         wait: bool = True,
-        on_step: Callable[[StepOutputs], None] | None = None,
+        metrics: MetricsRecorder | None = None,
         client: EngineClient | None = None,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
@@ -78,7 +95,7 @@ class AsyncLLM:
             configure_unless_done(config.logging)
         self.config = config
         self.stats = EngineStats()
-        self.on_step = on_step
+        self.metrics = metrics
         self._open_text = open_text
         self._engine = CoreClientAsync(
             client or start_engine(config, in_process=in_process), self._receive, self._fail_all
@@ -86,7 +103,7 @@ class AsyncLLM:
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences
+            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences, self._on_rejected
         )
         self._gate = Gate()
         if wait:
@@ -422,6 +439,7 @@ class AsyncLLM:
         """Stop engine requests that are no longer tracked."""
         if children:
             self._engine.send_if_alive(Abort(children))
+            self._report_events()
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -440,8 +458,19 @@ class AsyncLLM:
             if output.error is not None:
                 self._refuse(output.request_id, RequestError(*output.error))
         self._abort(self._ready().requests.take(step.outputs))
-        if self.on_step is not None:
-            self.on_step(step)
+        if self.metrics is not None:
+            self.metrics.on_step(step)
+        self._report_events()
+
+    def _report_events(self) -> None:
+        events = self._ready().requests.events
+        if self.metrics is not None:
+            self.metrics.on_events(events)
+        events.clear()
+
+    def _on_rejected(self, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.on_rejected(reason)
 
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))
@@ -449,6 +478,7 @@ class AsyncLLM:
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._warm is not None:
             self._warm.requests.die(error)
+            self._report_events()
 
 
 # What an AsyncLLM consists of, all in one event loop; only it sends to the engine.
@@ -472,7 +502,7 @@ class WarmEngine:
             info=info,
             tokenizer=tokenizer,
             inputs=AsyncInputs(processor, check_of(tokenizer, info)),
-            requests=AsyncRequests(OutputProcessor(tokenizer, config.scheduler.stream_interval)),
+            requests=AsyncRequests(tokenizer, config.scheduler.stream_interval),
         )
 
 
@@ -518,8 +548,9 @@ class AsyncInputs:
 class AsyncRequests:
     """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
 
-    def __init__(self, processor: OutputProcessor) -> None:
-        self._processor = processor
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+        self.events = RequestEvents()
+        self._processor = OutputProcessor(tokenizer, stream_interval, self.events)
         self._streams: dict[str, RequestStream[Any]] = {}
 
     def __len__(self) -> int:
@@ -577,17 +608,17 @@ class AsyncRequests:
         request_id = self._processor.parent_of(child_id)
         if request_id is None:
             return []
-        stream = self._streams.get(request_id)
-        children = self.drop(request_id)
+        stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.fail(error)
-        return children
+        return self._processor.drop(request_id)
 
     def die(self, error: EngineDeadError) -> None:
         """Fail all requests: the engine is dead."""
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
+        self._processor.fail()
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Return their last outputs and the engine requests to abort."""
@@ -598,7 +629,9 @@ class AsyncRequests:
 
 
 class Admission:
-    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued."""
+    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued. `on_rejected`
+    is called with the limit that a request exceeds.
+    """
 
     def __init__(
         self,
@@ -606,8 +639,10 @@ class Admission:
         engine: CoreClientAsync,
         sleep: AsyncSleep,
         count_sequences: Callable[[], int],
+        on_rejected: Callable[[str], None],
     ) -> None:
         self._config, self._engine, self._sleep, self._count_sequences = config, engine, sleep, count_sequences
+        self._on_rejected = on_rejected
 
     def check(self, sequences: int) -> None:
         """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold them."""
@@ -620,6 +655,7 @@ class Admission:
             raise RequestError("n", f"n {sequences} is above the limit of {limit} sequences (--max-num-queued-reqs)")
         unfinished = self._count_sequences()
         if unfinished + sequences > limit:
+            self._on_rejected(QUEUED_REQUESTS)
             raise QueueFullError(f"the server has {unfinished} of {limit} sequences in progress; try again")
 
     def check_priority(self, priority: int) -> None:

@@ -111,8 +111,7 @@ def _run(
     from pagoda.server.http.state import ServerState
 
     llm = AsyncLLM(engine_config, wait=False, client=client)
-    metrics = Metrics(llm.names[0])
-    llm.on_step = metrics.on_step
+    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size)
     metrics_context = (
         metrics_server(metrics, config.url, server_config.port) if config.enable_metrics else contextlib.nullcontext()
     )

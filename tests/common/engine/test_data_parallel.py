@@ -76,7 +76,8 @@ def test_statistics_sum_all_shards() -> None:
     for name, prompt in (("a", [1] * 9), ("b", [2] * 5)):
         engine.add_request(request(name, prompt))
     stats = engine.step().stats
-    assert (stats.running, stats.waiting, stats.last_step_tokens) == (2, 0, 14)
+    assert (stats.running, stats.waiting, stats.last_step_tokens) == (2, 0, 9 + 5 + 2)
+    assert [(each.running, each.last_step_tokens) for each in stats.replicas] == [(1, 9 + 1), (1, 5 + 1)]
     assert (stats.kv_blocks_used, stats.kv_blocks_total, stats.prefix_queries) == (3 + 2, 78, 14)
     assert engine.stats.running == 2
 
