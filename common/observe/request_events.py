@@ -4,6 +4,7 @@ record it. Times are seconds of the monotonic clock; 0: it did not happen, or a 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,15 +18,16 @@ class ReplicaTokens:
     """Tokens that the sequences of one data-parallel replica generated."""
 
     count: int = 0
-    waits: dict[float, int] = field(default_factory=dict)  # seconds since the sequence's token before -> tokens
+    waits: defaultdict[float, int] = field(
+        default_factory=lambda: defaultdict(int)
+    )  # seconds since the sequence's token before -> tokens
 
     def add(self, tokens: int, wait: float | None) -> None:
         """Add tokens of a sequence that came `wait` seconds after the token before; None: they are the first."""
         self.count += tokens
         if wait is not None:
             # Most sequences of a batch have the same time of their token before, so that few entries are made.
-            each = wait / tokens
-            self.waits[each] = self.waits.get(each, 0) + tokens
+            self.waits[wait / tokens if tokens > 1 else wait] += tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +76,10 @@ class RequestEvents:
     """Events in the order in which they happened; empty after `clear`."""
 
     def __init__(self) -> None:
-        self.tokens: dict[int, ReplicaTokens] = {}
+        self.tokens: defaultdict[int, ReplicaTokens] = defaultdict(ReplicaTokens)  # by replica
         self.first_tokens: list[FirstToken] = []
         self.sequences: list[FinishedSequence] = []
         self.requests: list[FinishedRequest] = []
-
-    def tokens_of(self, replica: int) -> ReplicaTokens:
-        """Return the tokens of a replica, to be added to."""
-        tokens = self.tokens.get(replica)
-        if tokens is None:
-            tokens = self.tokens[replica] = ReplicaTokens()
-        return tokens
 
     def clear(self) -> None:
         """Forget all events."""

@@ -212,22 +212,29 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
 
 
 def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: RequestEvents | None) -> None:
-    metrics, request = sequence.metrics, sequence.request
-    if events is not None:
-        wait = now - metrics.last_token_ts if metrics.first_token_ts else None
-        events.tokens_of(metrics.replica).add(new_tokens, wait)
-        if not metrics.first_token_ts:
-            first = FirstToken(
-                replica=metrics.replica,
-                latency=max(0.0, now - request.metrics.arrival_ts),
-                prompt_tokens=_num_prompt_tokens(request.prepared),
-                cached_tokens=metrics.num_cached_tokens,
-            )
-            events.first_tokens.append(first)
-    metrics.num_generation_tokens += new_tokens
+    metrics = sequence.metrics
+    before = metrics.last_token_ts
     metrics.last_token_ts = now
-    metrics.first_token_ts = metrics.first_token_ts or now
+    metrics.num_generation_tokens += new_tokens
+    if metrics.first_token_ts:
+        if events is not None:
+            events.tokens[metrics.replica].add(new_tokens, now - before)
+        return
+    request = sequence.request
+    metrics.first_token_ts = now
     request.metrics.first_token_ts = request.metrics.first_token_ts or now
+    if events is not None:
+        tokens = events.tokens[metrics.replica]
+        tokens.add(1, None)
+        if new_tokens > 1:  # of merged steps
+            tokens.add(new_tokens - 1, 0.0)
+        first = FirstToken(
+            replica=metrics.replica,
+            latency=max(0.0, now - request.metrics.arrival_ts),
+            prompt_tokens=_num_prompt_tokens(request.prepared),
+            cached_tokens=metrics.num_cached_tokens,
+        )
+        events.first_tokens.append(first)
 
 
 def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -> None:

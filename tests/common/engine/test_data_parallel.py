@@ -82,6 +82,13 @@ def test_statistics_sum_all_shards() -> None:
     assert engine.stats.running == 2
 
 
+def test_the_first_output_names_the_replica() -> None:
+    engine = core(shards=2, async_scheduling=False)
+    for name in "ab":
+        engine.add_request(request(name, [ord(name)] * 5))
+    assert {output.request_id: output.replica for output in engine.step().outputs} == {"a": 0, "b": 1}
+
+
 def test_abort_reaches_the_requests_shard() -> None:
     engine = core(shards=2)
     for name in "abc":

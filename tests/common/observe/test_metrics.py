@@ -204,7 +204,7 @@ def test_each_replica_has_its_series() -> None:
     metrics.set_cache_info({"block_size": 16})
     replicas = EngineStats(running=1, last_step_tokens=4), EngineStats(running=2, waiting=3, last_step_tokens=6)
     metrics.on_step(step(running=3, waiting=3, last_step_tokens=10, replicas=replicas))
-    events.tokens_of(1).add(5, None)
+    events.tokens[1].add(5, None)
     events.first_tokens.append(FirstToken(replica=1, latency=0.5, prompt_tokens=7, cached_tokens=4))
     events.sequences.append(sequence(replica=1))
     events.requests.append(FinishedRequest(replica=1, n=1, longest=5))
@@ -299,8 +299,8 @@ def test_first_tokens_count_the_prompt() -> None:
 def test_the_time_between_tokens_is_weighted_by_tokens() -> None:
     metrics, events = Metrics("m"), RequestEvents()
     for wait in (None, 0.03, 0.03, 0.06):
-        events.tokens_of(0).add(1, wait)
-    events.tokens_of(0).add(3, 0.18)
+        events.tokens[0].add(1, wait)
+    events.tokens[0].add(3, 0.18)
     metrics.on_events(events)
     for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
         by_bound = [value(metrics, f"{name}_bucket", le=bound) for bound in ("0.025", "0.05", "0.075", "+Inf")]

@@ -71,11 +71,11 @@ def test_sequences_are_reported_when_they_start_and_end(
 
 def test_tokens_are_counted_by_replica_with_the_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = EventBench(monkeypatch)
-    bench.step(3.0, says("a", "x", scheduled=2.0), says("b", "x", scheduled=2.0, replica=1))
+    bench.step(3.0, says("a", "x", scheduled=2.0), says("b", "xyz", scheduled=2.0, replica=1))
     bench.step(4.0, says("a", "xy"), says("b", "x"), says("unknown", "x"))
     bench.step(5.0, says("a", "x"), says("b", "x"))
     tokens = {replica: (each.count, each.waits) for replica, each in bench.events.tokens.items()}
-    assert tokens == {0: (4, {0.5: 2, 1.0: 1}), 1: (3, {1.0: 2})}
+    assert tokens == {0: (4, {0.5: 2, 1.0: 1}), 1: (5, {0.0: 2, 1.0: 2})}
     bench.events.clear()
     assert not bench.events.tokens
     assert not bench.events.first_tokens
