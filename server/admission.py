@@ -9,12 +9,15 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
 from pagoda.common.errors import QueueFullError, RequestError, SleepError
+from pagoda.common.observe.request_events import QUEUED_REQUESTS
 from pagoda.server.core_client.client import Command, CoreClientAsync
 from pagoda.server.ipc_messages import Sleep, SleepState, WakeUp
 
 
 class Admission:
-    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued."""
+    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued. `on_rejected`
+    is called with the limit that a request exceeds.
+    """
 
     def __init__(
         self,
@@ -22,8 +25,10 @@ class Admission:
         engine: CoreClientAsync,
         sleep: AsyncSleep,
         count_sequences: Callable[[], int],
+        on_rejected: Callable[[str], None],
     ) -> None:
         self._config, self._engine, self._sleep, self._count_sequences = config, engine, sleep, count_sequences
+        self._on_rejected = on_rejected
 
     def check(self, sequences: int) -> None:
         """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold them."""
@@ -36,6 +41,7 @@ class Admission:
             raise RequestError("n", f"n {sequences} is above the limit of {limit} sequences (--max-num-queued-reqs)")
         unfinished = self._count_sequences()
         if unfinished + sequences > limit:
+            self._on_rejected(QUEUED_REQUESTS)
             raise QueueFullError(f"the server has {unfinished} of {limit} sequences in progress; try again")
 
     def check_priority(self, priority: int) -> None:

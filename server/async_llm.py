@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, Self, overload
+from typing import Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import NO_LORA
@@ -14,6 +14,7 @@ from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.messages import EngineStats, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
+from pagoda.common.observe.request_events import RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
@@ -46,7 +47,7 @@ from pagoda.server.processing.inputs import (
     max_prompt_tokens,
     text_options,
 )
-from pagoda.server.processing.output_processor import AsyncRequests, OutputProcessor, RequestStream
+from pagoda.server.processing.output_processor import AsyncRequests, RequestStream
 from pagoda.server.request_types import LoRARequest
 from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
@@ -60,12 +61,28 @@ POLL_SECONDS: Final = 0.01
 """Interval at which pause_generation checks whether all requests have finished."""
 
 
+class MetricsRecorder(Protocol):
+    """What observe.metrics.Metrics implements."""
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Record an engine step, or several merged ones."""
+        ...
+
+    def on_events(self, events: RequestEvents) -> None:
+        """Record what happened to requests."""
+        ...
+
+    def on_rejected(self, reason: str) -> None:
+        """Record a request that exceeds a limit of the queue, by the limit."""
+        ...
+
+
 class AsyncLLM(ExplainsMissingMethods):
     """An engine for many concurrent requests, in one event loop.
 
     The engine starts at once, in its own process, or with `in_process` in a thread. With `wait` the constructor returns
-    when it is warm and raises what kept it from starting; without, await wait_until_ready(). `on_step` is called for
-    every engine step (for metrics), in the event loop. `client` and `open_text` replace engine and tokenizer in tests.
+    when it is warm and raises what kept it from starting; without, await wait_until_ready(). `metrics` records what
+    happens, in the event loop; it may be set later. `client` and `open_text` replace engine and tokenizer in tests.
     vLLM's further parameters have no effect, but for `stat_loggers` and `client_count`, which are refused.
     """
 
@@ -87,7 +104,7 @@ class AsyncLLM(ExplainsMissingMethods):
         *,
         in_process: bool = False,
         wait: bool = True,
-        on_step: Callable[[StepOutputs], None] | None = None,
+        metrics: MetricsRecorder | None = None,
         client: EngineClient | None = None,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
@@ -101,7 +118,7 @@ class AsyncLLM(ExplainsMissingMethods):
             configure_unless_done(config.logging)
         self.config, self.log_stats, self.log_requests = config, log_stats, log_requests
         self.stats = EngineStats()
-        self.on_step = on_step
+        self.metrics = metrics
         self._open_text = open_text
         self._engine = CoreClientAsync(
             client or start_engine(config, in_process=in_process), self._receive, self._fail_all
@@ -109,7 +126,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences
+            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences, self._on_rejected
         )
         self._gate = Gate()
         if wait:
@@ -604,6 +621,7 @@ class AsyncLLM(ExplainsMissingMethods):
         """Stop engine requests that are no longer tracked."""
         if children:
             self._engine.send_if_alive(Abort(children))
+            self._report_events()
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -622,8 +640,19 @@ class AsyncLLM(ExplainsMissingMethods):
             if output.error is not None:
                 self._refuse(output.request_id, RequestError(*output.error))
         self._abort(self._ready().requests.take(step.outputs))
-        if self.on_step is not None:
-            self.on_step(step)
+        if self.metrics is not None:
+            self.metrics.on_step(step)
+        self._report_events()
+
+    def _report_events(self) -> None:
+        events = self._ready().requests.events
+        if self.metrics is not None:
+            self.metrics.on_events(events)
+        events.clear()
+
+    def _on_rejected(self, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.on_rejected(reason)
 
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))
@@ -631,6 +660,7 @@ class AsyncLLM(ExplainsMissingMethods):
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._warm is not None:
             self._warm.requests.die(error)
+            self._report_events()
 
 
 # What an AsyncLLM consists of, all in one event loop; only it sends to the engine.
@@ -654,7 +684,7 @@ class WarmEngine:
             info=info,
             tokenizer=tokenizer,
             inputs=AsyncInputs(processor, check_of(tokenizer, info)),
-            requests=AsyncRequests(OutputProcessor(tokenizer, config.scheduler.stream_interval)),
+            requests=AsyncRequests(tokenizer, config.scheduler.stream_interval),
         )
 
 

@@ -54,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     num_blocks: int = 0  # KV blocks of all pools and copies, null blocks included
+    max_concurrency: float = 0.0  # sequences of max_model_len tokens that the KV cache of a copy holds; 0: unknown
     memory: str
     phases: tuple[tuple[str, float], ...]  # start-up phases and their seconds, in order
     pooling: PoolingInfo | None = None  # None: the model generates

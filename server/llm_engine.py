@@ -15,6 +15,7 @@ from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
+from pagoda.common.observe.request_events import RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
@@ -43,7 +44,7 @@ from pagoda.server.startup.engine import BuiltEngine, build_engine
 from pagoda.server.worker import Worker
 
 if TYPE_CHECKING:
-    from pagoda.server.engine_metrics import EngineMetrics
+    from pagoda.common.observe.metrics import Metrics
     from pagoda.server.metrics_reader import Metric
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,10 @@ class LLMEngine(ExplainsMissingMethods):
         self._core = self._built.core
         self._sleeper = self._built.sleeper
         self.inputs = InputProcessor(config.model, self.info, tokenizer, config.structured_outputs)
-        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval)
         self.log_stats = log_stats and not config.observability.disable_log_stats
-        self._metrics = _metrics_of(self.info) if self.log_stats else None
+        self._metrics = _metrics_of(self.info, config) if self.log_stats else None
+        self._events = RequestEvents() if self.log_stats else None
+        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval, self._events)
 
     @classmethod
     def from_engine_args(
@@ -210,8 +212,6 @@ class LLMEngine(ExplainsMissingMethods):
             self._core.abort(added)
             self._outputs.drop(prepared.request_id)
             raise
-        if self._metrics is not None:
-            self._metrics.add(prepared)
 
     def step(self) -> list[RequestOutput | RawPoolingOutput]:
         """Run one engine step and return the new outputs."""
@@ -222,7 +222,8 @@ class LLMEngine(ExplainsMissingMethods):
         if stopped:
             self._core.abort(stopped)
         if self._metrics is not None:
-            self._metrics.on_step(step, outputs)
+            self._metrics.on_step(step)
+        self._report_events()
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> list[RequestOutput]:
@@ -232,9 +233,13 @@ class LLMEngine(ExplainsMissingMethods):
         """
         outputs, children = self._outputs.abort([request_ids] if isinstance(request_ids, str) else request_ids)
         self._core.abort(children)
-        if self._metrics is not None:
-            self._metrics.on_outputs(outputs)
+        self._report_events()
         return outputs
+
+    def _report_events(self) -> None:
+        if self._metrics is not None and self._events is not None:
+            self._metrics.on_events(self._events)
+            self._events.clear()
 
     def abort_all(self) -> None:
         """End every request."""
@@ -268,7 +273,9 @@ class LLMEngine(ExplainsMissingMethods):
         """
         if self._metrics is None:
             raise ConfigError("--disable-log-stats", "metrics are not collected; drop it to read them")
-        return self._metrics.snapshot()
+        from pagoda.server.metrics_reader import snapshot
+
+        return snapshot(self._metrics.registry)
 
     def do_log_stats(self) -> None:
         """Log what runs, what waits, and how full the KV cache is."""
@@ -393,7 +400,7 @@ def with_text(prompt: PromptType, text: str | None) -> PromptType:
     return {**tokens, "prompt": text}
 
 
-def _metrics_of(info: EngineInfo) -> EngineMetrics:
-    from pagoda.server.engine_metrics import EngineMetrics  # prometheus_client is not needed to generate
+def _metrics_of(info: EngineInfo, config: EngineConfig) -> Metrics:
+    from pagoda.common.observe.metrics import Metrics  # prometheus_client is not needed to generate
 
-    return EngineMetrics(info.names[0])
+    return Metrics(info.names[0], config.parallel.data_parallel_size)

@@ -44,6 +44,7 @@ class AnswerMetrics:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     is_complete: bool = False  # it finished and was not aborted
+    replica: int = 0  # the data-parallel replica that ran it
 
 
 @dataclass(slots=True)

@@ -193,17 +193,29 @@ def _variable_row(variable: EnvVar) -> tuple[str, ...]:
 
 def _metrics() -> str:
     metrics = Metrics("m")
-    rows = []
+    rows: dict[str, list[tuple[str, ...]]] = {"measured": [], "former": [], "absent": []}
     for family in metrics.registry.collect():
-        if family.name.startswith(("vllm:", "pagoda:")):
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-            rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
+        if not family.name.startswith(("vllm:", "pagoda:")):
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        section = "former" if family.documentation.startswith("Former name") else "measured"
+        if family.documentation.startswith(("Always", "No series")):
+            section = "absent"
+        cells = (f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation)
+        rows[section].append(cells)
+    head = ("metric", "kind", "labels", "description")
     return (
-        f"{_WRITTEN}# Metrics\n\n`GET /metrics`, in the Prometheus text format, with vLLM's names where they exist, "
-        "so that its dashboards work. `vllm:cache_config_info` has the KV cache configuration as labels once the model "
-        "is loaded. Linux servers also export the usual `process_*` metrics.\n\n"
-        + _table(("metric", "kind", "labels", "description"), sorted(rows))
+        f"{_WRITTEN}# Metrics\n\n`GET /metrics`, in the Prometheus text format or, if the `Accept` header lists it, in "
+        "OpenMetrics, with vLLM's names where they exist, so that its dashboards work: see "
+        "[monitoring](../guides/monitoring.md). `engine` is the number of the data-parallel replica. "
+        "`vllm:cache_config_info` has the KV cache configuration as labels once the model is loaded. Linux servers also "
+        "export the usual `process_*` metrics.\n\n"
+        + _table(head, sorted(rows["measured"]))
+        + "\n## Former names\n\nThe same values under the names of earlier versions of vLLM, for their dashboards.\n\n"
+        + _table(head, sorted(rows["former"]))
+        + "\n## Features that do not exist\n\nPrinted as vLLM prints them while a feature is off.\n\n"
+        + _table(head, sorted(rows["absent"]))
     )
 
 

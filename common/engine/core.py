@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar, cast
+
+import msgspec
 
 from pagoda.common.backend import Backend, Pending, PendingSample, SleepingBackend, Weight
 from pagoda.common.config.engine import Limits
@@ -71,8 +72,8 @@ class StepScheduler(Protocol[PlanT, ResultT_contra, MasksT_co]):
         """Apply the result of the oldest step in flight and return its outputs."""
         ...
 
-    def stats(self, last_step_tokens: int = 0) -> EngineStats:
-        """Return a snapshot."""
+    def stats(self) -> EngineStats:
+        """Return a snapshot between steps."""
         ...
 
     def check_integrity(self) -> None:
@@ -211,7 +212,9 @@ class EngineCore:
         idle = not self.has_work
         if idle or self._unchecked_steps >= CHECK_INTERVAL:
             self._check_kv_cache(idle)
-        return replace(outputs, outputs=refusals + outputs.outputs) if refusals else outputs
+        if refusals or len(self._grammars):
+            return StepOutputs(outputs=refusals + outputs.outputs, stats=self._with_deferred(outputs.stats))
+        return outputs
 
     def _bind_masks(self) -> None:
         """Hand the token masks to the oldest step in flight; the result of the step before has been applied."""
@@ -228,7 +231,14 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         """A snapshot between steps."""
-        return self._scheduler.stats()
+        return self._with_deferred(self._scheduler.stats())
+
+    def _with_deferred(self, stats: EngineStats) -> EngineStats:
+        """Return `stats` with the requests whose grammar is not compiled. With replicas, they count as the first's."""
+        if not (deferred := len(self._grammars)):
+            return stats
+        first = tuple(msgspec.structs.replace(each, deferred=deferred) for each in stats.replicas[:1])
+        return msgspec.structs.replace(stats, deferred=deferred, replicas=first + stats.replicas[1:])
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; running requests keep their blocks. Always returns True."""

@@ -7,8 +7,10 @@ shard when it is added and stays there.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from pagoda.common.backend import ShardedBackend, ShardMasks
 from pagoda.common.config.engine import Limits
@@ -88,22 +90,22 @@ class ShardedScheduler:
     def update(self, plan: ShardPlans, result: ShardResults) -> StepOutputs:
         """Apply the results of the oldest step in flight and return the outputs of all shards."""
         outputs: list[EngineOutput] = []
-        for shard, own_plan, own_result in zip(self.shards, plan, result, strict=True):
-            if own_plan is not None and own_result is not None:
-                outputs += shard.scheduler.update(own_plan, own_result).outputs
+        replicas: list[EngineStats] = []
+        for index, (shard, own_plan, own_result) in enumerate(zip(self.shards, plan, result, strict=True)):
+            if own_plan is None or own_result is None:
+                replicas.append(shard.scheduler.stats())
+                continue
+            step = shard.scheduler.update(own_plan, own_result)
+            replicas.append(step.stats)
+            outputs += [_with_replica(output, index) if output.scheduled else output for output in step.outputs]
         for output in outputs:
             if output.finish_reason is not None:
                 self._shard_of.pop(output.request_id, None)
-        num_tokens = sum(own_plan.num_tokens for own_plan in plan if own_plan is not None)
-        return StepOutputs(outputs=outputs, stats=self.stats(num_tokens))
+        return StepOutputs(outputs=outputs, stats=_total_stats(replicas))
 
-    def stats(self, last_step_tokens: int = 0) -> EngineStats:
-        """Return a snapshot: the sum over all shards."""
-        parts = [shard.scheduler.stats() for shard in self.shards]
-        total = EngineStats(
-            **{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(EngineStats)}
-        )
-        return replace(total, last_step_tokens=last_step_tokens)
+    def stats(self) -> EngineStats:
+        """Return a snapshot: the sum over all shards, and those of each."""
+        return _total_stats([shard.scheduler.stats() for shard in self.shards])
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block, slot and request of every shard is accounted for."""
@@ -112,6 +114,16 @@ class ShardedScheduler:
         in_shards = sum(shard.scheduler.num_unfinished for shard in self.shards)
         if in_shards != len(self._shard_of):
             raise RuntimeError(f"the shards have {in_shards} requests, {len(self._shard_of)} were assigned to them")
+
+
+def _with_replica(output: EngineOutput, replica: int) -> EngineOutput:
+    return msgspec.structs.replace(output, replica=replica)
+
+
+def _total_stats(replicas: list[EngineStats]) -> EngineStats:
+    summed = (name for name in EngineStats.__struct_fields__ if name != "replicas")
+    totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
+    return EngineStats(**totals, replicas=tuple(replicas))
 
 
 def sharded_core(

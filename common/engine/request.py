@@ -289,6 +289,7 @@ class RunningBatch:
 
         self.computed = zeros()  # tokens whose KV the steps planned so far write
         self.total = zeros()  # tokens known or in flight
+        self.prefill_end = zeros()  # tokens known when the row was assigned
         self.limit = zeros()  # total at which the request ends
         self.capacity = zeros()  # tokens its blocks hold
         self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
@@ -320,7 +321,7 @@ class RunningBatch:
         self.epoch[row] = self._epochs
         self.request[row] = request
         self.computed[row] = computed
-        self.total[row] = len(request.tokens)
+        self.total[row] = self.prefill_end[row] = len(request.tokens)
         self.limit[row] = request.limit
         self.newest[row] = request.tokens[-1]
         self.inflight[row] = self.drafts_inflight[row] = 0

@@ -56,6 +56,7 @@ class _InFlightStep:
     plan: StepPlan
     requests: list[Request]
     epochs: Int64  # [S] of each row when the step was planned
+    prompt_tokens: int  # computed by it; recomputed tokens of preempted requests count
 
 
 class Scheduler:
@@ -80,6 +81,7 @@ class Scheduler:
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
         self._drafter = drafter if limits.max_drafts else None
         self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
+        self._prefills = False  # the newest step computes prompt tokens
         self._in_flight: deque[_InFlightStep] = deque()
         self._num_masked = 0  # unfinished requests with token masks
         self._num_embedded = 0  # unfinished requests with prompt embeddings
@@ -322,10 +324,18 @@ class Scheduler:
             masked=masked_sequences(batch, rows, samples, drafts) if self._num_masked else None,
             embeds=batch.embeds(rows, counts) if self._num_embedded else None,
         )
-        self._in_flight.append(_InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows]))
+        # While a prompt is unfinished, every step computes some of it, unless drafts take all of the budget.
+        may_prefill = self._prefills or bool(starts) or drafts is not None
+        prompt_tokens = self._count_prompt_tokens(rows, context, counts) if may_prefill else 0
+        self._prefills = prompt_tokens > 0
+        self._in_flight.append(_InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows], prompt_tokens))
         batch.plan(rows, counts, samples, drafts)
         self._steps += 1
         return plan
+
+    def _count_prompt_tokens(self, rows: Int32, context: Int32, counts: Int32) -> int:
+        left = self._batch.prefill_end[rows] - context
+        return int(np.minimum(counts, left).clip(min=0).sum())
 
     # --- results ---
 
@@ -364,7 +374,8 @@ class Scheduler:
             self._finish(request, status)
         if ended:
             self._drop_finished()
-        return StepOutputs(outputs=outputs, stats=self.stats(len(plan.token_ids)))
+        generated = len(outputs) if drafts is None else sum(len(output.new_token_ids) for output in outputs)
+        return StepOutputs(outputs=outputs, stats=self.stats(step.prompt_tokens + generated))
 
     def _take_drafts(self, plan: StepPlan, token_ids: Int32, live: Bool) -> tuple[Int32, list[list[int]]]:
         """Report the drafts of the `live` sequences. Returns the newest token [S] and the accepted drafts of each."""

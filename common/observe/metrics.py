@@ -1,6 +1,7 @@
 """Prometheus metrics of one server, in a separate registry, under vLLM's names where vLLM has them.
 
-Labels come from a closed set: served model name, engine number, finish reason, kind of ignored request part.
+Labels come from closed sets: served model name, data-parallel replica (`engine`), finish reason and the like.
+`collectors` has what is computed at scrape time, and lists what vLLM has and pagoda does not measure.
 """
 
 from __future__ import annotations
@@ -8,30 +9,32 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.observe.collectors import LABELS, AbsentFeatures, FormerName, StatsCollector
 from pagoda.common.observe.logs import Totals
-
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+from pagoda.common.observe.request_events import (
+    REJECTION_REASONS,
+    FinishedSequence,
+    FirstToken,
+    ReplicaTokens,
+    RequestEvents,
+)
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "repetition")
 
 IGNORED_KINDS: Final = ("unknown", "hint", "tool", "item")
 """Kinds of request parts that are accepted and ignored."""
 
-SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
-"""Indexed by sleep level; 0: awake."""
-
-_LABELS: Final = ("model_name", "engine")
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _FIRST_TOKEN_SECONDS: Final = (*_FIRST_TOKEN, 80.0, 160.0, 640.0, 2560.0)
 _TOKEN_SECONDS: Final = (
@@ -48,268 +51,231 @@ _LENGTHS: Final = (
 _CHOICES: Final = (1, 2, 5, 10, 20)
 _PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 
-_SPARE_TIMES: Final = 64
-"""Entries in the table of last tokens, beyond twice the running sequences, that trigger its clean-up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedSequence:
-    """One of a request's n sequences. Monotonic seconds, 0 if it did not happen or is unknown."""
-
-    is_complete: bool  # ended by itself, not aborted
-    scheduled: float  # first scheduled
-    first_token: float
-    last_token: float
-    cached_tokens: int
-    generation_tokens: int
-    preemptions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRequest:
-    """A request whose n sequences have all ended. Monotonic seconds."""
-
-    finish_reason: str
-    arrival: float
-    queued: float  # sent to the engine
-    prompt_tokens: int
-    n: int
-    max_tokens: int | None
-    sequences: tuple[FinishedSequence, ...]
-
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server. `replicas`: data-parallel copies of the model, each with series of its own."""
 
-    def __init__(self, model_name: str, engine: str = "0") -> None:
+    def __init__(self, model_name: str, replicas: int = 1) -> None:
         self.registry = CollectorRegistry()
+        self.model_name = model_name
         self.stats = EngineStats()
         self.sleep_level = 0
-        self._model_name, self._engine = model_name, engine
-        self._last_tokens: dict[str, float] = {}
         self._generated = self._prompted = 0
         ProcessCollector(registry=self.registry)
-        self.registry.register(_StatsCollector(self, model_name, engine))
+        self.registry.register(StatsCollector(model_name, replicas, lambda: (self.stats, self.sleep_level)))
+        parents = _Parents(self.registry)
+        self._replicas = [_ReplicaSeries(parents, model_name, str(index)) for index in range(replicas)]
+        self.registry.register(FormerName("vllm:time_per_output_token_seconds", parents.inter_token))
+        self.registry.register(FormerName("vllm:time_in_queue_requests", parents.queue))
+        self.registry.register(AbsentFeatures(model_name, replicas))
 
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        success = Counter(
-            "vllm:request_success",
-            "Finished requests, by reason.",
-            (*_LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        self._success = {reason: success.labels(model_name, engine, reason) for reason in FINISH_REASONS}
-
-        self._step_tokens = self._histogram(
-            "iteration_tokens_total", "Prompt and generated tokens computed per engine step.", _STEP_TOKENS
-        )
-        self._first_token = self._seconds(
-            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS
-        )
-        self._inter_token = _WeightedHistogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between tokens of a sequence. Seconds.",
-            _TOKEN_SECONDS,
-            (model_name, engine),
-        )
-        self.registry.register(self._inter_token)
-        self._per_token = self._seconds(
-            "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_SECONDS
-        )
-        self._end_to_end = self._seconds("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
-        self._decode = self._seconds("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
-        self._queue = self._seconds("request_queue_time_seconds", "Sent to the engine to scheduled.", _REQUEST_SECONDS)
-        self._prefill = self._seconds("request_prefill_time_seconds", "Scheduled to first token.", _REQUEST_SECONDS)
-        self._inference = self._seconds("request_inference_time_seconds", "Scheduled to last token.", _REQUEST_SECONDS)
-        self._request_preemptions = self._histogram(
-            "request_num_preemptions", "Preemptions per sequence.", _PREEMPTIONS
-        )
-        self._computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens computed, not found in the prefix cache.", _LENGTHS
-        )
-        self._longest = self._histogram(
-            "request_max_num_generation_tokens", "Generated tokens of the longest sequence of a request.", _LENGTHS
-        )
-        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per sequence.", _LENGTHS)
-        self._request_generated = self._histogram("request_generation_tokens", "Tokens per sequence.", _LENGTHS)
-        self._params_n = self._histogram("request_params_n", "n per request.", _CHOICES)
-        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens per sequence.", _LENGTHS)
-
-        ignored = Counter(
+        rejections = self._counter("vllm:admission_rejections", "Requests refused (429), by limit.", "reason")
+        self._rejections = {reason: rejections.labels(model_name, reason) for reason in REJECTION_REASONS}
+        ignored = self._counter(
             "pagoda:ignored_request_parts",
             "Request fields, hints and tools accepted and ignored, by kind.",
-            (*_LABELS, "kind"),
-            registry=self.registry,
+            *("engine", "kind"),
         )
-        self._ignored = {kind: ignored.labels(model_name, engine, kind) for kind in IGNORED_KINDS}
+        self._ignored = {kind: ignored.labels(model_name, "0", kind) for kind in IGNORED_KINDS}
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, ("model_name", *labels), registry=self.registry)
 
     def on_ignored(self, kinds: Iterable[str]) -> None:
         """Count the ignored parts of a request; each kind is one of IGNORED_KINDS."""
         for kind in kinds:
             self._ignored[kind].inc()
 
+    def on_rejected(self, reason: str) -> None:
+        """Count a prompt that the queue has no room for; the reason is one of REJECTION_REASONS."""
+        self._rejections[reason].inc()
+
     def on_step(self, step: StepOutputs) -> None:
-        """Record the outputs of one engine step, or of several merged ones, as of now."""
-        self.stats = stats = step.stats
-        for each in (*step.earlier, stats):
-            if each.last_step_tokens:  # zero when the engine is idle
-                self._step_tokens.observe(each.last_step_tokens)
-        if not step.outputs:  # a prefill chunk without a token
-            return
-        now = time.monotonic()
-        generated = 0
-        last = self._last_tokens
-        waits: dict[float, int] = {}  # most sequences of a batch have the same time of their last token
-        for output in step.outputs:
-            count = len(output.new_token_ids)
-            generated += count
-            before = last.get(output.request_id)
-            if before is not None and count:
-                wait = (now - before) / count
-                waits[wait] = waits.get(wait, 0) + count
-            if output.finish_reason is None:
-                last[output.request_id] = now
-            elif before is not None:
-                del last[output.request_id]
-        for wait, times in waits.items():
-            self._inter_token.observe(wait, times)
-        self._generation_tokens.inc(generated)
-        self._generated += generated
-        if len(last) > 2 * stats.running + _SPARE_TIMES:  # aborted sequences have no final output
-            current = {output.request_id for output in step.outputs}
-            self._last_tokens = {request_id: at for request_id, at in last.items() if request_id in current}
+        """Record one engine step, or several merged ones. An idle engine's report is not a step."""
+        self.stats = step.stats
+        for stats in (*step.earlier, step.stats):
+            for series, each in zip(self._replicas, stats.replicas or (stats,)):
+                if each.last_step_tokens:
+                    series.step_tokens.observe(each.last_step_tokens)
 
-    def on_first_token(self, *, arrival: float, first_token: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """Record a request's first token. Monotonic seconds."""
-        self._first_token.observe(max(0.0, first_token - arrival))
-        self._prompt_tokens.inc(prompt_tokens)
-        self._cached_tokens.inc(cached_tokens)
-        self._prompted += prompt_tokens
-
-    def on_finish(self, request: FinishedRequest) -> None:
-        """Record a finished request. Aborted sequences are not timed."""
-        self._success[request.finish_reason].inc()
-        complete = [sequence for sequence in request.sequences if sequence.is_complete and sequence.first_token]
-        for sequence in complete:
-            self._on_sequence(request, sequence)
-        if len(complete) == request.n:
-            self._params_n.observe(request.n)
-            self._longest.observe(max(sequence.generation_tokens for sequence in complete))
-
-    def _on_sequence(self, request: FinishedRequest, sequence: FinishedSequence) -> None:
-        if request.max_tokens is not None:
-            self._params_max_tokens.observe(request.max_tokens)
-        decode = max(0.0, sequence.last_token - sequence.first_token)
-        self._request_generated.observe(sequence.generation_tokens)
-        self._end_to_end.observe(max(0.0, sequence.last_token - request.arrival))
-        self._decode.observe(decode)
-        if sequence.generation_tokens > 1:
-            self._per_token.observe(decode / (sequence.generation_tokens - 1))
-        self._on_prompt(request.prompt_tokens, sequence.cached_tokens, sequence.preemptions)
-        self._on_run(request.queued, sequence.scheduled, sequence.first_token, sequence.last_token)
-
-    def _on_prompt(self, tokens: int, cached: int = 0, preemptions: int = 0) -> None:
-        self._request_prompt.observe(tokens)
-        self._computed.observe(tokens - cached)
-        self._request_preemptions.observe(preemptions)
-
-    def _on_run(self, queued: float, scheduled: float, first: float, last: float) -> None:
-        if not scheduled:
-            return  # not reported by a custom scheduler
-        self._queue.observe(max(0.0, scheduled - queued))
-        self._prefill.observe(max(0.0, first - scheduled))
-        self._inference.observe(max(0.0, last - scheduled))
-
-    def on_pooled(
-        self, finish_reason: str, *, arrival: float, scheduled: float = 0.0, finished: float, prompt_tokens: int
-    ) -> None:
-        """Record a finished pooling request. Monotonic seconds; `scheduled` 0: unknown."""
-        self._success[finish_reason].inc()
-        if finish_reason != "stop":
-            return
-        self._prompt_tokens.inc(prompt_tokens)
-        self._prompted += prompt_tokens
-        self._on_prompt(prompt_tokens)
-        self._end_to_end.observe(max(0.0, finished - arrival))
-        self._on_run(arrival, scheduled, finished, finished)
+    def on_events(self, events: RequestEvents) -> None:
+        """Record what happened to requests."""
+        for replica, tokens in events.tokens.items():
+            self._replicas[replica].on_tokens(tokens)
+            self._generated += tokens.count
+        for first in events.first_tokens:
+            self._replicas[first.replica].on_first_token(first)
+            self._prompted += first.prompt_tokens
+        for sequence in events.sequences:
+            self._replicas[sequence.replica].on_sequence(sequence)
+        for request in events.requests:
+            self._replicas[request.replica].params_n.observe(request.n)
+            self._replicas[request.replica].longest.observe(request.longest)
 
     def set_cache_info(self, info: Mapping[str, object]) -> None:
-        """Publish the KV cache configuration."""
+        """Publish the KV cache configuration of each replica."""
         labels = {key: str(value) for key, value in info.items()}
         gauge = Gauge("vllm:cache_config_info", "KV cache configuration.", ("engine", *labels), registry=self.registry)
-        gauge.labels(self._engine, *labels.values()).set(1)
+        for index in range(len(self._replicas)):
+            gauge.labels(str(index), *labels.values()).set(1)
 
     def totals(self) -> Totals:
         """Return the current token counters, for the periodic log line."""
         return Totals(time.monotonic(), self._prompted, self._generated)
 
-    def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics and their content type: OpenMetrics if the Accept header lists it, else Prometheus' text
+        format.
+        """
+        if any(each.partition(";")[0].strip() == "application/openmetrics-text" for each in accept.split(",")):
+            # The library's default escaping makes vllm_ of vllm:, though colons are valid.
+            text = openmetrics.generate_latest(self.registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+            return text, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self.registry), "text/plain; version=0.0.4; charset=utf-8"
 
-    def _counter(self, name: str, help: str) -> Counter:
-        counter = Counter(f"vllm:{name}", help, _LABELS, registry=self.registry)
-        return counter.labels(self._model_name, self._engine)
 
-    def _seconds(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._histogram(name, f"{help} Seconds.", buckets)
+class _Parents:
+    """The metrics that have one series per replica."""
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", help, _LABELS, registry=self.registry, buckets=buckets)
-        return histogram.labels(self._model_name, self._engine)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", help, (*LABELS, *labels), registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", help, LABELS, registry=registry, buckets=buckets)
+
+        def seconds(name: str, help: str, buckets: tuple[float, ...] = _REQUEST_SECONDS) -> Histogram:
+            return histogram(f"{name}_seconds", f"{help} Seconds.", buckets)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences with a first token.")
+        self.by_source = counter(
+            "prompt_tokens_by_source", "Prompt tokens of sequences with a first token, by source.", "source"
+        )
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.success = counter("request_success", "Finished sequences, by reason.", "finished_reason")
+        self.step_tokens = histogram(
+            "iteration_tokens_total", "Prompt tokens computed plus tokens generated, per engine step.", _STEP_TOKENS
+        )
+        self.first_token = seconds("time_to_first_token", "Arrival to first token.", _FIRST_TOKEN_SECONDS)
+        self.inter_token = _WeightedHistogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens of a sequence. Seconds.", _TOKEN_SECONDS
+        )
+        registry.register(self.inter_token)
+        self.per_token = seconds(
+            "request_time_per_output_token", "Mean time per token after the first; 0 without one.", _TOKEN_SECONDS
+        )
+        self.end_to_end = seconds("e2e_request_latency", "Arrival to last token.")
+        self.decode = seconds("request_decode_time", "First to last token.")
+        self.queue = seconds("request_queue_time", "Sent to the engine to scheduled.")
+        self.prefill = seconds("request_prefill_time", "Scheduled to first token.")
+        self.inference = seconds("request_inference_time", "Scheduled to last token.")
+        self.preemptions = histogram("request_num_preemptions", "Preemptions per sequence.", _PREEMPTIONS)
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens computed, not found in the prefix cache.", _LENGTHS
+        )
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest sequence of a request.", _LENGTHS
+        )
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per sequence.", _LENGTHS)
+        self.generated_length = histogram("request_generation_tokens", "Generated tokens per sequence.", _LENGTHS)
+        self.params_n = histogram("request_params_n", "n per request.", _CHOICES)
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens per sequence.", _LENGTHS)
+
+
+class _ReplicaSeries:
+    """The series of one replica."""
+
+    def __init__(self, parents: _Parents, *labels: str) -> None:
+        self._prompt_tokens = parents.prompt_tokens.labels(*labels)
+        self._computed_here = parents.by_source.labels(*labels, "local_compute")
+        self._cached_here = parents.by_source.labels(*labels, "local_cache_hit")
+        parents.by_source.labels(*labels, "external_kv_transfer")  # stays 0: there is no KV connector
+        self._cached_tokens = parents.cached_tokens.labels(*labels)
+        self._generation_tokens = parents.generation_tokens.labels(*labels)
+        self._success = {reason: parents.success.labels(*labels, reason) for reason in FINISH_REASONS}
+        self.step_tokens = parents.step_tokens.labels(*labels)
+        self._first_token = parents.first_token.labels(*labels)
+        self._inter_token = parents.inter_token.labels(*labels)
+        self._per_token = parents.per_token.labels(*labels)
+        self._end_to_end = parents.end_to_end.labels(*labels)
+        self._decode = parents.decode.labels(*labels)
+        self._queue = parents.queue.labels(*labels)
+        self._prefill = parents.prefill.labels(*labels)
+        self._inference = parents.inference.labels(*labels)
+        self._preemptions = parents.preemptions.labels(*labels)
+        self._computed = parents.computed.labels(*labels)
+        self.longest = parents.longest.labels(*labels)
+        self._prompt_length = parents.prompt_length.labels(*labels)
+        self._generated_length = parents.generated_length.labels(*labels)
+        self.params_n = parents.params_n.labels(*labels)
+        self._max_tokens = parents.max_tokens.labels(*labels)
+
+    def on_tokens(self, tokens: ReplicaTokens) -> None:
+        self._generation_tokens.inc(tokens.count)
+        for wait, times in tokens.waits.items():
+            self._inter_token.observe(wait, times)
+
+    def on_first_token(self, first: FirstToken) -> None:
+        self._prompt_tokens.inc(first.prompt_tokens)
+        self._computed_here.inc(first.prompt_tokens - first.cached_tokens)
+        self._cached_here.inc(first.cached_tokens)
+        self._cached_tokens.inc(first.cached_tokens)
+        if first.latency is not None:
+            self._first_token.observe(first.latency)
+
+    def on_sequence(self, sequence: FinishedSequence) -> None:
+        """Count a sequence, and time it unless it was aborted."""
+        self._success[sequence.finish_reason].inc()
+        if not sequence.is_complete:
+            return
+        self._prompt_length.observe(sequence.prompt_tokens)
+        self._computed.observe(sequence.prompt_tokens - sequence.cached_tokens)
+        self._preemptions.observe(sequence.preemptions)
+        self._end_to_end.observe(max(0.0, sequence.last_token - sequence.arrival))
+        if sequence.scheduled:
+            self._queue.observe(max(0.0, sequence.scheduled - sequence.queued))
+            self._prefill.observe(max(0.0, sequence.first_token - sequence.scheduled))
+            self._inference.observe(max(0.0, sequence.last_token - sequence.scheduled))
+        if sequence.generation_tokens is not None:
+            self._on_generated(sequence, sequence.generation_tokens)
+
+    def _on_generated(self, sequence: FinishedSequence, tokens: int) -> None:
+        decode = max(0.0, sequence.last_token - sequence.first_token)
+        self._decode.observe(decode)
+        self._per_token.observe(decode / (tokens - 1) if tokens > 1 else 0.0)
+        self._generated_length.observe(tokens)
+        if sequence.max_tokens is not None:
+            self._max_tokens.observe(sequence.max_tokens)
+
+
+class _WeightedSeries:
+    """Observations of one label set, each with a weight."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int) -> None:
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
 
 
 class _WeightedHistogram(Collector):
     """A histogram that observes a value many times at once; the library's takes one observation per call."""
 
-    def __init__(self, name: str, help: str, bounds: tuple[float, ...], labels: tuple[str, str]) -> None:
-        self._name, self._help, self._labels = name, help, labels
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._help, self._bounds = name, help, bounds
+        self._series: dict[tuple[str, ...], _WeightedSeries] = {}
 
-    def observe(self, value: float, times: int) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def labels(self, *labels: str) -> _WeightedSeries:
+        """Return the series of a label set."""
+        return self._series.setdefault(labels, _WeightedSeries(self._bounds))
 
     def collect(self) -> Iterator[Metric]:
         names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        family = HistogramMetricFamily(self._name, self._help, labels=_LABELS)
-        family.add_metric(self._labels, list(zip(names, accumulate(self._counts))), self._sum)
+        family = HistogramMetricFamily(self._name, self._help, labels=LABELS)
+        for labels, series in self._series.items():
+            family.add_metric(labels, list(zip(names, accumulate(series.counts))), series.sum)
         yield family
-
-
-class _StatsCollector(Collector):
-    """Gauges and totals from the engine's latest statistics, read at scrape time."""
-
-    def __init__(self, metrics: Metrics, model_name: str, engine: str) -> None:
-        self._metrics = metrics
-        self._labels = (model_name, engine)
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._metrics.stats
-        for name, help, value in (
-            ("num_requests_running", "Running sequences.", float(stats.running)),
-            ("num_requests_waiting", "Queued sequences.", float(stats.waiting)),
-            ("kv_cache_usage_perc", "Fraction of KV blocks in use (0 to 1).", stats.kv_usage),
-        ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=_LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        asleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "1 for the engine's current state.", labels=(*_LABELS, "sleep_state")
-        )
-        for level, state in enumerate(SLEEP_STATES):
-            asleep.add_metric((*self._labels, state), float(self._metrics.sleep_level == level))
-        yield asleep
-        for name, help, total in (
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("vllm:num_preemptions", "Preempted sequences.", stats.preemptions),
-            ("pagoda:recompiles", "Programs compiled while serving; should be 0.", stats.recompiles),
-        ):
-            counter = CounterMetricFamily(name, help, labels=_LABELS)
-            counter.add_metric(self._labels, total)
-            yield counter

@@ -12,7 +12,6 @@ from fastapi.responses import Response
 
 import pagoda
 from pagoda.common.errors import EngineDeadError
-from pagoda.common.observe.metrics import CONTENT_TYPE
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
 
@@ -55,8 +54,9 @@ metrics_router = APIRouter(tags=["metrics"])
 
 @metrics_router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    """Return all metrics in the Prometheus text format."""
-    return Response(server_of(request).metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+    """Return all metrics in Prometheus' text format, or in OpenMetrics if the Accept header lists it."""
+    text, content_type = server_of(request).metrics.exposition(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type, "vary": "accept"})
 
 
 load_router = APIRouter(tags=["load"])  # --enable-server-load-tracking

@@ -11,9 +11,12 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -107,8 +110,7 @@ def _run(
     from pagoda.server.http.state import ServerState
 
     llm = AsyncLLM(engine_config, wait=False, client=client)
-    metrics = Metrics(llm.names[0])
-    llm.on_step = metrics.on_step
+    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size)
     metrics_context = (
         metrics_server(metrics, config.url, server_config.port) if config.enable_metrics else contextlib.nullcontext()
     )
@@ -119,13 +121,29 @@ def _run(
 @contextlib.contextmanager
 def metrics_server(metrics: Metrics, address: str, port: int) -> Iterator[None]:
     """Serve GET /metrics from a thread. Raises ConfigError if the address is in use or invalid."""
-    from prometheus_client import start_http_server
+
+    class MetricsHandler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text, content_type = metrics.exposition(self.headers.get("accept", ""))
+            self.send_response(200)
+            self.send_header("content-type", content_type)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            logger.debug(format, *args)
+
+    class MetricsServer(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
     try:
-        server, thread = start_http_server(port, address, metrics.registry)
+        server = MetricsServer((address, port), MetricsHandler)
     except OSError as error:
         flag = "--port" if error.errno in (98, 48, 13) else "--url"
         raise ConfigError(flag, f"cannot listen on {address}:{port}: {error.strerror}; choose another {flag}") from None
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     logger.info("metrics at http://%s:%d/metrics", address, server.server_port)
     try:
         yield

@@ -232,8 +232,7 @@ def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, Serve
     from pagoda.server.http.server import http_server
     from pagoda.server.http.state import ServerState
 
-    metrics = Metrics(llm.names[0])
-    llm.on_step = metrics.on_step
+    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size)
     state = ServerState(llm, config, metrics)
     return http_server(create_app(state), config), state
 

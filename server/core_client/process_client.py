@@ -312,4 +312,5 @@ def _merge_outputs(outputs: list[EngineOutput]) -> EngineOutput:
         num_cached_tokens=first.num_cached_tokens,
         scheduled=first.scheduled,
         num_preemptions=max(output.num_preemptions for output in outputs),
+        replica=first.replica,
     )

@@ -1,4 +1,4 @@
-"""The prompts of one HTTP request in the engine: queued, metered, logged, and aborted when the client disconnects.
+"""The prompts of one HTTP request in the engine: queued, logged, and aborted when the client disconnects.
 
 Generation merges the outputs of its prompts into one stream; PoolingBatch returns a list.
 """
@@ -8,20 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
 from pagoda.common.observe.logs import shortened
-from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest, FinishedSequence
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
 from pagoda.server.http.state import ServerState
-from pagoda.server.outputs import AnswerMetrics, RawPoolingOutput, RequestOutput
+from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
@@ -124,16 +122,13 @@ class PromptBatch:
         self._priority = priority
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
+        self._unfinished: list[str] = []  # ids in the engine
         logs = self._llm.config.observability.enable_log_requests
         self._log = RequestLog(state.config, params, enabled=logs) if logs else None
 
-    def _meters(self) -> Iterator[_Meter]:
-        """Yield the meters of the prompts that were queued."""
-        raise NotImplementedError
-
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None, None]:
-        """A context in which the request counts as running. Leaving it aborts unfinished prompts and meters them."""
+        """A context in which the request counts as running. Leaving it aborts unfinished prompts."""
         self._state.running += 1
         reason: str | None = "error"
         try:
@@ -146,15 +141,12 @@ class PromptBatch:
             raise
         finally:
             self._state.running -= 1
-            unfinished = [meter for meter in self._meters() if not meter.finished]
-            if unfinished:
+            if self._unfinished:
                 with suppress(EngineDeadError):
-                    await self._llm.abort([meter.request_id for meter in unfinished])
-            if reason is not None:
-                for meter in unfinished:
-                    meter.finish(reason)
-                    if self._log is not None:
-                        self._log.log_abort(meter.request_id, reason)
+                    await self._llm.abort(self._unfinished)
+            if reason is not None and self._log is not None:
+                for engine_id in self._unfinished:
+                    self._log.log_abort(engine_id, reason)
 
 
 class Generation(PromptBatch):
@@ -187,7 +179,7 @@ class Generation(PromptBatch):
         self._prompts = prompts
         self._params = params
         self.accepted = asyncio.Event()
-        self._metered = [_GenerationMeter(state, f"{self._stem}-{index}", params) for index in range(len(prompts))]
+        self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output) until all prompts are finished. Leaving aborts the others.
@@ -201,10 +193,10 @@ class Generation(PromptBatch):
             self.accepted.set()
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
-                    meter = self._metered[index]
-                    meter.take(output)
+                    if output.finished:
+                        self._unfinished.remove(self._ids[index])
                     if log is not None:
-                        log.log_output(meter.request_id, output)
+                        log.log_output(self._ids[index], output)
                     yield index, output
 
     async def final_outputs(self) -> list[RequestOutput]:
@@ -217,18 +209,16 @@ class Generation(PromptBatch):
 
     async def _start(self) -> list[RequestStream[RequestOutput]]:
         if self._log is not None:
-            for meter, prompt in zip(self._metered, self._prompts):
-                self._log.log_prompt(meter.request_id, prompt, self._user)
+            for engine_id, prompt in zip(self._ids, self._prompts):
+                self._log.log_prompt(engine_id, prompt, self._user)
         streams = []
-        for meter, prompt in zip(self._metered, self._prompts):
+        for engine_id, prompt in zip(self._ids, self._prompts):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
-            streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, priority=self._priority))
+            streams.append(await self._llm.add_request(engine_id, prompt, self._params, priority=self._priority))
+            self._unfinished.append(engine_id)
         return streams
-
-    def _meters(self) -> Iterator[_Meter]:
-        yield from self._metered
 
 
 class PoolingBatch(PromptBatch):
@@ -245,7 +235,7 @@ class PoolingBatch(PromptBatch):
     ) -> None:
         super().__init__(state, request_id, params, priority, user)
         self._params = params
-        self._started: list[tuple[_PoolingMeter, RequestStream[RawPoolingOutput]]] = []
+        self._streams: list[RequestStream[RawPoolingOutput]] = []
 
     async def run(self, make: Callable[[], list[Prompt]], characters: int) -> list[RawPoolingOutput]:
         """Return the outputs of the prompts that `make` returns, in order. `characters`: the length of their texts.
@@ -257,12 +247,9 @@ class PoolingBatch(PromptBatch):
             self._check(prompts)
             for index, prompt in enumerate(prompts):
                 await self._start(f"{self._stem}-{index}", prompt)
-            try:
-                return [meter.take(await stream.get()) for meter, stream in self._started]
-            finally:
-                for meter, stream in self._started:  # finished, but not read
-                    if not meter.finished and (output := stream.take_pending()) is not None:
-                        meter.take(output)
+            outputs = [await stream.get() for stream in self._streams]
+            self._unfinished.clear()
+            return outputs
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         """Raise RequestError for more prompts, tokens or numbers than one request may have."""
@@ -285,97 +272,8 @@ class PoolingBatch(PromptBatch):
     async def _start(self, request_id: str, prompt: Prompt) -> None:
         if self._log is not None:
             self._log.log_prompt(request_id, prompt, self._user)
-        stream = await self._llm.add_request(request_id, prompt, self._params, priority=self._priority)
-        self._started.append((_PoolingMeter(self._state, request_id), stream))
-
-    def _meters(self) -> Iterator[_Meter]:
-        return (meter for meter, _ in self._started)
-
-
-class _Meter:
-    """Reports one prompt to the metrics."""
-
-    def __init__(self, state: ServerState, request_id: str) -> None:
-        self.request_id = request_id
-        self.finished = False
-        self._metrics = state.metrics
-        self._arrival = time.monotonic()
-
-    def finish(self, reason: str) -> None:
-        """Report the end, once."""
-        if not self.finished:
-            self.finished = True
-            self._report(reason)
-
-    def _report(self, reason: str) -> None:
-        raise NotImplementedError
-
-
-class _GenerationMeter(_Meter):
-    def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
-        super().__init__(state, request_id)
-        self._params = params
-        self._latest: RequestOutput | None = None
-
-    def take(self, output: RequestOutput) -> None:
-        """Note an output."""
-        if self._latest is None and output.metrics is not None and output.metrics.first_token_ts:
-            self._metrics.on_first_token(
-                arrival=self._arrival,
-                first_token=output.metrics.first_token_ts,
-                prompt_tokens=num_prompt_tokens(output),
-                cached_tokens=output.num_cached_tokens or 0,
-            )
-        self._latest = output
-        if output.finished:
-            self.finish(next((each.finish_reason for each in output.outputs if each.finish_reason), "abort"))
-
-    def _report(self, reason: str) -> None:
-        latest = self._latest
-        times = latest.metrics if latest is not None else None
-        self._metrics.on_finish(
-            FinishedRequest(
-                finish_reason=reason if reason in FINISH_REASONS else "error",
-                arrival=self._arrival,
-                queued=times.queued_ts if times is not None else 0.0,
-                prompt_tokens=num_prompt_tokens(latest) if latest is not None else 0,
-                n=self._params.n,
-                max_tokens=self._params.max_tokens,
-                sequences=tuple(map(_finished, times.answers)) if times is not None else (),
-            )
-        )
-
-
-class _PoolingMeter(_Meter):
-    _output: RawPoolingOutput | None = None
-
-    def take(self, output: RawPoolingOutput) -> RawPoolingOutput:
-        """Note the output and return it."""
-        self._output = output
-        self.finish("stop")
-        return output
-
-    def _report(self, reason: str) -> None:
-        output = self._output
-        self._metrics.on_pooled(
-            reason,
-            arrival=self._arrival,
-            scheduled=0.0 if output is None else output.scheduled_ts,
-            finished=time.monotonic() if output is None else output.finished_ts,
-            prompt_tokens=0 if output is None else len(output.prompt_token_ids),
-        )
-
-
-def _finished(times: AnswerMetrics) -> FinishedSequence:
-    return FinishedSequence(
-        is_complete=times.is_complete,
-        scheduled=times.scheduled_ts,
-        first_token=times.first_token_ts,
-        last_token=times.last_token_ts,
-        cached_tokens=times.num_cached_tokens,
-        generation_tokens=times.num_generation_tokens,
-        preemptions=times.num_preemptions,
-    )
+        self._streams.append(await self._llm.add_request(request_id, prompt, self._params, priority=self._priority))
+        self._unfinished.append(request_id)
 
 
 async def _merged(streams: Sequence[RequestStream[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

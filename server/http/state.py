@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol
+from typing import Final, Protocol
 
 from fastapi import Request
 
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.core import ASLEEP
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
@@ -25,6 +26,7 @@ from pagoda.server.http.conversation_store import ConversationStore
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.file_store import FileStore
 from pagoda.server.http.response_store import ResponseStore
+from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 
@@ -170,16 +172,8 @@ class ServerState:
 
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish its cache configuration as a metric. Raises if it does not start."""
-        info, cache = await self._llm.wait_until_ready(), self._llm.config.cache
-        self.metrics.set_cache_info(
-            {
-                "block_size": info.limits.block_size,
-                "cache_dtype": info.dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
-                "enable_prefix_caching": info.limits.prefix_caching,
-                "gpu_memory_utilization": cache.gpu_memory_utilization,
-                "num_gpu_blocks": info.num_blocks,
-            }
-        )
+        info = await self._llm.wait_until_ready()
+        self.metrics.set_cache_info(cache_labels(self._llm.config, info))
 
     async def log_stats(self) -> None:
         """Log throughput and load every --log-stats-interval seconds, forever."""
@@ -205,6 +199,58 @@ class ServerState:
         while not self._llm.errored:
             await asyncio.sleep(0.1)
         return self._llm.dead_error
+
+
+def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, object]:
+    """Return the KV cache configuration of a replica, under the names of vLLM's CacheConfig.
+
+    What has no equivalent has the value that vLLM has when its feature is off.
+    """
+    cache, limits = config.cache, info.limits
+    tokens = int(info.max_concurrency * limits.max_model_len) or None
+    configured: dict[str, object] = {
+        "block_size": limits.block_size,
+        "cache_dtype": info.dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+        "enable_prefix_caching": limits.prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "hash_block_size": limits.block_size,
+        "cache_hit_alignment_tokens": limits.block_size,
+        "effective_attention_block_size": limits.block_size,
+        "kv_cache_max_concurrency": round(info.max_concurrency, 2) or None,
+        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+        "kv_cache_size_tokens": tokens,
+        "num_gpu_blocks": info.num_blocks // config.parallel.data_parallel_size,
+        "num_gpu_blocks_override": cache.num_gpu_blocks_override,
+        "prefix_caching_hash_algo": "sha256",
+        "mamba_cache_dtype": "float32",
+        "mamba_ssm_cache_dtype": "float32",
+        "user_specified_block_size": cache.block_size is not None,
+        "_block_size_resolved": True,
+    }
+    return {**configured, **_WITHOUT_EQUIVALENT}
+
+
+_WITHOUT_EQUIVALENT: Final[Mapping[str, object]] = {
+    "enable_mamba_shared_prefix_checkpoint": False,
+    "is_attention_free": False,
+    "kv_cache_dtype_skip_layers": [],
+    "kv_cache_layout": None,
+    "kv_offloading_backend": None,
+    "kv_offloading_size": None,
+    "kv_sharing_fast_prefill": False,
+    "mamba_block_size": None,
+    "mamba_cache_mode": "none",
+    "mamba_page_size_padded": None,
+    "num_cpu_blocks": None,
+    "prefix_cache_retention_interval": 0,
+    "prefix_match_unit": None,
+    "replayssm_buffer_len": 0,
+    "skip_page_size_padded": None,
+    "sliding_window": None,
+    "swa_bounded_replay": False,
+    "use_kda_recoverssm": False,
+    "use_replayssm": False,
+}
 
 
 # Access from a request.

@@ -16,6 +16,7 @@ import msgspec
 from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
 from pagoda.common.engine.pooling import Pooled
 from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
+from pagoda.common.observe.request_events import FinishedRequest, FinishedSequence, FirstToken, RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer
@@ -40,11 +41,16 @@ OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
 
 
 class OutputProcessor:
-    """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence."""
+    """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence. What happens
+    to requests is added to `events`, for metrics.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stream_interval: int = 1, events: RequestEvents | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._interval = stream_interval
+        self._events = events
         self._requests: dict[str, RunningRequest] = {}
         self._sequences: dict[str, SequenceState] = {}  # by engine request id
         self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
@@ -90,7 +96,10 @@ class OutputProcessor:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
                 if output.pooled is not None and output.request_id in self._pooling:
-                    ready.append(_pooling_output(self._pooling.pop(output.request_id), output, output.pooled, now))
+                    prepared = self._pooling.pop(output.request_id)
+                    ready.append(_pooling_output(prepared, output, output.pooled, now))
+                    if self._events is not None:
+                        _add_pooled(self._events, prepared, "stop", now, output)
                 continue
             request = sequence.request
             known = len(sequence.token_ids)
@@ -100,10 +109,11 @@ class OutputProcessor:
                 stopped.append(output.request_id)
             if output.num_preemptions:
                 sequence.metrics.num_preemptions = output.num_preemptions
-            _count_tokens(request.metrics, sequence.metrics, len(sequence.token_ids) - known, now)
+            if new_tokens := len(sequence.token_ids) - known:
+                _count_tokens(sequence, new_tokens, now, self._events)
             if sequence.finish_reason is not None:
                 sequence.metrics.is_complete = True
-                self._finish(output.request_id, request)
+                self._finish(output.request_id, sequence, sequence.finish_reason)
             if request.kind is not _FINAL_ONLY:
                 interval = sequence.interval or self._interval
                 if interval > 1 and not sequence.is_due(interval):
@@ -120,8 +130,10 @@ class OutputProcessor:
         ended: list[RequestOutput] = []
         children: list[str] = []
         for request_id in request_ids:
-            if self._pooling.pop(request_id, None) is not None:
+            if (prepared := self._pooling.pop(request_id, None)) is not None:
                 children.append(request_id)
+                if self._events is not None:
+                    _add_pooled(self._events, prepared, "abort", time.monotonic())
             request = self._requests.get(request_id)
             if request is None:
                 continue
@@ -129,19 +141,31 @@ class OutputProcessor:
             for sequence in unfinished:
                 sequence.abort()
                 child_id = request.prepared.children[sequence.index].request_id
-                self._finish(child_id, request)
+                self._finish(child_id, sequence, "abort")
                 children.append(child_id)
             shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
             ended.append(request.output([each.output(request.kind) for each in shown]))
         return ended, children
 
-    def drop(self, request_id: str) -> None:
-        """Forget a request that the engine refused."""
-        self._pooling.pop(request_id, None)
+    def drop(self, request_id: str) -> list[str]:
+        """Forget a request that the engine refused. Return the engine requests of its sequences."""
+        pooling = self._pooling.pop(request_id, None)
         request = self._requests.pop(request_id, None)
-        if request is not None:
-            for child in request.prepared.children:
-                self._sequences.pop(child.request_id, None)
+        prepared = pooling if request is None else request.prepared
+        children = [] if prepared is None else [child.request_id for child in prepared.children]
+        for child_id in children:
+            self._sequences.pop(child_id, None)
+        return children
+
+    def fail(self) -> None:
+        """Forget all requests: the engine is dead."""
+        now = time.monotonic()
+        for child_id, sequence in list(self._sequences.items()):
+            self._finish(child_id, sequence, "error")
+        for prepared in self._pooling.values():
+            if self._events is not None:
+                _add_pooled(self._events, prepared, "error", now)
+        self._pooling.clear()
 
     def parent_of(self, child_id: str) -> str | None:
         """Return the id of the caller's request that an engine request belongs to; None if it is unknown."""
@@ -154,6 +178,7 @@ class OutputProcessor:
         """Note what comes with a sequence's first output only."""
         sequence.metrics.scheduled_ts = output.scheduled
         sequence.metrics.num_cached_tokens = output.num_cached_tokens
+        sequence.metrics.replica = output.replica
         request = sequence.request
         if request.num_cached_tokens is not None:
             return  # another sequence was first
@@ -162,9 +187,12 @@ class OutputProcessor:
             position = request.sequences[0].position
             request.prompt_logprobs = [None, *(position(entry) for entry in output.prompt_logprobs)]
 
-    def _finish(self, child_id: str, request: RunningRequest) -> None:
+    def _finish(self, child_id: str, sequence: SequenceState, reason: str) -> None:
+        request = sequence.request
         del self._sequences[child_id]
         request.running -= 1
+        if self._events is not None:
+            _add_finished(self._events, sequence, reason)
         if not request.running:
             del self._requests[request.prepared.request_id]
 
@@ -180,13 +208,89 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
     )
 
 
-def _count_tokens(total: RequestMetrics, metrics: AnswerMetrics, new_tokens: int, now: float) -> None:
-    if not new_tokens:
-        return
-    metrics.num_generation_tokens += new_tokens
+# What is reported to the metrics.
+
+
+def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: RequestEvents | None) -> None:
+    metrics = sequence.metrics
+    before = metrics.last_token_ts
     metrics.last_token_ts = now
-    metrics.first_token_ts = metrics.first_token_ts or now
-    total.first_token_ts = total.first_token_ts or now
+    metrics.num_generation_tokens += new_tokens
+    if metrics.first_token_ts:
+        if events is not None:
+            events.tokens[metrics.replica].add(new_tokens, now - before)
+        return
+    request = sequence.request
+    metrics.first_token_ts = now
+    request.metrics.first_token_ts = request.metrics.first_token_ts or now
+    if events is not None:
+        tokens = events.tokens[metrics.replica]
+        tokens.add(1, None)
+        if new_tokens > 1:  # of merged steps
+            tokens.add(new_tokens - 1, 0.0)
+        first = FirstToken(
+            replica=metrics.replica,
+            latency=max(0.0, now - request.metrics.arrival_ts),
+            prompt_tokens=_num_prompt_tokens(request.prepared),
+            cached_tokens=metrics.num_cached_tokens,
+        )
+        events.first_tokens.append(first)
+
+
+def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -> None:
+    metrics, request = sequence.metrics, sequence.request
+    finished = FinishedSequence(
+        replica=metrics.replica,
+        finish_reason=reason,
+        arrival=request.metrics.arrival_ts,
+        queued=request.metrics.queued_ts,
+        scheduled=metrics.scheduled_ts,
+        first_token=metrics.first_token_ts,
+        last_token=metrics.last_token_ts,
+        prompt_tokens=_num_prompt_tokens(request.prepared),
+        cached_tokens=metrics.num_cached_tokens,
+        preemptions=metrics.num_preemptions,
+        generation_tokens=metrics.num_generation_tokens,
+        max_tokens=request.prepared.children[sequence.index].max_tokens,
+    )
+    events.sequences.append(finished)
+    answers = request.metrics.answers
+    if not request.running and all(each.is_complete for each in answers):
+        longest = max(each.num_generation_tokens for each in answers)
+        events.requests.append(FinishedRequest(replica=answers[0].replica, n=len(answers), longest=longest))
+
+
+def _add_pooled(
+    events: RequestEvents, prepared: PreparedRequest, reason: str, now: float, output: EngineOutput | None = None
+) -> None:
+    """Add the end of a pooling request. `output`: None if it has none."""
+    prompt_tokens = _num_prompt_tokens(prepared)
+    if output is not None:
+        first = FirstToken(
+            replica=output.replica, latency=None, prompt_tokens=prompt_tokens, cached_tokens=output.num_cached_tokens
+        )
+        events.first_tokens.append(first)
+    finished = FinishedSequence(
+        replica=0 if output is None else output.replica,
+        finish_reason=reason,
+        arrival=prepared.arrival,
+        queued=prepared.arrival,
+        scheduled=0.0 if output is None else output.scheduled,
+        first_token=now,
+        last_token=now,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=0 if output is None else output.num_cached_tokens,
+        preemptions=0,
+        generation_tokens=None,
+        max_tokens=None,
+    )
+    events.sequences.append(finished)
+
+
+def _num_prompt_tokens(prepared: PreparedRequest) -> int:
+    """Return the tokens of the prompt, the encoder's included."""
+    prompt = prepared.prompt
+    return len(prompt.token_ids) + (0 if prompt.encoder is None else len(prompt.encoder.token_ids))
 
 
 class RunningRequest:
@@ -415,11 +519,6 @@ class RequestStream(Generic[OutputT]):
         self._error = error
         self._wake()
 
-    def take_pending(self) -> OutputT | None:
-        """Return the output that has not been read, if any, without waiting."""
-        output, self._pending = self._pending, None
-        return output
-
     async def get(self) -> OutputT:
         """Wait for the next output. Raises what the request failed with."""
         while self._pending is None:
@@ -439,8 +538,9 @@ class RequestStream(Generic[OutputT]):
 class AsyncRequests:
     """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
 
-    def __init__(self, processor: OutputProcessor) -> None:
-        self._processor = processor
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+        self.events = RequestEvents()
+        self._processor = OutputProcessor(tokenizer, stream_interval, self.events)
         self._streams: dict[str, RequestStream[Any]] = {}
 
     def __len__(self) -> int:
@@ -498,17 +598,17 @@ class AsyncRequests:
         request_id = self._processor.parent_of(child_id)
         if request_id is None:
             return []
-        stream = self._streams.get(request_id)
-        children = self.drop(request_id)
+        stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.fail(error)
-        return children
+        return self._processor.drop(request_id)
 
     def die(self, error: EngineDeadError) -> None:
         """Fail all requests: the engine is dead."""
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
+        self._processor.fail()
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Return their last outputs and the engine requests to abort."""

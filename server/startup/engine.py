@@ -41,7 +41,12 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
-from pagoda.common.engine.kv_cache.sizing import longest_sequence, longest_sequence_blocks, stated_blocks
+from pagoda.common.engine.kv_cache.sizing import (
+    longest_sequence,
+    longest_sequence_blocks,
+    max_concurrency,
+    stated_blocks,
+)
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
@@ -249,6 +254,7 @@ def assemble(
         phases,
         sampling_defaults=dict(resolved.generation.sampling),
         num_blocks=copies * sum(num_blocks),
+        max_concurrency=max_concurrency(resolved.layout, limits, num_blocks),
         memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )

@@ -143,46 +143,6 @@ def test_before_the_model_is_loaded() -> None:
         serves(server)
 
 
-def test_metrics_count_requests() -> None:
-    with live_server() as server:
-        server.post("/v1/completions", TEXT | {"prompt": ["abcd", "k"]})
-        server.post("/v1/completions", TEXT | {"prompt": "x", "max_tokens": 9})
-        assert server.post("/v1/completions", TEXT | {"temperature": -1})[0] == 400
-        assert server.post("/v1/completions", TEXT | {"prompt": "a" * 100})[0] == 400, "refused by the engine's checks"
-        assert server.post("/v1/completions", TEXT | {"prompt": ["a" * 100, "k"]})[0] == 400
-        lines = server.get("/metrics")[1].decode().splitlines()
-    value = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    labels = '{engine="0",model_name="fake"}'
-    assert value[f"vllm:prompt_tokens_total{labels}"] == 6
-    assert value[f"vllm:generation_tokens_total{labels}"] == 7
-    assert value[f"vllm:time_to_first_token_seconds_count{labels}"] == 3
-    assert value[f"vllm:e2e_request_latency_seconds_count{labels}"] == 3
-    success = {
-        reason: value[f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}}']
-        for reason in ("length", "stop", "abort", "error")
-    }
-    assert success == {"length": 2, "stop": 1, "abort": 0, "error": 0}
-
-
-def test_metrics_time_each_sequence() -> None:
-    with live_server(engine={"max_num_seqs": 1}) as server:
-        server.post("/v1/completions", TEXT | {"prompt": "abcdefgh", "n": 3, "max_tokens": 2})
-        lines = server.get("/metrics")[1].decode().splitlines()
-    value = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    labels = '{engine="0",model_name="fake"}'
-    seconds = {
-        interval: value[f"vllm:request_{interval}_time_seconds_sum{labels}"]
-        for interval in ("queue", "prefill", "decode", "inference")
-    }
-    assert seconds["queue"] > 0
-    assert seconds["prefill"] + seconds["decode"] == pytest.approx(seconds["inference"])
-    assert value[f"vllm:request_queue_time_seconds_count{labels}"] == 3
-    assert value[f"vllm:request_num_preemptions_count{labels}"] == 3
-    assert value[f"vllm:request_prefill_kv_computed_tokens_sum{labels}"] == 8 + 4 + 4, "one block was known"
-    assert value[f"vllm:request_max_num_generation_tokens_sum{labels}"] == 2
-    assert value[f"vllm:request_max_num_generation_tokens_count{labels}"] == 1
-
-
 KEYS = {"api_key": ("one", "two")}
 
 

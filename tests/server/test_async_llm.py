@@ -11,7 +11,8 @@ import tokenizers
 from support.byte_text import byte_tokenizer
 from support.fake_engine import WIDTH, build
 
-from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, RequestError
+from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, QueueFullError, RequestError
+from pagoda.common.observe.metrics import Metrics
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
@@ -166,11 +167,28 @@ async def test_reset_prefix_cache(llm: AsyncLLM) -> None:
     assert await cached() == 0
 
 
-async def test_on_step_is_called_for_every_step(llm: AsyncLLM) -> None:
-    counts: list[int] = []
-    llm.on_step = lambda step: counts.append(len(step.outputs))
+async def test_every_step_and_token_is_recorded(llm: AsyncLLM) -> None:
+    metrics = llm.metrics = Metrics("fake")
     await text_of(llm, "r", "abc", max_tokens=5)
-    assert sum(counts) == 5
+    assert (metrics.totals().prompt_tokens, metrics.totals().generation_tokens) == (3, 5)
+    labels = {"model_name": "fake", "engine": "0"}
+    assert metrics.registry.get_sample_value("vllm:iteration_tokens_total_sum", labels) == 3 + 5
+    assert metrics.registry.get_sample_value("vllm:request_success_total", labels | {"finished_reason": "length"}) == 1
+
+
+async def test_rejected_requests_are_counted() -> None:
+    llm = make("fake:slow", max_num_queued_reqs=1)
+    metrics = llm.metrics = Metrics("fake")
+    stream = await llm.add_request("a", "abc", SamplingParams(max_tokens=30))
+    with pytest.raises(QueueFullError):
+        await llm.add_request("b", "abc", SamplingParams())
+    labels = {"model_name": "fake", "reason": "max_num_queued_reqs"}
+    assert metrics.registry.get_sample_value("vllm:admission_rejections_total", labels) == 1
+    await llm.abort("a")
+    assert (await stream.get()).finished
+    aborted = {"model_name": "fake", "engine": "0", "finished_reason": "abort"}
+    assert metrics.registry.get_sample_value("vllm:request_success_total", aborted) == 1
+    llm.shutdown()
 
 
 async def test_an_engine_that_dies_fails_every_request() -> None:

@@ -42,7 +42,7 @@ class LiveServer:
     def __init__(self, model: str, config: ServerConfig, ready: bool, **engine: Any) -> None:
         engine.setdefault("served_model_name", ["fake"])
         engine_config = AsyncEngineArgs(model, **engine).create_engine_config()
-        metrics = Metrics("fake")
+        metrics = Metrics("fake", engine_config.parallel.data_parallel_size)
         text = FRAMED if ":pool-" in model else TEXT
         if model.startswith("fake"):
             self.llm = AsyncLLM(
@@ -50,10 +50,10 @@ class LiveServer:
                 client=ThreadClient(engine_config, build),
                 open_text=lambda config: None if config.model.skip_tokenizer_init else text,
                 wait=False,
-                on_step=metrics.on_step,
+                metrics=metrics,
             )
         else:
-            self.llm = AsyncLLM(engine_config, in_process=True, wait=False, on_step=metrics.on_step)
+            self.llm = AsyncLLM(engine_config, in_process=True, wait=False, metrics=metrics)
         self._config, self._metrics, self._ready = config, metrics, ready
         self._listener = bind(config)
         self.port = 0 if config.uds else self._listener.getsockname()[1]

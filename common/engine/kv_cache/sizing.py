@@ -68,6 +68,12 @@ def longest_sequence_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]
     return blocks_alone(group_rules(layout), _pages(limits), limits.max_step_tokens)
 
 
+def max_concurrency(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> float:
+    """Return how many sequences of `max_model_len` tokens the blocks of each pool hold, where the fewest fit."""
+    needed = longest_sequence_blocks(layout, limits)
+    return min((blocks - 1) / (each - 1) for blocks, each in zip(num_blocks, needed))
+
+
 class _Demand:
     """The blocks of running sequences, with windows taken into account."""
 

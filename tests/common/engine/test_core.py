@@ -67,7 +67,9 @@ def test_stats_count_tokens_and_steps():
     engine = core(FakeBackend(full_layout()), async_scheduling=False)
     engine.add_request(request("a", [1] * 9))
     stats = engine.step().stats
-    assert (stats.steps, stats.last_step_tokens, stats.running, stats.kv_blocks_used) == (1, 9, 1, 3)
+    assert (stats.steps, stats.last_step_tokens, stats.running, stats.kv_blocks_used) == (1, 10, 1, 3), (
+        "9 of the prompt, and one generated"
+    )
     assert engine.step().stats.last_step_tokens == 1
 
 

@@ -76,9 +76,17 @@ def test_statistics_sum_all_shards() -> None:
     for name, prompt in (("a", [1] * 9), ("b", [2] * 5)):
         engine.add_request(request(name, prompt))
     stats = engine.step().stats
-    assert (stats.running, stats.waiting, stats.last_step_tokens) == (2, 0, 14)
+    assert (stats.running, stats.waiting, stats.last_step_tokens) == (2, 0, 9 + 5 + 2)
+    assert [(each.running, each.last_step_tokens) for each in stats.replicas] == [(1, 9 + 1), (1, 5 + 1)]
     assert (stats.kv_blocks_used, stats.kv_blocks_total, stats.prefix_queries) == (3 + 2, 78, 14)
     assert engine.stats.running == 2
+
+
+def test_the_first_output_names_the_replica() -> None:
+    engine = core(shards=2, async_scheduling=False)
+    for name in "ab":
+        engine.add_request(request(name, [ord(name)] * 5))
+    assert {output.request_id: output.replica for output in engine.step().outputs} == {"a": 0, "b": 1}
 
 
 def test_abort_reaches_the_requests_shard() -> None:

@@ -20,6 +20,11 @@ from pagoda.common.errors import ConfigError, RequestError
 EOS = 0
 
 
+def result_of(plan: StepPlan) -> StepResult:
+    """Token 7 wherever the plan samples."""
+    return StepResult(plan.step, np.where(plan.samples, 7, -1).astype(np.int32))
+
+
 @dataclass
 class Bench:
     """A scheduler and the shortest way to drive it."""
@@ -828,6 +833,32 @@ class TestStats:
         assert (stats.prefix_queries, stats.prefix_hits) == (9 + 11, 8)
         assert (stats.steps, stats.last_step_tokens, stats.kv_blocks_total) == (2, 3, 64)
         assert [bench.outputs[name][0].num_cached_tokens for name in "abc"] == [0, 8, 0]
+
+    def test_a_step_has_prompt_tokens_and_generated_tokens(self):
+        """Chunks, a last chunk of one token beside a generating request, and tokens that nobody reads."""
+        bench = Bench()
+        bench.add("a", 3)
+        tokens = [bench.scheduler.update(plan, result_of(plan)).stats.last_step_tokens for plan in [bench.plan()]]
+        bench.add("b", 31)
+        for _ in range(4):
+            plan = bench.plan()
+            tokens.append(bench.scheduler.update(plan, result_of(plan)).stats.last_step_tokens)
+        assert tokens == [3 + 1, 15 + 1, 15 + 1, 1 + 2, 2]
+        plan = bench.plan()
+        bench.scheduler.abort(["a"])
+        assert bench.scheduler.update(plan, result_of(plan)).stats.last_step_tokens == 1
+
+    def test_recomputed_tokens_count_as_prompt_tokens(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        bench.add("a", [1] * 7)
+        bench.add("b", [2] * 7)
+        total = prompts = 0
+        while bench.scheduler.num_unfinished:
+            plan = bench.plan()
+            prompts += sum(len(start.token_ids) for start in plan.starts)
+            total += bench.scheduler.update(plan, result_of(plan)).stats.last_step_tokens
+        assert prompts > 7 + 7
+        assert total == prompts + 8 + 8
 
     def test_without_a_prefix_cache_there_are_no_queries(self):
         bench = Bench(limits={"prefix_caching": False})

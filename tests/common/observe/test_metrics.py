@@ -1,203 +1,316 @@
+"""The metrics of one server, from what is recorded to what is printed."""
+
 import csv
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
-from pagoda.common.observe.metrics import FinishedRequest, FinishedSequence, Metrics
+from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.observe.collectors import WITHOUT_SERIES
+from pagoda.common.observe.metrics import Metrics
+from pagoda.common.observe.request_events import FinishedRequest, FinishedSequence, FirstToken, RequestEvents
 
-
-def step(*outputs: EngineOutput, **stats: int) -> StepOutputs:
-    return StepOutputs(outputs=list(outputs), stats=EngineStats(**stats))
-
-
-def output(request_id: str, count: int = 1, finish: str | None = None) -> EngineOutput:
-    return EngineOutput(request_id=request_id, new_token_ids=[1] * count, finish_reason=finish)
-
-
-def values(metrics: Metrics) -> dict[str, float]:
-    lines = metrics.exposition().decode().splitlines()
-    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in pairs}
+DATA = Path(__file__).resolve().parents[2] / "data"
+LABELS = {"model_name": "m", "engine": "0"}
 
 
-def answer(**changes: object) -> FinishedSequence:
+def rows(name: str) -> list[Any]:
+    with (DATA / name).open(newline="") as file:
+        return [pytest.param(row, id=row["name"]) for row in csv.DictReader(file, delimiter="\t")]
+
+
+def step(**stats: Any) -> StepOutputs:
+    return StepOutputs(stats=EngineStats(**stats))
+
+
+def sequence(**changes: Any) -> FinishedSequence:
     facts = {
-        "is_complete": True,
+        "replica": 0,
+        "finish_reason": "stop",
+        "arrival": 1.0,
+        "queued": 1.25,
         "scheduled": 1.75,
         "first_token": 2.0,
         "last_token": 6.0,
+        "prompt_tokens": 7,
         "cached_tokens": 4,
-        "generation_tokens": 5,
         "preemptions": 0,
+        "generation_tokens": 5,
+        "max_tokens": 9,
     }
     return FinishedSequence(**(facts | changes))
 
 
-def finished(*answers: FinishedSequence, **changes: object) -> FinishedRequest:
-    facts = {"finish_reason": "stop", "arrival": 1.0, "queued": 1.25, "prompt_tokens": 7, "max_tokens": 9}
-    return FinishedRequest(**({"n": len(answers)} | facts | changes), sequences=answers)
+def recorded(*sequences: FinishedSequence, requests: tuple[FinishedRequest, ...] = ()) -> Metrics:
+    metrics, events = Metrics("m"), RequestEvents()
+    events.sequences += sequences
+    events.requests += requests
+    metrics.on_events(events)
+    return metrics
 
 
-def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float, float]]:
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"vllm:{name}", LABELS | labels)
+
+
+def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float | None, float | None]]:
     """Of each histogram: how many values, and their sum."""
-    samples = values(metrics)
-    return {name: (samples[f"vllm:{name}_count{LABELS}"], samples[f"vllm:{name}_sum{LABELS}"]) for name in names}
+    return {name: (value(metrics, f"{name}_count"), value(metrics, f"{name}_sum")) for name in names}
 
 
-LABELS = '{engine="0",model_name="m"}'
+# --- names, types and labels ---
 
 
-def test_metric_names_types_and_labels() -> None:
+def complete_metrics() -> Metrics:
     metrics = Metrics("m")
-    path = Path(__file__).resolve().parents[2] / "data" / "vllm_metrics.tsv"
-    with path.open(newline="") as file:
-        known = {row["name"]: row for row in csv.DictReader(file, delimiter="\t")}
-    for family in metrics.registry.collect():
-        if not family.name.startswith("vllm:"):
-            continue
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        assert known[name]["type"] == family.type
-        labels = set(known[name]["labels"].split(",")) - {"le"}
-        assert all(set(sample.labels) - {"le"} == labels for sample in family.samples if "created" not in sample.name)
+    metrics.set_cache_info({"block_size": 16})
+    return metrics
 
 
-def test_steps_are_counted() -> None:
+PRINTED = {
+    f"{family.name}_total" if family.type == "counter" else family.name: family
+    for family in complete_metrics().registry.collect()
+}
+
+
+@pytest.mark.parametrize("row", rows("vllm_metrics.tsv"))
+def test_a_metric_of_vllm_has_its_type_and_labels(row: dict[str, str]) -> None:
+    if row["name"] == "vllm:cache_config_info":
+        pytest.skip("its labels are tested with a server")
+    family = PRINTED[row["name"]]
+    assert family.type == row["type"]
+    assert family.samples
+    labels = set(row["labels"].split(",")) - {"le"}
+    assert all(set(sample.labels) - {"le"} == labels for sample in family.samples)
+
+
+@pytest.mark.parametrize("row", rows("interface/metrics.tsv"))
+def test_a_metric_of_earlier_versions_of_vllm_has_its_type(row: dict[str, str]) -> None:
+    name = row["name"]
+    if row["type"] == "counter" and not name.endswith("_total"):
+        name += "_total"  # as the client library prints it
+    family = PRINTED[name]
+    assert family.type == row["type"]
+    assert bool(family.samples) == (family.name not in WITHOUT_SERIES)
+
+
+BUCKETS = {
+    "iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
+    "request_params_n": "1 2 5 10 20",
+    "request_num_preemptions": "1 2 3 4 5 10 20",
+    "time_to_first_token_seconds": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 "
+    "640 2560",
+    "inter_token_latency_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80",
+    "request_time_per_output_token_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 "
+    "80",
+} | dict.fromkeys(
+    [
+        "e2e_request_latency_seconds",
+        *(f"request_{part}_time_seconds" for part in ("queue", "prefill", "decode", "inference")),
+    ],
+    "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
+)
+
+
+@pytest.mark.parametrize(("name", "bounds"), BUCKETS.items())
+def test_buckets_are_those_of_vllm(name: str, bounds: str) -> None:
+    samples = PRINTED[f"vllm:{name}"].samples
+    found = [float(sample.labels["le"]) for sample in samples if sample.name.endswith("_bucket")]
+    assert found == [*map(float, bounds.split()), float("inf")]
+
+
+# --- formats ---
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", "text/plain", "text/plain;version=0.0.4;q=0.5, */*;q=0.1"])
+def test_the_text_format_is_the_default(accept: str) -> None:
+    text, content_type = complete_metrics().exposition(accept)
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in parse_text(text.decode())}
+    assert families["vllm:prompt_tokens"].type == "counter"
+
+
+def test_openmetrics_if_the_client_accepts_it() -> None:
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
+    text, content_type = complete_metrics().exposition(accept)
+    assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert text.endswith(b"# EOF\n")
+    families = {family.name for family in parse_openmetrics(text.decode())}
+    assert {f"{name}_total" if f"{name}_total" in PRINTED else name for name in families} == set(PRINTED)
+
+
+# --- steps ---
+
+
+def test_statistics_are_printed() -> None:
     metrics = Metrics("m")
-    metrics.on_step(step(output("a"), output("b"), running=2, waiting=1, last_step_tokens=9, kv_blocks_total=10))
     metrics.on_step(
         step(
-            output("a", 2),
             running=2,
+            waiting=3,
+            deferred=1,
             kv_blocks_used=5,
             kv_blocks_total=10,
             prefix_queries=8,
-            prefix_hits=4,
+            prefix_hits=6,
+            preemptions=4,
             recompiles=3,
         )
     )
-    samples = values(metrics)
-    assert samples[f"vllm:generation_tokens_total{LABELS}"] == 4
-    assert samples[f"vllm:iteration_tokens_total_sum{LABELS}"] == 9
-    assert samples[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 2, "one for each token"
-    assert samples[f"vllm:num_requests_running{LABELS}"] == 2
-    assert samples[f"vllm:num_requests_waiting{LABELS}"] == 0
-    assert samples[f"vllm:kv_cache_usage_perc{LABELS}"] == 0.5
-    assert samples[f"vllm:prefix_cache_hits_total{LABELS}"] == 4
-    assert samples[f"pagoda:recompiles_total{LABELS}"] == 3
+    expected = {
+        "num_requests_running": 2,
+        "num_requests_waiting": 4,
+        "kv_cache_usage_perc": 0.5,
+        "gpu_cache_usage_perc": 0.5,
+        "prefix_cache_queries_total": 8,
+        "gpu_prefix_cache_queries_total": 8,
+        "prefix_cache_hits_total": 6,
+        "gpu_prefix_cache_hits_total": 6,
+        "gpu_prefix_cache_hit_rate": 0.75,
+        "num_preemptions_total": 4,
+    }
+    assert {name: value(metrics, name) for name in expected} == expected
+    reasons = [value(metrics, "num_requests_waiting_by_reason", reason=reason) for reason in ("capacity", "deferred")]
+    assert reasons == [3, 1]
+    assert value(metrics, "prompt_tokens_cached_by_source_total", source="device") == 6
+    assert metrics.registry.get_sample_value("pagoda:recompiles_total", LABELS) == 3
 
 
-def test_steps_without_output_are_counted() -> None:
-    """Parts of a prompt, alone or joined with the step that ends it; an idle engine's report is no step."""
+def test_the_sleep_state_is_printed() -> None:
+    metrics = Metrics("m")
+    metrics.sleep_level = 2
+    states = [
+        value(metrics, "engine_sleep_state", sleep_state=state)
+        for state in ("awake", "weights_offloaded", "discard_all")
+    ]
+    assert states == [0, 0, 1]
+
+
+def test_every_step_is_counted() -> None:
+    """Alone or merged with the step after it, with outputs or without; an idle engine's report is no step."""
     metrics = Metrics("m")
     metrics.on_step(step(running=1, last_step_tokens=8))
     parts = tuple(EngineStats(running=1, last_step_tokens=tokens) for tokens in (8, 8))
-    last = EngineStats(running=1, last_step_tokens=3)
-    metrics.on_step(StepOutputs(outputs=[output("a")], stats=last, earlier=parts))
-    metrics.on_step(StepOutputs(outputs=[], stats=last, earlier=parts))
+    metrics.on_step(StepOutputs(stats=EngineStats(running=1, last_step_tokens=3), earlier=parts))
     metrics.on_step(step())
-    assert observed(metrics, "iteration_tokens_total") == {"iteration_tokens_total": (7, 8 + 2 * (8 + 8 + 3))}
+    assert observed(metrics, "iteration_tokens_total") == {"iteration_tokens_total": (4, 8 + 8 + 8 + 3)}
 
 
-def test_last_token_times_are_bounded() -> None:
-    metrics = Metrics("m")
-    for number in range(1000):
-        metrics.on_step(step(output(str(number)), running=1))
-    assert len(metrics._last_tokens) < 100
-    metrics.on_step(step(output("z"), running=1))
-    metrics.on_step(step(output("z", finish="stop"), running=0))
-    assert "z" not in metrics._last_tokens
+def test_each_replica_has_its_series() -> None:
+    metrics, events = Metrics("m", replicas=2), RequestEvents()
+    metrics.set_cache_info({"block_size": 16})
+    replicas = EngineStats(running=1, last_step_tokens=4), EngineStats(running=2, waiting=3, last_step_tokens=6)
+    metrics.on_step(step(running=3, waiting=3, last_step_tokens=10, replicas=replicas))
+    events.tokens[1].add(5, None)
+    events.first_tokens.append(FirstToken(replica=1, latency=0.5, prompt_tokens=7, cached_tokens=4))
+    events.sequences.append(sequence(replica=1))
+    events.requests.append(FinishedRequest(replica=1, n=1, longest=5))
+    metrics.on_events(events)
+    expected = {
+        "num_requests_running": (1, 2),
+        "num_requests_waiting": (0, 3),
+        "iteration_tokens_total_sum": (4, 6),
+        "generation_tokens_total": (0, 5),
+        "prompt_tokens_total": (0, 7),
+        "time_to_first_token_seconds_count": (0, 1),
+        "e2e_request_latency_seconds_count": (0, 1),
+        "request_params_n_count": (0, 1),
+    }
+    for name, values in expected.items():
+        assert tuple(value(metrics, name, engine=engine) for engine in "01") == values, name
+    info = [
+        metrics.registry.get_sample_value("vllm:cache_config_info", {"engine": engine, "block_size": "16"})
+        for engine in "01"
+    ]
+    assert info == [1, 1]
 
 
-def test_finished_requests_are_timed() -> None:
-    metrics = Metrics("m")
-    metrics.on_first_token(arrival=1.0, first_token=2.0, prompt_tokens=7, cached_tokens=4)
-    metrics.on_finish(finished(answer()))
-    metrics.on_finish(finished(n=1, finish_reason="abort"))
-    samples = values(metrics)
-    assert samples[f"vllm:time_to_first_token_seconds_sum{LABELS}"] == 1
-    assert samples[f"vllm:e2e_request_latency_seconds_sum{LABELS}"] == 5
-    assert samples[f"vllm:request_decode_time_seconds_sum{LABELS}"] == 4
-    assert samples[f"vllm:request_time_per_output_token_seconds_sum{LABELS}"] == 1
-    assert samples[f"vllm:prompt_tokens_total{LABELS}"] == 7
-    assert samples[f"vllm:prompt_tokens_cached_total{LABELS}"] == 4
-    assert samples['vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"}'] == 1
-    assert samples['vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"}'] == 1
+# --- requests ---
 
-
-PER_ANSWER = (
+PER_SEQUENCE = (
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_inference_time_seconds"),
     *("request_decode_time_seconds", "e2e_request_latency_seconds", "request_prefill_kv_computed_tokens"),
     *("request_num_preemptions", "request_generation_tokens", "request_prompt_tokens", "request_params_max_tokens"),
+    *("request_time_per_output_token_seconds", "time_in_queue_requests"),
 )
 PER_REQUEST = ("request_max_num_generation_tokens", "request_params_n")
 
 
-def test_each_answer_is_timed_from_arrival_to_finish() -> None:
-    metrics = Metrics("m")
-    second = answer(
-        scheduled=3.25, first_token=5.0, last_token=9.0, generation_tokens=3, cached_tokens=6, preemptions=2
+def test_each_sequence_is_timed_from_arrival_to_finish() -> None:
+    second = sequence(
+        finish_reason="length",
+        scheduled=3.25,
+        first_token=5.0,
+        last_token=9.0,
+        generation_tokens=3,
+        cached_tokens=6,
+        preemptions=2,
     )
-    metrics.on_finish(finished(answer(), second))
-    assert list(observed(metrics, *PER_ANSWER).values()) == [
+    metrics = recorded(sequence(), second, requests=(FinishedRequest(replica=0, n=2, longest=5),))
+    assert list(observed(metrics, *PER_SEQUENCE).values()) == [
         *((2, 0.5 + 2.0), (2, 0.25 + 1.75), (2, 4.25 + 5.75), (2, 4.0 + 4.0), (2, 5.0 + 8.0)),
-        *((2, 3 + 1), (2, 0 + 2), (2, 5 + 3), (2, 7 + 7), (2, 9 + 9)),
+        *((2, 3 + 1), (2, 0 + 2), (2, 5 + 3), (2, 7 + 7), (2, 9 + 9), (2, 1.0 + 2.0), (2, 0.5 + 2.0)),
     ]
     assert list(observed(metrics, *PER_REQUEST).values()) == [(1, 5), (1, 2)]
+    assert [value(metrics, "request_success_total", finished_reason=reason) for reason in ("stop", "length")] == [1, 1]
 
 
-def test_aborted_answers_are_not_timed() -> None:
-    metrics = Metrics("m")
-    metrics.on_finish(finished(answer(is_complete=False), finish_reason="abort"))
-    assert set(observed(metrics, *PER_ANSWER, *PER_REQUEST).values()) == {(0, 0)}
-    metrics.on_finish(finished(answer(), answer(is_complete=False), finish_reason="abort"))
-    assert {count for count, _ in observed(metrics, *PER_ANSWER).values()} == {1}, "the other answer was complete"
-    assert set(observed(metrics, *PER_REQUEST).values()) == {(0, 0)}
+def test_a_sequence_of_one_token_has_no_time_per_token() -> None:
+    metrics = recorded(sequence(generation_tokens=1, last_token=2.0))
+    assert observed(metrics, "request_time_per_output_token_seconds").popitem()[1] == (1, 0)
 
 
-def test_answers_without_a_schedule_time_skip_queue_metrics() -> None:
-    metrics = Metrics("m")
-    metrics.on_finish(finished(answer(scheduled=0.0)))
-    metrics.on_pooled("stop", arrival=1.0, finished=2.0, prompt_tokens=3)
-    samples = observed(metrics, *PER_ANSWER)
-    assert [count for count, _ in samples.values()] == [0, 0, 0, 1, 2, 2, 2, 1, 2, 1]
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_sequences_that_are_not_complete_are_counted_not_timed(reason: str) -> None:
+    metrics = recorded(sequence(finish_reason=reason))
+    assert set(observed(metrics, *PER_SEQUENCE, *PER_REQUEST).values()) == {(0, 0)}
+    assert value(metrics, "request_success_total", finished_reason=reason) == 1
 
 
-def test_pooled_prompts_have_no_token_metrics() -> None:
-    metrics = Metrics("m")
-    metrics.on_pooled("stop", arrival=1.0, scheduled=1.5, finished=4.0, prompt_tokens=7)
-    metrics.on_pooled("abort", arrival=1.0, scheduled=1.5, finished=4.0, prompt_tokens=7)
-    assert list(observed(metrics, *PER_ANSWER).values()) == [
-        *((1, 0.5), (1, 2.5), (1, 2.5), (0, 0), (1, 3.0)),
-        *((1, 7), (1, 0), (0, 0), (1, 7), (0, 0)),
-    ]
-    assert set(observed(metrics, *PER_REQUEST).values()) == {(0, 0)}
+def test_sequences_without_a_schedule_time_skip_queue_metrics() -> None:
+    samples = observed(recorded(sequence(scheduled=0.0)), *PER_SEQUENCE)
+    assert [count for count, _ in samples.values()] == [0, 0, 0, *[1] * 8, 0]
+
+
+def test_pooling_requests_have_no_token_metrics() -> None:
+    pooled = sequence(generation_tokens=None, max_tokens=None, first_token=6.0, cached_tokens=0)
+    metrics = recorded(pooled)
+    generates = ("decode", "generation_tokens", "params", "output_token")
+    for name, (count, _) in observed(metrics, *PER_SEQUENCE, *PER_REQUEST).items():
+        assert count == (not any(word in name for word in generates)), name
+
+
+def test_first_tokens_count_the_prompt() -> None:
+    metrics, events = Metrics("m"), RequestEvents()
+    events.first_tokens.append(FirstToken(replica=0, latency=0.5, prompt_tokens=7, cached_tokens=4))
+    events.first_tokens.append(FirstToken(replica=0, latency=None, prompt_tokens=2, cached_tokens=0))
+    metrics.on_events(events)
+    assert value(metrics, "prompt_tokens_total") == 9
+    assert value(metrics, "prompt_tokens_cached_total") == 4
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    assert [value(metrics, "prompt_tokens_by_source_total", source=source) for source in sources] == [5, 4, 0]
+    assert observed(metrics, "time_to_first_token_seconds").popitem()[1] == (1, 0.5)
+    assert metrics.totals().prompt_tokens == 9
+
+
+def test_the_time_between_tokens_is_weighted_by_tokens() -> None:
+    metrics, events = Metrics("m"), RequestEvents()
+    for wait in (None, 0.03, 0.03, 0.06):
+        events.tokens[0].add(1, wait)
+    events.tokens[0].add(3, 0.18)
+    metrics.on_events(events)
+    for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+        by_bound = [value(metrics, f"{name}_bucket", le=bound) for bound in ("0.025", "0.05", "0.075", "+Inf")]
+        assert by_bound == [0, 2, 6, 6]
+        assert value(metrics, f"{name}_count") == 6
+        assert value(metrics, f"{name}_sum") == pytest.approx(2 * 0.03 + 4 * 0.06)
+    assert value(metrics, "generation_tokens_total") == metrics.totals().generation_tokens == 7
 
 
 def test_two_registries_in_one_process_are_separate() -> None:
     one, two = Metrics("m"), Metrics("m")
-    one.on_step(step(output("a"), running=1))
-    assert values(two)[f"vllm:generation_tokens_total{LABELS}"] == 0
-
-
-def test_cache_config_info() -> None:
-    metrics = Metrics("m")
-    metrics.set_cache_info({"block_size": 16, "enable_prefix_caching": True})
-    assert 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0"} 1.0' in (
-        metrics.exposition().decode()
-    )
-
-
-def test_sequences_of_a_batch_are_timed_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = Metrics("m")
-    clock = iter([10.0, 10.03, 10.09])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    for names in ("ab", "abc", "bc"):
-        metrics.on_step(step(*map(output, names), running=3))
-    name, labels, samples = "vllm:inter_token_latency_seconds", LABELS.strip("{}"), values(metrics)
-    by_bound = {bound: samples[f'{name}_bucket{{{labels.split(",")[0]},le="{bound}",{labels.split(",")[1]}}}']
-                for bound in ("0.025", "0.05", "0.075", "+Inf")}  # fmt: skip
-    assert list(by_bound.values()) == [0, 2, 4, 4]
-    assert samples[f"{name}_count{LABELS}"] == 4
-    assert samples[f"{name}_sum{LABELS}"] == pytest.approx(2 * 0.03 + 2 * 0.06)
+    one.on_step(step(running=1))
+    assert value(two, "num_requests_running") == 0

@@ -427,8 +427,10 @@ def test_metrics_are_served_while_it_runs(batch: Batch, monkeypatch: pytest.Monk
 
     async def watched(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=5) as response:
-                seen.append(response.read().decode())
+            for accept in ("", "application/openmetrics-text"):
+                request = urllib.request.Request(f"http://127.0.0.2:{port}/metrics", headers={"accept": accept})
+                with urllib.request.urlopen(request, timeout=5) as response:
+                    seen.append(response.read().decode())
         except OSError:
             seen.append("")
         return await post(app, path, body)
@@ -440,6 +442,8 @@ def test_metrics_are_served_while_it_runs(batch: Batch, monkeypatch: pytest.Monk
     assert batch.run(line(TEXT), flags=("--enable-metrics", *where)) == 0
     assert seen[0] == ""
     assert "vllm:cache_config_info{" in seen[1]
+    assert "vllm:prompt_tokens_total{" in seen[2]
+    assert seen[2].endswith("# EOF\n")
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=1)
 

@@ -15,6 +15,7 @@ from pagoda.common.engine.kv_cache.sizing import (
     longest_sequence,
     longest_sequence_blocks,
     max_blocks,
+    max_concurrency,
     min_blocks,
     split_bytes,
     stated_blocks,
@@ -61,6 +62,14 @@ def test_one_pool_gets_all_blocks_that_fit():
     assert min_blocks(layout) == (7,)
     assert max_blocks(layout, LIMITS) == (1 + 256 * 6 * 2048,)
     assert stated_blocks(layout, LIMITS, 1 << 30) == (1 << 30,)
+
+
+def test_the_concurrency_is_that_of_the_scarcest_pool():
+    """A sequence of 32,768 tokens takes 2,048 blocks of K and V, and one of a state."""
+    assert max_concurrency(layout_of({FullCache(4, 256): [0]}, 16), LIMITS, (1 + 3 * 1024,)) == 1.5
+    layout = qwen3_next()
+    assert max_concurrency(layout, LIMITS, (1 + 100, 1 + 3 * 2048)) == 3
+    assert max_concurrency(layout, LIMITS, (1 + 2, 1 + 3 * 2048)) == 2
 
 
 def test_a_page_of_attention_no_longer_takes_the_bytes_of_a_state():

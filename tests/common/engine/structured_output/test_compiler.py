@@ -246,11 +246,28 @@ def test_abort_while_the_grammar_compiles(structured, monkeypatch):
     with pytest.raises(RequestError, match="already in the engine"):
         core.add_request(asking(grammar(choice=CHOICES)))
     assert core.has_work
-    assert core.step().outputs == []
+    step = core.step()
+    assert (step.outputs, step.stats.deferred, step.stats.waiting) == ([], 1, 0)
     core.abort(["r"])
     assert not core.has_work
+    assert core.stats.deferred == 0
     go.set()
     assert drain(core) == {}
+
+
+def test_requests_whose_grammar_compiles_are_counted_beside_running_ones(monkeypatch):
+    slow, go = Structured(vocabulary), threading.Event()
+    usual = slow.mask_state
+    monkeypatch.setattr(slow, "mask_state", lambda request: go.wait(5) and usual(request))
+    backend = FakeShards(full_layout(), 2, num_blocks=40, next_token=scrambled)
+    core = sharded_core(backend, backend.layout, limits(), (40,), 2, structured=slow)
+    core.add_request(asking(grammar(choice=CHOICES)))
+    core.add_request(EngineRequest(request_id="free", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=3))
+    stats = core.step().stats
+    assert (stats.running, stats.deferred, [each.deferred for each in stats.replicas]) == (1, 1, [1, 0])
+    go.set()
+    drain(core)
+    assert core.stats.deferred == 0
 
 
 def test_without_a_tokenizer_a_grammar_is_refused():

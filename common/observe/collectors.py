@@ -1,0 +1,214 @@
+"""Metrics computed at scrape time: from the engine's statistics, under former names, and of absent features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagoda.common.engine.messages import EngineStats
+
+LABELS: Final = ("model_name", "engine")
+"""Of every metric of an engine. `engine`: the number of the data-parallel replica."""
+
+SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
+"""Indexed by sleep level; 0: awake."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FromStats:
+    """A metric of one replica's statistics. With `label`, `values` returns one value per value of that label."""
+
+    type: Literal["gauge", "counter"]
+    name: str
+    help: str
+    values: Callable[[EngineStats], float | Mapping[str, float]]
+    label: str | None = None
+
+
+def _hit_rate(stats: EngineStats) -> float:
+    return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+
+
+def _cached_by_source(stats: EngineStats) -> dict[str, float]:
+    return {"device": stats.prefix_hits, "host": 0, "p2p": 0, "disk": 0, "external_unspecified": 0}
+
+
+_FROM_STATS: Final = (
+    _FromStats("gauge", "vllm:num_requests_running", "Running sequences.", lambda stats: stats.running),
+    _FromStats(
+        "gauge",
+        "vllm:num_requests_waiting",
+        "Queued sequences.",
+        lambda stats: stats.waiting + stats.deferred,
+    ),
+    _FromStats(
+        "gauge",
+        "vllm:num_requests_waiting_by_reason",
+        "Queued sequences, by reason: capacity (no free slot or KV block) or deferred (its grammar is being compiled).",
+        lambda stats: {"capacity": stats.waiting, "deferred": stats.deferred},
+        "reason",
+    ),
+    _FromStats(
+        "gauge",
+        "vllm:num_requests_swapped",
+        "Always 0: preempted sequences are recomputed, not swapped.",
+        lambda stats: 0,
+    ),
+    _FromStats(
+        "gauge", "vllm:kv_cache_usage_perc", "Fraction of KV blocks in use (0 to 1).", lambda stats: stats.kv_usage
+    ),
+    _FromStats(
+        "gauge", "vllm:gpu_cache_usage_perc", "Former name of vllm:kv_cache_usage_perc.", lambda stats: stats.kv_usage
+    ),
+    _FromStats(
+        "gauge", "vllm:cpu_cache_usage_perc", "Always 0: no KV blocks are kept in host memory.", lambda stats: 0
+    ),
+    _FromStats(
+        "gauge",
+        "vllm:gpu_prefix_cache_hit_rate",
+        "Fraction of the prompt tokens looked up that were in the prefix cache, since start.",
+        _hit_rate,
+    ),
+    _FromStats(
+        "gauge", "vllm:cpu_prefix_cache_hit_rate", "Always -1: there is no such cache in host memory.", lambda stats: -1
+    ),
+    _FromStats(
+        "counter",
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda stats: stats.prefix_queries,
+    ),
+    _FromStats(
+        "counter",
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda stats: stats.prefix_hits,
+    ),
+    _FromStats(
+        "counter",
+        "vllm:gpu_prefix_cache_queries",
+        "Former name of vllm:prefix_cache_queries.",
+        lambda stats: stats.prefix_queries,
+    ),
+    _FromStats(
+        "counter",
+        "vllm:gpu_prefix_cache_hits",
+        "Former name of vllm:prefix_cache_hits.",
+        lambda stats: stats.prefix_hits,
+    ),
+    _FromStats(
+        "counter",
+        "vllm:prompt_tokens_cached_by_source",
+        "Prompt tokens found in a prefix cache, by the memory it is in. There is only the device's.",
+        _cached_by_source,
+        "source",
+    ),
+    _FromStats("counter", "vllm:num_preemptions", "Preempted sequences.", lambda stats: stats.preemptions),
+    _FromStats(
+        "counter",
+        "pagoda:recompiles",
+        "Programs compiled while serving; should be 0.",
+        lambda stats: stats.recompiles,
+    ),
+)
+
+
+class StatsCollector(Collector):
+    """Gauges and totals from the latest statistics. `state` returns them and the sleep level."""
+
+    def __init__(self, model_name: str, replicas: int, state: Callable[[], tuple[EngineStats, int]]) -> None:
+        self._model_name, self._replicas, self._state = model_name, replicas, state
+
+    def collect(self) -> Iterator[Metric]:
+        stats, sleep_level = self._state()
+        parts = stats.replicas or (stats, *(EngineStats() for _ in range(self._replicas - 1)))
+        for each in _FROM_STATS:
+            yield self._family(each, parts)
+        asleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the engine's current state.", labels=(*LABELS, "sleep_state")
+        )
+        for index in range(self._replicas):
+            for level, name in enumerate(SLEEP_STATES):
+                asleep.add_metric((self._model_name, str(index), name), float(sleep_level == level))
+        yield asleep
+
+    def _family(self, metric: _FromStats, parts: Sequence[EngineStats]) -> Metric:
+        labels = LABELS if metric.label is None else (*LABELS, metric.label)
+        make = GaugeMetricFamily if metric.type == "gauge" else CounterMetricFamily
+        family = make(metric.name, metric.help, labels=labels)
+        for index, stats in enumerate(parts):
+            values = metric.values(stats)
+            if isinstance(values, Mapping):
+                for label, value in values.items():
+                    family.add_metric((self._model_name, str(index), label), value)
+            else:
+                family.add_metric((self._model_name, str(index)), values)
+        return family
+
+
+class FormerName(Collector):
+    """A metric under the name that it had in earlier versions of vLLM, which their dashboards use."""
+
+    def __init__(self, name: str, current: Collector) -> None:
+        self._name, self._current = name, current
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._current.collect():
+            renamed = Metric(self._name, f"Former name of {family.name}.", family.type)
+            renamed.samples = [
+                sample._replace(name=self._name + sample.name.removeprefix(family.name)) for sample in family.samples
+            ]
+            yield renamed
+
+
+# What is not measured, because the feature does not exist.
+
+_NO_CONNECTOR: Final = "Always 0: there is no KV connector."
+_NO_MEDIA: Final = "Always 0: there are no multimodal models."
+_NO_MFU: Final = "Always 0: it is not estimated (--enable-mfu-metrics is refused)."
+
+ALWAYS_ZERO: Final[Mapping[str, str]] = {
+    "vllm:external_prefix_cache_queries": _NO_CONNECTOR,
+    "vllm:external_prefix_cache_hits": _NO_CONNECTOR,
+    "vllm:mm_cache_queries": _NO_MEDIA,
+    "vllm:mm_cache_hits": _NO_MEDIA,
+    "vllm:estimated_flops_per_gpu": _NO_MFU,
+    "vllm:estimated_read_bytes_per_gpu": _NO_MFU,
+    "vllm:estimated_write_bytes_per_gpu": _NO_MFU,
+}
+"""Counters that vLLM prints, with 0, while their feature is off -> help."""
+
+_NO_DRAFTS: Final = "No series: there is no speculative decoding."
+_NO_DETAILED_TRACES: Final = "No series: vLLM measures it with detailed traces, which do not exist."
+
+WITHOUT_SERIES: Final[Mapping[str, tuple[str, str]]] = {
+    "vllm:lora_requests_info": ("gauge", "No series: there are no LoRA adapters."),
+    "vllm:spec_decode_draft_acceptance_rate": ("gauge", _NO_DRAFTS),
+    "vllm:spec_decode_efficiency": ("gauge", _NO_DRAFTS),
+    "vllm:spec_decode_num_accepted_tokens": ("counter", _NO_DRAFTS),
+    "vllm:spec_decode_num_draft_tokens": ("counter", _NO_DRAFTS),
+    "vllm:spec_decode_num_emitted_tokens": ("counter", _NO_DRAFTS),
+    "vllm:model_forward_time_milliseconds": ("histogram", _NO_DETAILED_TRACES),
+    "vllm:model_execute_time_milliseconds": ("histogram", _NO_DETAILED_TRACES),
+}
+"""Metrics that vLLM prints without a series while their feature is off -> type and help."""
+
+
+class AbsentFeatures(Collector):
+    """The metrics of ALWAYS_ZERO and WITHOUT_SERIES."""
+
+    def __init__(self, model_name: str, replicas: int) -> None:
+        self._labels = [(model_name, str(index)) for index in range(replicas)]
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help in ALWAYS_ZERO.items():
+            counter = CounterMetricFamily(name, help, labels=LABELS)
+            for labels in self._labels:
+                counter.add_metric(labels, 0)
+            yield counter
+        for name, (kind, help) in WITHOUT_SERIES.items():
+            yield Metric(name, help, kind)
