@@ -27,7 +27,6 @@ MODULES = {
 
 NOT_IMPORTED = {
     "uvloop": "uvicorn takes it for its loop where it is installed (server/http/server.py)",
-    "python-multipart": "starlette parses forms with it (server/openai/batch/files.py)",
     "accelerate": "transformers reads GGUF files with it (tests/models/test_real_model.py)",
     "pytest-asyncio": "a plugin of pytest",
     "pytest-cov": "a plugin of pytest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
@@ -123,6 +124,10 @@ async def _form(request: Request, state: ServerState) -> AsyncGenerator[FormData
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send multipart/form-data")
+    try:
+        importlib.import_module("python_multipart")  # with which starlette reads forms
+    except ImportError:
+        raise HttpError(501, "this server cannot read uploads; pip install python-multipart and restart it") from None
     limited = Request(request.scope, _limited(request, state.files.free_bytes + _FORM_BYTES))
     try:
         form = await limited.form(max_files=1, max_fields=16)

@@ -1,6 +1,7 @@
 """/v1/files with OpenAI's client: upload, list, download, delete, expiry, limits, owners, restarts."""
 
 import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,13 @@ def test_bodies_that_are_no_form(server: LiveServer) -> None:
     part = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\ntext\r\n--x--\r\n'
     status, answer = server.request("POST", "/v1/files", part, kind)
     assert (status, answer["error"]["param"]) == (400, "file")
+
+
+def test_without_the_parser_of_forms(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "python_multipart", None)
+    status, answer = server.request("POST", "/v1/files", b"", {"content-type": "multipart/form-data; boundary=x"})
+    assert status == 501
+    assert "pip install python-multipart" in answer["error"]["message"]
 
 
 @pytest.mark.setting("--max-stored-files", "--max-stored-file-bytes")
