@@ -50,6 +50,7 @@ class Conversation:
     tool_choice: ToolChoice = "none"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    reasoning_budget: int | None = None  # maximum reasoning tokens; a hint where there is no reasoning parser
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -76,6 +77,11 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     if tools:
         params = _add_grammar(state, params, conversation, tools)
     ignored = _ignored_effort(state, conversation)
+    if conversation.reasoning_budget is not None:
+        if state.reasoning_format is None:
+            ignored += (_ignored_budget(),)
+        else:
+            params = _with_values(params, thinking_token_budget=conversation.reasoning_budget)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
     text, token_ids = await _render_text(state, conversation, params)
@@ -202,7 +208,8 @@ def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: Server
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with its reasoning under every key that a template may read."""
+    """Return the message without empty keys, and with its reasoning under every key that a template may read."""
+    message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
     reasoning = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
     return message if reasoning is None else {**dict.fromkeys(_REASONING_KEYS, reasoning), **message}
 
@@ -235,6 +242,11 @@ def _ignored_effort(state: ServerState, conversation: Conversation) -> tuple[Ign
         "leave it out, or use chat_template_kwargs"
     )
     return (Ignored("reasoning_effort", "hint", reason),)
+
+
+def _ignored_budget() -> Ignored:
+    name = "reasoning_budget"
+    return Ignored(name, "hint", f"{name} has no effect: it needs a server with --reasoning-parser; leave it out")
 
 
 # The reader of the output.
@@ -380,14 +392,14 @@ def _add_grammar(
     """Return the params with the grammar of tool calls. Raise RequestError if it excludes structured_outputs."""
     structured, choice = params.structured_outputs, conversation.tool_choice
     parallel = conversation.parallel_tool_calls
-    if structured is None:
-        if choice == "auto":
-            strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
-            return params if strict is None else _with_values(params, structured_outputs=strict)
+    if structured is None and choice == "auto":
+        strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
+        return params if strict is None else _with_values(params, structured_outputs=strict)
+    if structured is None or choice != "auto":  # a required call leaves no text to constrain
         schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
         return _with_values(params, structured_outputs=StructuredOutputsParams(json=schema))
     grammar = None
-    if choice == "auto" and state.tool_format is not None:
+    if state.tool_format is not None:
         grammar = output_or_calls(structured, state.tool_format, tools, state.special_texts, parallel=parallel)
     if grammar is None:
         raise RequestError(

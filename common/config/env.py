@@ -366,9 +366,7 @@ KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
 HTTP_TIMEOUT_KEEP_ALIVE: Final = _ours(
     "HTTP_TIMEOUT_KEEP_ALIVE", "Timeout of idle keep-alive connections, in seconds.", "timeout_keep_alive"
 )
-MAX_STOP_STRINGS: Final = _ours(
-    "MAX_STOP_STRINGS", "Maximum number of stop strings of a request.", "max_stop_strings"
-)
+MAX_STOP_STRINGS: Final = _ours("MAX_STOP_STRINGS", "Maximum number of stop strings of a request.", "max_stop_strings")
 SERVER_DEV_MODE: Final = _ours(
     "SERVER_DEV_MODE", "1: serve development endpoints such as /sleep, /pause and /server_info.", "server_dev_mode"
 )

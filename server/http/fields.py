@@ -22,6 +22,7 @@ from pagoda.common.sampling_params import (
 from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.client_hints import ClientHints
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
 
 # Prompts and chat templates.
@@ -61,9 +62,10 @@ class TextFormat(RequestBody):
 
 
 class JsonObjectFormat(RequestBody):
-    """Any JSON object."""
+    """Any JSON object, or as llama.cpp and others have it, one that conforms to a schema."""
 
     type: Literal["json_object"]
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
 class NamedSchema(RequestBody):
@@ -130,8 +132,13 @@ _GUIDED: Final = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
 }
-"""vLLM's former field name -> its field of StructuredOutputsParams."""
+"""Field of vLLM's former interface or llama.cpp's -> its field of StructuredOutputsParams."""
+
+_UNSET: Final[Mapping[str, Any]] = {"grammar": "", "json_schema": {}}
+"""Values that mean "unconstrained" in llama.cpp's clients."""
 
 _STRUCTURE_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
 
@@ -146,6 +153,8 @@ class StructuredFields(RequestBody):
     guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    grammar: str | None = Field(None, description="GBNF or Lark grammar, as structured_outputs.grammar.")
+    json_schema: dict[str, Any] | None = Field(None, description="JSON schema, as structured_outputs.json.")
     guided_decoding_backend: Any = unsupported(
         harmless=("auto", "guidance"), why="the backend is chosen by --structured-outputs-config"
     )
@@ -175,7 +184,11 @@ class StructuredFields(RequestBody):
 
     def _given(self) -> list[str]:
         values = ((name, getattr(self, name)) for name in _STRUCTURE_FIELDS)
-        return [name for name, value in values if value is not None and not isinstance(value, TextFormat)]
+        return [
+            name
+            for name, value in values
+            if value is not None and not isinstance(value, TextFormat) and value != _UNSET.get(name)
+        ]
 
     def _constraint(self, name: str) -> StructuredOutputsParams:
         value = getattr(self, name)
@@ -193,6 +206,8 @@ class StructuredFields(RequestBody):
 def _of_format(response_format: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat) -> StructuredOutputsParams:
     name = "response_format"
     if isinstance(response_format, JsonObjectFormat):
+        if response_format.json_schema:
+            return StructuredOutputsParams(json=response_format.json_schema)
         return StructuredOutputsParams(json_object=True)
     if isinstance(response_format, JsonSchemaFormat):
         if response_format.json_schema.json_schema is None:
@@ -212,14 +227,15 @@ class StreamOptions(RequestBody):
     include_obfuscation: Any = hint(why="streams are not padded")
 
 
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    """Raise RequestError for stream_options without a stream, and for running counts without a final one."""
+def ignored_stream_options(stream: bool | None, options: StreamOptions | None) -> Iterator[Ignored]:
+    """Yield stream_options without a stream, and running counts without a final one."""
     if options is None:
         return
     if not stream:
-        raise RequestError("stream_options", "stream_options are only allowed when stream is true")
-    if options.continuous_usage_stats and not options.include_usage:
-        raise RequestError("stream_options", "continuous_usage_stats needs include_usage")
+        yield Ignored("stream_options", "hint", "stream_options has no effect without stream; leave it out")
+    elif options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        yield Ignored(name, "hint", f"{name} has no effect without include_usage; leave it out")
 
 
 # Stop strings.
@@ -309,7 +325,7 @@ class RepetitionDetection(RequestBody):
     min_count: Int64 = 0
 
 
-class SamplingFields(StructuredFields):
+class SamplingFields(StructuredFields, ClientHints):
     """Fields of chat and text completions. null: the model's default, else SamplingParams'."""
 
     searches_beams: ClassVar[bool] = False  # whether use_beam_search is supported
@@ -332,7 +348,7 @@ class SamplingFields(StructuredFields):
     spaces_between_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(lambda value: {} if value == [] else value)] | None = None
     allowed_token_ids: list[Int64] | None = None
     bad_words: list[str] | None = Field(default_factory=list)
     prompt_logprobs: Int64 | None = None
@@ -371,6 +387,11 @@ class SamplingFields(StructuredFields):
     )
     early_stopping: bool | None = Field(False, description="Beam search: stop once n completions have ended.")
 
+    num_ctx: Int64 | None = Field(None, description="Context length of Ollama; refused if the prompt is longer.")
+    options: dict[str, Any] | None = Field(
+        None, description="Options of Ollama, reported as ignored; num_ctx is refused if the prompt is longer."
+    )
+
     watermarking: Any = unsupported(why="outputs are not watermarked")
     session_id: Any = hint(why="requests are independent; there are no sessions")
     routed_experts_prompt_start: Any = unsupported(0, why="routed experts are not reported")
@@ -382,15 +403,42 @@ class SamplingFields(StructuredFields):
         False, description="Return each token's character offsets in the prompt; render endpoints only."
     )
 
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the ignored parts, options without effect among them."""
+        yield from super().ignored(path)
+        yield from ignored_stream_options(self.stream, self.stream_options)
+        if self.options:
+            yield Ignored("options", "hint", "options has no effect: they are Ollama's; use the request's own fields")
+
+    @property
+    def limits_context(self) -> bool:
+        """Whether the client asks for a context length."""
+        return self.num_ctx is not None or "num_ctx" in (self.options or {})
+
+    def check_context(self, num_tokens: int) -> None:
+        """Raise RequestError if a prompt of `num_tokens` exceeds the context length that the client asks for."""
+        for name, limit in (("num_ctx", self.num_ctx), ("options.num_ctx", (self.options or {}).get("num_ctx"))):
+            if isinstance(limit, int) and 0 < limit < num_tokens:
+                raise RequestError(
+                    name,
+                    f"{name} {limit} is below the prompt's {num_tokens} tokens, and prompts are not cut to fit; "
+                    "leave it out, or set truncate_prompt_tokens",
+                )
+
     def own_name(self, field: str) -> str:
         """Return the name of a SamplingParams field in this API."""
-        if field == "n" and self.best_of is not None:
+        if field == "n" and self.selects_best:
             return "best_of"
         return {
             "extra_args": "vllm_xargs",
             "beam_width": "n",
             "structured_outputs": self.structure_field,
         }.get(field, field)
+
+    @property
+    def selects_best(self) -> bool:
+        """Whether more completions are generated than returned."""
+        return self.best_of is not None and self.best_of != (self.n or 1)
 
     def _best_of(self) -> int:
         n, best_of = self.n or 1, self.best_of or 0
@@ -450,7 +498,7 @@ class SamplingFields(StructuredFields):
             values["repetition_detection"] = RepetitionDetectionParams(**self.repetition_detection.model_dump())
         if self.logprob_token_ids and values.get("logprobs") is None:
             raise RequestError("logprob_token_ids", "logprob_token_ids needs logprobs")
-        if self.best_of is not None:
+        if self.selects_best:
             values |= {"n": self._best_of(), "logprobs": values.get("logprobs") or 0}
         values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
         if self.stream and self.prompt_logprobs is not None:

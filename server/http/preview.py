@@ -41,6 +41,7 @@ async def preview(
         "stream_options": options.stream_options,
         "cache_salt": options.cache_salt,
         "priority": options.priority,
+        "token_offsets": None,
     }
     if options.offsets:
         shown["token_offsets"] = await asyncio.to_thread(_offsets, state, ready, params, options.special_tokens)

@@ -101,6 +101,11 @@ class Usage:
         """Reset the generated tokens: the response contains prompts only."""
         self._completion = 0
 
+    def of_prompt(self) -> dict[str, Any]:
+        """Return `usage` before the first generated token."""
+        prompt = sum(self._prompt.values())
+        return {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0}
+
     def as_dict(self) -> dict[str, Any]:
         """Return `usage` in OpenAI's format."""
         prompt = sum(self._prompt.values())

@@ -29,7 +29,6 @@ from pagoda.server.http.body import (
     MAX_LIST_OBJECTS,
     Ignored,
     Int64,
-    RequestBody,
     hint,
     note_ignored,
     read_body,
@@ -38,31 +37,30 @@ from pagoda.server.http.body import (
 from pagoda.server.http.fields import (
     SamplingFields,
     chat_logprobs,
-    check_stream_options,
     check_template_kwargs,
     prompt_logprobs,
 )
 from pagoda.server.http.response import respond
 from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.openai.chat_variants import (
+    AllowedToolsChoice,
+    GivenToolChoice,
+    NamedFunction,
+    NamedToolChoice,
+    RoutedReasoning,
+    ThinkingOptions,
+    delta_with_function_call,
+    effort_of_switch,
+    message_with_function_call,
+    own_name_of_functions,
+    with_tool_calls,
+)
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
 # Request bodies.
-
-
-class NamedFunction(RequestBody):
-    """The name of a tool."""
-
-    name: str
-
-
-class NamedToolChoice(RequestBody):
-    """The one tool that must be called."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
 
 
 class ChatFields(SamplingFields):
@@ -83,12 +81,25 @@ class ChatFields(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = Field(True, description="Whether to return the reasoning.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        "none", description="Default: auto if there are tools."
-    )
+    tool_choice: GivenToolChoice | None = Field("none", description="Default: auto if there are tools.")
     parallel_tool_calls: bool | None = Field(True, description="False: at most one tool call.")
     reasoning_effort: Literal[EFFORTS] | None = Field(  # type: ignore[valid-type]
         None, description="Passed to the chat template; none disables thinking."
+    )
+    reasoning: RoutedReasoning | None = Field(None, description="OpenRouter's options of reasoning.")
+    thinking: ThinkingOptions | None = Field(None, description="Enables or disables thinking, as reasoning_effort.")
+    enable_thinking: bool | None = Field(None, description="Enables or disables thinking, as reasoning_effort.")
+    think: bool | Literal[EFFORTS] | None = Field(  # type: ignore[valid-type]
+        None, description="Enables or disables thinking, or its effort, as reasoning_effort."
+    )
+    thinking_budget: Int64 | None = Field(
+        None, description="As thinking_token_budget, but a hint for servers without a reasoning parser."
+    )
+    functions: list[dict[str, Any]] | None = Field(
+        None, description="OpenAI's former tools; calls are returned as function_call."
+    )
+    function_call: Literal["none", "auto"] | NamedFunction | None = Field(
+        None, description="OpenAI's former tool_choice."
     )
     return_prompt_text: bool | None = Field(None, description="Return the prompt as prompt_text.")
 
@@ -100,10 +111,11 @@ class ChatFields(SamplingFields):
         yield from super().ignored(path)
         if self.tools:
             yield from ignored_of_tools(self.tools)
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            yield Ignored("max_tokens", "hint", "max_tokens differs from max_completion_tokens; set only one of them")
 
     def check_fields(self) -> None:
         """Raise RequestError for an invalid combination of fields."""
-        check_stream_options(self.stream, self.stream_options)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", "top_logprobs needs logprobs true")
         if (
@@ -114,8 +126,8 @@ class ChatFields(SamplingFields):
             raise RequestError(
                 "continue_final_message", "continue_final_message excludes add_generation_prompt; set only one of them"
             )
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
+        if self.functions and self.tools:
+            raise RequestError("functions", "functions and tools are the same; set only one of them")
         check_template_kwargs(self.chat_template_kwargs)
 
     @property
@@ -126,19 +138,69 @@ class ChatFields(SamplingFields):
     @property
     def resolved_tool_choice(self) -> ToolChoice:
         """`tool_choice`, whose default depends on the tools."""
+        if self.functions:
+            call = self.function_call
+            return NamedTool(call.name) if isinstance(call, NamedFunction) else call or "auto"
         if self.tool_choice is None or "tool_choice" not in self.model_fields_set:
             return "auto" if offered_tools(self.tools or ()) else "none"
         if isinstance(self.tool_choice, NamedToolChoice):
             return NamedTool(self.tool_choice.function.name)
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice
+
+    @property
+    def resolved_tools(self) -> list[dict[str, Any]]:
+        """The functions that may be called, as tools. Raise RequestError for an unknown allowed tool."""
+        if self.functions:
+            return [{"type": "function", "function": function} for function in self.functions]
+        tools = offered_tools(self.tools or ())
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.of(tools)
+        return tools
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether one tool must be called."""
+        return isinstance(self.resolved_tool_choice, NamedTool)
+
+    @property
+    def resolved_effort(self) -> str | None:
+        """The reasoning effort, however the client gives it."""
+        return next((effort for _, effort in self._efforts() if effort is not None), None)
+
+    def _efforts(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the fields that may set the reasoning effort, in order of precedence, with their efforts."""
+        yield "reasoning_effort", self.reasoning_effort
+        if self.reasoning is not None:
+            yield "reasoning.effort", self.reasoning.effort
+            yield "reasoning.enabled", effort_of_switch(self.reasoning.enabled)
+        if self.thinking is not None:
+            yield "thinking.type", effort_of_switch(self.thinking.type != "disabled")
+        if self.think is not None:
+            yield "think", effort_of_switch(self.think)
+        if self.enable_thinking is not None:
+            yield "enable_thinking", effort_of_switch(self.enable_thinking)
+
+    def _budgets(self) -> Iterator[tuple[str, int | None]]:
+        """Yield the fields that may set a reasoning budget that is a hint, with their tokens."""
+        yield "reasoning.max_tokens", None if self.reasoning is None else self.reasoning.max_tokens
+        yield "thinking.budget_tokens", None if self.thinking is None else self.thinking.budget_tokens
+        yield "thinking_budget", self.thinking_budget
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the response contains the reasoning."""
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
     def conversation_of(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         return Conversation(
-            messages=messages,
-            tools=offered_tools(self.tools or ()),
+            messages=with_tool_calls(messages) if any(map(_is_former, messages)) else messages,
+            tools=self.resolved_tools,
             tool_choice=self.resolved_tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            reasoning_effort=self.reasoning_effort,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
+            reasoning_effort=self.resolved_effort,
+            reasoning_budget=next((tokens for _, tokens in self._budgets() if tokens is not None), None),
             add_generation_prompt=self.starts_message,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
@@ -152,6 +214,7 @@ class ChatFields(SamplingFields):
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limit = None if limit == -1 else limit  # unlimited
         try:
             return self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit)
         except RequestError as error:
@@ -163,6 +226,12 @@ class ChatFields(SamplingFields):
             return "max_completion_tokens"
         if field == "structured_outputs" and not self.gives_structure:
             return "tools"
+        if field == "reasoning_effort":
+            return next((name for name, effort in self._efforts() if effort is not None), field)
+        if field == "reasoning_budget":
+            return next((name for name, tokens in self._budgets() if tokens is not None), field)
+        if self.functions:
+            field = own_name_of_functions(field)
         return {"logprobs": "top_logprobs", "prompt": "messages"}.get(field, super().own_name(field))
 
 
@@ -171,13 +240,11 @@ class ChatCompletionRequest(ChatFields):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
 
-    metadata: dict[str, str] | None = Field(None, description="Does not affect the output.")
+    metadata: dict[str, Any] | None = Field(None, description="Does not affect the output.")
     safety_identifier: str | None = Field(None, description="As user.")
     prompt_cache_key: str | None = Field(None, description="Not needed: shared prompt prefixes are cached anyway.")
 
     audio: Any = unsupported(why="the output is text")
-    function_call: Any = unsupported(why="superseded by tool_choice")
-    functions: Any = unsupported(why="superseded by tools")
     modalities: Any = unsupported(harmless=(["text"],), why="the output is text")
     moderation: Any = unsupported()
 
@@ -225,6 +292,11 @@ class BatchChatCompletionRequest(ChatFields):
         return map(self.conversation_of, self.messages)
 
 
+def _is_former(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has a call or a result of OpenAI's former functions."""
+    return bool(message.get("function_call")) or message.get("role") == "function"
+
+
 def ignored_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Ignored]:
     """Yield the tools that are not functions, and the unknown fields of functions."""
     for index, tool in enumerate(tools):
@@ -258,6 +330,10 @@ def _known_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
+_MAY_BE_EMPTY: Final = ("assistant", "tool", "function")
+"""Roles whose content may be null: an assistant's message may consist of calls, a tool may return nothing."""
+
+
 def check_messages(where: str, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise RequestError naming the first invalid message."""
     for index, message in enumerate(messages):
@@ -269,7 +345,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role", f"{where}.role must be a string such as 'user'")
     if content is None:
-        if role != "assistant":  # an assistant's message may consist of tool calls or reasoning
+        if role not in _MAY_BE_EMPTY:
             raise RequestError(f"{where}.content", f"{where}.content is missing")
     elif not isinstance(content, str | list):
         raise RequestError(f"{where}.content", f"{where}.content must be a string or a list of parts")
@@ -280,6 +356,9 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
 
 
 # Messages of a response, whole or as stream deltas.
+
+_UNUSED: Final = {"refusal": None, "annotations": None, "audio": None, "function_call": None}
+"""Keys that OpenAI's and vLLM's messages have and a message here leaves empty."""
 
 
 def message_of(role: str, events: Iterable[Event]) -> dict[str, Any]:
@@ -296,7 +375,7 @@ def message_of(role: str, events: Iterable[Event]) -> dict[str, Any]:
                 calls[number] = {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
             case Arguments(number, text):
                 calls[number]["function"]["arguments"] += text
-    message: dict[str, Any] = {"role": role, "content": content, "refusal": None}
+    message: dict[str, Any] = {"role": role, "content": content, **_UNUSED, "reasoning": None}
     if not content and (calls or reasoning):
         message["content"] = None
     if reasoning:
@@ -362,7 +441,8 @@ class ChatCompletionBuilder(CompletionBuilder):
         self._request = request
         self._new_role = config.response_role
         self._prompts = prompts
-        self._is_named_call = isinstance(request.tool_choice, NamedToolChoice)
+        self._is_named_call = request.names_tool
+        self._in_functions = bool(request.functions)
         self._choices: dict[int, _ChatChoice] = {}
         self._prompt_fields: dict[str, Any] = {}
         needs_frames = request.logprobs or request.return_token_ids or self._reports_running_usage
@@ -377,7 +457,9 @@ class ChatCompletionBuilder(CompletionBuilder):
                 choice = self._begin(index, prompt_index)
                 choice.text_event = self._text_event(index)
                 delta = {"role": choice.role, "content": choice.echo}
-                yield self._chunk(_chunk_choice(index, delta)) | self._prompt_of(output)
+                unset = {"prompt_token_ids": None, "prompt_text": None}
+                chunk = self._chunk(_chunk_choice(index, delta)) | unset | self._prompt_of(output)
+                yield chunk if chunk.get("usage") is None else chunk | {"usage": self.usage.of_prompt()}
             if self._content_only and choice.reader.is_plain and completion.finish_reason is None and choice.text_event:
                 if completion.text:
                     yield choice.text_event(completion.text)
@@ -401,7 +483,8 @@ class ChatCompletionBuilder(CompletionBuilder):
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
-        return self._whole(choices) | {"prompt_logprobs": None, "prompt_token_ids": None} | self._prompt_fields
+        unset = {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
+        return self._whole(choices) | unset | self._prompt_fields
 
     def _text_event(self, index: int) -> TextEvent:
         return TextEvent(lambda text: self._chunk(_chunk_choice(index, delta_of(Content(text)))))
@@ -422,23 +505,30 @@ class ChatCompletionBuilder(CompletionBuilder):
             events += choice.reader.finish()
             choice.finish_reason = self._finish_reason(completion.finish_reason, choice.reader)
             self.usage.count_reasoning(choice.reader.reasoning_tokens)
-        if self._request.include_reasoning is False:
+        if not self._request.shows_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
         return merge_events(events) if len(events) > 1 else events
 
     def _finish_reason(self, reason: str, reader: OutputParser) -> str:
         """Return "tool_calls" if the model chose to call; as at OpenAI, a named tool's call ends with "stop"."""
-        return "tool_calls" if reason == "stop" and reader.calls and not self._is_named_call else reason
+        if reason != "stop" or not reader.calls or self._is_named_call:
+            return reason
+        return "function_call" if self._in_functions else "tool_calls"
 
     def _whole_choice(self, index: int, choice: _ChatChoice) -> dict[str, Any]:
         return {
             "index": index,
-            "message": message_of(choice.role, choice.events),
+            "message": self._message(choice),
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._request.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._request.return_token_ids else None,
+            "routed_experts": None,
         }
+
+    def _message(self, choice: _ChatChoice) -> dict[str, Any]:
+        message = message_of(choice.role, choice.events)
+        return message_with_function_call(message) if self._in_functions else message
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Return the requested fields about the prompt; of a batch, about the first."""
@@ -467,6 +557,8 @@ class ChatCompletionBuilder(CompletionBuilder):
                 yield choice.text_event(event.text)
                 return
         deltas = [delta_of(event) for event in events]
+        if self._in_functions:
+            deltas = [delta_with_function_call(delta) for delta in deltas]
         entries = self._logprobs(completion)
         ids = completion.token_ids if self._request.return_token_ids else []
         if not deltas and (entries or ids or completion.finish_reason):
@@ -491,7 +583,7 @@ class ChatCompletionBuilder(CompletionBuilder):
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}
 
 
 router = APIRouter(tags=["chat"])
@@ -521,6 +613,8 @@ async def _answer(
     params = body.params(state.llm().info.sampling_defaults)
     try:
         prompts = [await prepare(state, conversation, params) for conversation in conversations]
+        for prompt in prompts:
+            body.check_context(len(prompt.token_ids))
         note_ignored(request, prompts[0].ignored, body.own_name)
         request_id = request_id_of(request, body, "chatcmpl")
         source = output_source(state, body, request_id, prompts, prompts[0].params)

@@ -14,13 +14,13 @@ from pydantic import Field, WithJsonSchema
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.fill_in_middle import fill_ends, fill_format, fill_prompt
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import Int64, read_body, unsupported
+from pagoda.server.http.body import Int64, read_body
 from pagoda.server.http.fields import (
     PROMPTS_SCHEMA,
     CompletionLogprobs,
     SamplingFields,
-    check_stream_options,
     is_prompts,
     is_token_ids,
     join_logprobs,
@@ -45,9 +45,11 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = None
     echo: bool | None = False
     logprobs: Int64 | None = None
-    max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default.")
+    max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default; -1: unlimited.")
     add_special_tokens: bool | None = True
-    suffix: Any = unsupported(harmless=("",), why="no model served here supports fill-in-the-middle")
+    suffix: str | None = Field(
+        None, description="Text after the completion, for models that fill in the middle; else refused."
+    )
     prompt_embeds: str | list[str] | None = Field(
         None,
         description="Base64 of tensors saved with torch.save; needs --enable-prompt-embeds. Precede `prompt`.",
@@ -55,7 +57,14 @@ class CompletionRequest(SamplingFields):
 
     def check(self) -> None:
         """Raise RequestError for an invalid combination of fields."""
-        check_stream_options(self.stream, self.stream_options)
+        if self.suffix:
+            for name, is_set in (
+                ("echo", self.echo),
+                ("prompt_embeds", self.embeds),
+                ("truncate_prompt_tokens", self.truncate_prompt_tokens is not None),
+            ):
+                if is_set:
+                    raise RequestError(name, f"{name} is not supported together with suffix; drop one")
         if not self.embeds:
             return
         for name, is_set in (("echo", self.echo), ("prompt_logprobs", self.prompt_logprobs is not None)):
@@ -102,7 +111,9 @@ class CompletionRequest(SamplingFields):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
-        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        max_tokens: int | None = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if max_tokens == -1:
+            max_tokens = None  # unlimited
         own: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             own["prompt_logprobs"] = self.logprobs
@@ -166,8 +177,6 @@ class TextCompletionBuilder(CompletionBuilder):
             if not (piece.text or piece.logprobs or piece.finish_reason or ids):
                 continue
             chunk = _chunk_choice(index, piece)
-            if piece.finish_reason is not None:
-                chunk["stop_reason"] = piece.stop_reason
             if self._request.return_token_ids:
                 chunk["token_ids"] = piece.token_ids
                 chunk["prompt_token_ids"] = output.prompt_token_ids if is_first else None
@@ -202,6 +211,7 @@ class TextCompletionBuilder(CompletionBuilder):
             "prompt_logprobs": prompt_logprobs(positions) if positions is not None else None,
             "token_ids": [token for piece in pieces for token in piece.token_ids] if returns_ids else None,
             "prompt_token_ids": self._prompts[prompt_index].prompt_token_ids if returns_ids else None,
+            "routed_experts": None,
         }
 
     def _note(self, prompt_index: int, output: RequestOutput) -> None:
@@ -254,6 +264,9 @@ def _chunk_choice(index: int, piece: _Piece) -> dict[str, Any]:
         "text": piece.text,
         "logprobs": piece.logprobs,
         "finish_reason": piece.finish_reason,
+        "stop_reason": piece.stop_reason,
+        "prompt_token_ids": None,
+        "token_ids": None,
     }
 
 
@@ -289,12 +302,38 @@ async def prompt_of(
 ) -> PromptType:
     """Return the engine prompt of a text or of token ids. Raise RequestError."""
     salt = {"cache_salt": body.cache_salt}
+    if body.suffix:
+        return await asyncio.to_thread(_fill_prompt, state, body, prompt, params)
     if not isinstance(prompt, str):
+        body.check_context(len(prompt))
         return {"prompt_token_ids": prompt} | salt
-    if body.add_special_tokens is not False:
+    if body.add_special_tokens is not False and not body.limits_context:
         return {"prompt": prompt} | salt
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError("prompt", "the tokenizer is disabled (--skip-tokenizer-init); give token ids")
-    ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, max_prompt_tokens(state.llm().info), False)
+    special = body.add_special_tokens is not False
+    ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, max_prompt_tokens(state.llm().info), special)
+    body.check_context(len(ids))
     return Prompt(prompt, ids, body.cache_salt)
+
+
+def _fill_prompt(
+    state: ServerState, body: CompletionRequest, prompt: str | list[int], params: SamplingParams
+) -> PromptType:
+    """Return the prompt of a completion between `prompt` and the suffix, and add the tokens that end it to `params`.
+
+    Raise RequestError for a model that does not fill in the middle.
+    """
+    tokenizer = state.tokenizer()
+    form = None if tokenizer is None else fill_format(tokenizer)
+    if tokenizer is None or form is None:
+        raise RequestError(
+            "suffix", "suffix is not supported: the model's tokenizer has no fill-in-the-middle tokens; leave it out"
+        )
+    adds_bos = body.add_special_tokens is not False
+    ids = fill_prompt(tokenizer, form, prompt, body.suffix or "", adds_bos=adds_bos)
+    body.check_context(len(ids))
+    ends = fill_ends(tokenizer, form)
+    params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *ends]))
+    return Prompt(None, ids, body.cache_salt)

@@ -85,8 +85,10 @@ class CompletionBuilder(ResponseBuilder):
 
     def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return a whole response; fields that only other servers set are null."""
-        unset = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
-        usage = {"prompt_tokens_details": None} | self.usage.as_dict()
+        unset = dict.fromkeys(
+            ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+        )
+        usage = {"prompt_tokens_details": None, "completion_tokens_details": None} | self.usage.as_dict()
         return self._frame(self.whole_object, choices) | unset | {"usage": usage}
 
 
@@ -112,7 +114,7 @@ def output_source(
 
 def best_of(builder: CompletionBuilder, body: SamplingFields) -> ResponseBuilder:
     """Return a builder that keeps the n best of `best_of` choices, if requested."""
-    return builder if body.best_of is None else BestOf(builder, body.n or 1, builder.usage)
+    return BestOf(builder, body.n or 1, builder.usage) if body.selects_best else builder
 
 
 # Requests that generate more candidates than they return: beam search and best_of.

@@ -646,13 +646,13 @@ class OutputConstraints:
             return None
         prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         is_open = self._format.thinks(prompt)
-        ends = self._sequences(self._format.ends)
+        ends = self._sequences((*self._config.reasoning_end, *self._format.ends))
         if not ends or not (is_open or self._may_start(self._format, prompt)):
             return None
         return Thinking(
             ends=ends,
             open=is_open,
-            starts=() if is_open else self._sequences(self._format.starts),
+            starts=() if is_open else self._sequences((*self._config.reasoning_start, *self._format.starts)),
             budget=budget,
             in_grammar=self._config.is_on("enable_in_reasoning"),
         )

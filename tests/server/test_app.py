@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
 from support.watching import eventually
 
@@ -318,6 +319,6 @@ def test_templates_from_flags_and_requests() -> None:
     flags = {"chat_template": "{{ messages[0].content }}", "trust_request_chat_template": True, "response_role": "bot"}
     with live_server(**flags) as server:
         _, answer = server.post("/v1/chat/completions", CHAT)
-        assert answer["choices"][0]["message"] == {"role": "bot", "content": "bc", "refusal": None}
+        assert answer["choices"][0]["message"] == empty_message("bc", role="bot")
         _, answer = server.post("/v1/chat/completions", CHAT | {"chat_template": "x"})
         assert answer["choices"][0]["message"]["content"] == "yz"

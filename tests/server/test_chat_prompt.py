@@ -82,11 +82,13 @@ def test_channel_markup_is_removed_before_forced_calls_are_parsed(harmony: LiveS
     assert events_of(prompt_of(harmony), text) == [Reasoning("hm"), Content("{}")]
 
 
-def test_structured_outputs_exclude_calls_but_not_reasoning(server: LiveServer) -> None:
+def test_structured_outputs_constrain_neither_required_calls_nor_reasoning(server: LiveServer) -> None:
     own = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    with pytest.raises(RequestError, match="tool_choice") as error:
-        prompt_of(server, own, tools=[CLOCK], tool_choice="required")
-    assert error.value.field == "structured_outputs"
+    required = prompt_of(server, own, tools=[CLOCK], tool_choice="required")
+    assert (
+        required.params.structured_outputs
+        == prompt_of(server, tools=[CLOCK], tool_choice="required").params.structured_outputs
+    )
     prompt = prompt_of(server, own, tools=[CLOCK], tool_choice="none")
     assert prompt.params.structured_outputs == own.structured_outputs
     assert events_of(prompt, "<think>hm</think>{}") == [Reasoning("hm"), Content("{}")]

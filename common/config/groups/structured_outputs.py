@@ -18,6 +18,8 @@ _SWITCHES: Final = (
     "enable_in_reasoning",
     "disable_fallback",
 )
+_REASONING_FLAG: Final = "--reasoning-config"
+_REASONING: Final = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 _TEXTS: Final = ("reasoning_parser", "reasoning_parser_plugin")
 
 
@@ -29,6 +31,13 @@ class StructuredOutputsConfig:
     reasoning_parser_plugin: str = option(
         "", "File or module that defines reasoning parsers in a dictionary REASONING_FORMATS."
     )
+    reasoning_config: Mapping[str, Any] = option(
+        {},
+        "Reasoning settings as JSON: reasoning_parser (as --reasoning-parser), reasoning_start_str (text that starts "
+        "the reasoning), reasoning_end_str (text that is generated when thinking_token_budget is spent; it may lead "
+        "over to the answer before the parser's own end). The strings default to the parser's.",
+        parse=json_object,
+    )
     structured_outputs_config: Mapping[str, Any] = option(
         {},
         "Structured output settings as JSON: backend (auto or guidance: llguidance; or xgrammar), "
@@ -39,6 +48,7 @@ class StructuredOutputsConfig:
     )
 
     def __post_init__(self) -> None:
+        self._check_reasoning()
         if self.reasoning_parser_plugin and not self.reasoning_parser:
             raise ConfigError("--reasoning-parser-plugin", "needs --reasoning-parser; name one of the plugin's formats")
         settings, known = self.structured_outputs_config, ("backend", *_SWITCHES, *_TEXTS)
@@ -54,6 +64,30 @@ class StructuredOutputsConfig:
             raise ConfigError(_FLAG, f"backend {backend} is not supported; use guidance")
         if backend not in _BACKENDS:
             raise ConfigError(_FLAG, f"backend {backend!r} is unknown; use {', '.join(_BACKENDS)}")
+
+    def _check_reasoning(self) -> None:
+        for key, value in self.reasoning_config.items():
+            if key not in _REASONING:
+                raise ConfigError(_REASONING_FLAG, f"{key} is unknown{did_you_mean(key, _REASONING)}; drop it")
+            if not isinstance(value, str):
+                raise ConfigError(_REASONING_FLAG, f"{key} must be a string, not {value!r}")
+        parser = self.reasoning_config.get("reasoning_parser")
+        if parser and self.reasoning_parser and parser != self.reasoning_parser:
+            raise ConfigError(
+                _REASONING_FLAG, f"reasoning_parser {parser} differs from --reasoning-parser {self.reasoning_parser}"
+            )
+        if parser:
+            object.__setattr__(self, "reasoning_parser", parser)
+
+    @property
+    def reasoning_start(self) -> tuple[str, ...]:
+        """The configured text that starts the reasoning, if any."""
+        return tuple(filter(None, [self.reasoning_config.get("reasoning_start_str")]))
+
+    @property
+    def reasoning_end(self) -> tuple[str, ...]:
+        """The configured text that ends the reasoning when its budget is spent, if any."""
+        return tuple(filter(None, [self.reasoning_config.get("reasoning_end_str")]))
 
     @property
     def engine(self) -> Literal["guidance", "xgrammar"]:

@@ -102,6 +102,11 @@ _PACKAGES: Final[Mapping[GrammarEngine, tuple[str, str]]] = {
 """The package of each library, and the extra that installs it."""
 
 
+MAX_WHITESPACE: Final = 64
+"""Maximum consecutive white space characters between the tokens of JSON, without which a model may repeat them until
+its output ends. Enough to indent 16 levels by 4."""
+
+
 def is_installed(engine: GrammarEngine) -> bool:
     """True if the library is installed. It is not imported, which may take seconds."""
     return importlib.util.find_spec(_PACKAGES[engine][0]) is not None

@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 from pagoda.common.engine.structured_output.grammar import (
     ANY_OBJECT,
+    MAX_WHITESPACE,
     Bits,
     GrammarError,
     Library,
@@ -145,15 +146,21 @@ def _grammars(*grammars: dict[str, Any]) -> str:
     return json_text({"grammars": grammars})
 
 
+_OPTIONS: Final = "x-guidance"
+"""Key of a schema with llguidance's options."""
+
+
 def _with_options(schema: Mapping[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
+    if not options and _OPTIONS not in schema:
+        options["whitespace_pattern"] = rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"
     if params.disable_additional_properties:
         schema = closed(schema)
-    return {**schema, "x-guidance": options} if options else dict(schema)
+    return {**schema, _OPTIONS: options} if options else dict(schema)
 
 
 def whole_pattern(pattern: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pagoda.common.engine.structured_output.grammar import (
     ANY_OBJECT,
+    MAX_WHITESPACE,
     Bits,
     GrammarError,
     Library,
@@ -83,7 +84,10 @@ class Xgrammar(Library):
         match source.kind:
             case "json_schema":
                 return self._compiler.compile_json_schema(
-                    source.text, any_whitespace=source.any_whitespace, strict_mode=source.closed
+                    source.text,
+                    any_whitespace=source.any_whitespace,
+                    max_whitespace_cnt=MAX_WHITESPACE if source.any_whitespace else None,
+                    strict_mode=source.closed,
                 )
             case "regex":
                 return self._compiler.compile_regex(source.text)

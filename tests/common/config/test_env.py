@@ -61,6 +61,7 @@ def test_every_variable_has_a_help_text_status_and_unique_name() -> None:
         ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "60", "engine_iteration_timeout_s", 60.0),
         ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "true", "keep_alive_on_engine_death", True),
         ("VLLM_SERVER_DEV_MODE", "1", "server_dev_mode", True),
+        ("VLLM_MAX_STOP_STRINGS", "32", "max_stop_strings", 32),
         ("PAGODA_MAX_MODEL_LEN", "4k", "max_model_len", 4000),
     ],
 )

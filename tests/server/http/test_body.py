@@ -41,19 +41,18 @@ def read(schema: str, **fields: Any) -> Any:
         ("CompletionRequest", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ("CompletionRequest", {"cache_salt": ""}, "cache_salt"),
         ("CompletionRequest", {"cache_salt": "x" * 1025}, "cache_salt"),
-        ("CompletionRequest", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ("CompletionRequest", {"stop": [1]}, "stop[0]"),
         ("CompletionRequest", {"top_k": 10**40}, "top_k"),
         ("CompletionRequest", {"stream_options": {"include_use": True}}, "stream_options.include_use"),
         ("CompletionRequest", {"best": 2}, "best"),
         ("CompletionRequest", {"truncation_side": "up"}, "truncation_side"),
         ("CompletionRequest", {"repetition_detection": {"min_size": 1}}, "repetition_detection.min_size"),
-        ("CompletionRequest", {"suffix": "x"}, "suffix"),
+        ("CompletionRequest", {"suffix": 1}, "suffix"),
         ("ChatCompletionRequest", {"messages": []}, "messages"),
         ("ChatCompletionRequest", {"messages": "hi"}, "messages"),
         ("ChatCompletionRequest", {"messages": [1]}, "messages[0]"),
         ("ChatCompletionRequest", {"tools": {"type": "function"}}, "tools"),
-        ("ChatCompletionRequest", {"tool_choice": "any"}, "tool_choice"),
+        ("ChatCompletionRequest", {"tool_choice": "all"}, "tool_choice"),
     ],
 )
 def test_refused_values_name_their_field(schema: str, fields: dict[str, Any], field: str) -> None:
@@ -92,8 +91,8 @@ def test_not_an_object(raw: bytes) -> None:
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "a": 1}}, "response_format.a"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
-        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": "all"}, "tool_choice"),
         ({"stop": ["a", 1]}, "stop[1]"),
     ],
 )
@@ -118,8 +117,8 @@ def test_metadata_fields_are_accepted() -> None:
     harmless = {"store": False, "service_tier": "auto", "modalities": ["text"], "verbosity": "medium"}
     body = read("ChatCompletionRequest", **noted, **harmless)
     assert {name: getattr(body, name) for name in noted} == noted
-    with pytest.raises(RequestError, match=r"metadata\.a: input should be a valid string"):
-        read("ChatCompletionRequest", metadata={"a": 1})
+    with pytest.raises(RequestError, match=r"metadata: input should be an object"):
+        read("ChatCompletionRequest", metadata="a")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_invalid_prompts(prompt: Any) -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",
@@ -173,7 +172,7 @@ def test_invalid_prompts(prompt: Any) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ],
 )
@@ -187,7 +186,7 @@ def test_conflicting_chat_fields(fields: dict[str, Any], field: str) -> None:
     ("fields", "field"),
     [
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
         ({"temperature": 101.0}, "temperature"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),

@@ -15,7 +15,7 @@ from pagoda.common.errors import RequestError
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_unsupported, parse
 
-NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "true", '""', '"1"', '{"a": {"a": 1}}', "[[[1]]]"]
+NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "true", '""', '"one"', '{"a": {"a": 1}}', "[[[1]]]"]
 FAR_OUT = [-1, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**40]
 
 TEXT_OR_IDS = {"prompt", "input"}

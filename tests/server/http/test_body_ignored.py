@@ -64,12 +64,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "system[].cache_control.scope",
     ),
     # Open WebUI, OpenRouter, Ollama
-    (CHAT, {"chat_id": "x", "session_id": "y", "features": {}}, "chat_id, features, session_id"),
+    (CHAT, {"chat_id": "x", "session_id": "y", "features": {"memory": True}}, "chat_id, features, session_id"),
     (CHAT, {"provider": {"order": ["x"]}, "usage": {"include": True}}, "provider, usage"),
     (
         CHAT,
-        {"reasoning": {"effort": "low"}, "options": {"num_ctx": 9}, "keep_alive": "5m"},
-        "keep_alive, options, reasoning",
+        {"reasoning": {"effort": "low"}, "options": {"num_ctx": 99}, "keep_alive": "5m"},
+        "keep_alive, options, reasoning.effort",
     ),
     # OpenAI
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
@@ -170,7 +170,11 @@ def test_a_required_unsupported_tool_is_refused(
     ("path", "more", "field"),
     [
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
-        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+        (CHAT, {"format": "json"}, "format"),
+        (CHAT, {"options": {"num_ctx": 4}}, "options.num_ctx"),
+        (CHAT, {"num_ctx": 4}, "num_ctx"),
+        ("/v1/completions", {"prompt": "abcdefg", "num_ctx": 4}, "num_ctx"),
+        ("/v1/completions", {"suffix": "x"}, "suffix"),
         (CHAT, {"modalities": ["audio"]}, "modalities"),
         (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt"),
     ],

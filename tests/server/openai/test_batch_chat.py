@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
 
 from pagoda.server.http.body import parse
@@ -45,7 +46,7 @@ def test_choices_are_numbered_across_conversations(server: LiveServer) -> None:
     assert answer["usage"]["completion_tokens"] == 2 * (len(THOUGHT + "one") + 1 + len("two") + 1)
     hidden = answer_of(server, batch(THOUGHT + "one", include_reasoning=False, max_tokens=23))["choices"]
     assert (hidden[0]["message"], hidden[0]["finish_reason"]) == (
-        {"role": "assistant", "content": "o", "refusal": None},
+        empty_message("o"),
         "length",
     )
     assert server.post(BATCH, batch("one", model="gpt-9"))[0] == 404

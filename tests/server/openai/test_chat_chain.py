@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.byte_text import EOS, byte_tokenizer
+from support.chat_messages import message as empty_message
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
@@ -84,7 +85,7 @@ def whole(reader: Any, tokens: list[int], stop: list[str], **fields: Any) -> dic
 def streamed(reader: Any, tokens: list[int], cuts: list[int], stop: list[str]) -> dict[str, Any]:
     """Return the response merged from a stream's chunks, as clients do."""
     answer = answer_of(reader)
-    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+    message = empty_message("")
     last: dict[str, Any] = {}
     for output in outputs_of(tokens, cuts, RequestOutputKind.DELTA, stop):
         for chunk in map(event, answer.chunks(0, output)):
@@ -100,8 +101,8 @@ def streamed(reader: Any, tokens: list[int], cuts: list[int], stop: list[str]) -
                         function = message["tool_calls"][piece["index"]]["function"]
                         function["arguments"] += piece["function"]["arguments"]
                 elif key != "role":
-                    message[key] = message.get(key, "") + value
-    if not message["content"] and len(message) > 3:
+                    message[key] = (message.get(key) or "") + value
+    if not message["content"] and (message["reasoning"] or "tool_calls" in message):
         message["content"] = None
     return {"message": message, "finish_reason": last["finish_reason"], "stop_reason": last["stop_reason"]}
 

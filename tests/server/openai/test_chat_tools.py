@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
 
 from pagoda.common.config.groups.server import ServerConfig
@@ -71,7 +72,7 @@ def streamed(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
     """Return the response merged from a stream."""
     status, raw = server.post(CHAT, body | {"stream": True})
     assert status == 200, raw
-    message: dict[str, Any] = {"role": None, "content": "", "refusal": None}
+    message = empty_message("", role=None)
     reason = None
     for line in raw.decode().split("\n\n")[:-2]:
         (choice,) = json.loads(line.removeprefix("data: "))["choices"]
@@ -89,8 +90,8 @@ def streamed(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
             elif key == "role":
                 message["role"] = value
             else:
-                message[key] = message.get(key, "") + value
-    if not message["content"] and ("tool_calls" in message or "reasoning" in message):
+                message[key] = (message.get(key) or "") + value
+    if not message["content"] and ("tool_calls" in message or message["reasoning"]):
         message["content"] = None
     return {"message": message, "finish_reason": reason}
 
@@ -123,7 +124,7 @@ def prompt_of(server: LiveServer, **more: Any) -> str:
 def test_a_call_in_the_model_format(server: LiveServer) -> None:
     choice = choice_of(server, CALL, tools=[WEATHER, CLOCK])
     (call,) = choice["message"].pop("tool_calls")
-    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert choice["message"] == empty_message(None)
     assert (call["type"], call["function"]["name"]) == ("function", "weather")
     assert json.loads(call["function"]["arguments"]) == {"city": "Zürich"}
     assert call["id"].isalnum()
@@ -249,7 +250,7 @@ def test_errors_name_the_bad_tool(strict: LiveServer, tools: Any, field: str, ch
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [WEATHER]}, "tool_choice"),
-        ({"tool_choice": "any", "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": "all", "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": [WEATHER]}, "tool_choice"),
         ({"tools": [WEATHER], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ],
@@ -308,7 +309,7 @@ def configure(flags: dict[str, str]) -> None:
 @pytest.mark.field("ChatCompletionRequest.include_reasoning")
 def test_include_reasoning_false(server: LiveServer) -> None:
     message = choice_of(server, THOUGHT + "Yes.", include_reasoning=False)["message"]
-    assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
+    assert message == empty_message("Yes.")
     status, answer = server.post(CHAT, asking(THOUGHT + "Yes.", include_reasoning=False))
     assert status == 200
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("Hm, <b>.")}, "it is counted still"
@@ -391,7 +392,7 @@ def test_token_ids_are_complete_while_text_is_held_back(server: LiveServer) -> N
     chunks = [json.loads(line[6:])["choices"][0] for line in raw.decode().split("\n\n")[:-2]]
     entries = [entry for chunk in chunks for entry in (chunk["logprobs"] or {"content": []})["content"]]
     assert entries == choice["logprobs"]["content"]
-    assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == choice["token_ids"]
+    assert [token for chunk in chunks for token in chunk["token_ids"] or []] == choice["token_ids"]
 
 
 def test_stop_strings_match_raw_text(server: LiveServer) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
 
 CHAT = "/v1/chat/completions"
@@ -50,7 +51,9 @@ def normalized(answer: Any) -> Any:
 
 
 def chunk(choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-    choices = [] if choice is None else [{"index": 0, "logprobs": None, "finish_reason": None} | choice]
+    choices = (
+        [] if choice is None else [{"index": 0, "logprobs": None, "finish_reason": None, "token_ids": None} | choice]
+    )
     return {"id": "ID", "object": "chat.completion.chunk", "created": 1, "model": "fake", "choices": choices, **more}
 
 
@@ -69,6 +72,9 @@ def test_bytes_of_a_whole_response(server: LiveServer) -> None:
                     "role": "assistant",
                     "content": "Ok ",
                     "refusal": None,
+                    "annotations": None,
+                    "audio": None,
+                    "function_call": None,
                     "reasoning": "hm",
                     "reasoning_content": "hm",
                     "tool_calls": [
@@ -83,11 +89,15 @@ def test_bytes_of_a_whole_response(server: LiveServer) -> None:
                 "finish_reason": "tool_calls",
                 "stop_reason": None,
                 "token_ids": None,
+                "routed_experts": None,
             }
         ],
         "service_tier": None,
         "system_fingerprint": None,
         "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        "metrics": None,
+        "prompt_text": None,
         "prompt_logprobs": None,
         "prompt_token_ids": None,
         "usage": {
@@ -111,10 +121,10 @@ def test_fields_not_requested_are_null(server: LiveServer) -> None:
     assert (text["choices"][0]["prompt_logprobs"], text["choices"][0]["prompt_token_ids"]) == (None, None)
 
 
-def test_a_plain_response_has_only_openai_fields(server: LiveServer) -> None:
+def test_keys_of_a_plain_message(server: LiveServer) -> None:
     _, answer = server.post(CHAT, asking("hi"))
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "hi", "refusal": None}
+    assert choice["message"] == empty_message("hi")
     assert choice["finish_reason"] == "stop"
 
 
@@ -127,7 +137,7 @@ def test_bytes_of_a_stream(server: LiveServer) -> None:
     assert usage["completion_tokens"] == len(ANSWER.encode()) + 1
     assert all(event.pop("usage") is None for event in events[:-1])
     first, *between, last, _ = events
-    assert first == chunk({"delta": {"role": "assistant", "content": ""}})
+    assert first == chunk({"delta": {"role": "assistant", "content": ""}}, prompt_token_ids=None, prompt_text=None)
     delta = last["choices"][0]["delta"]  # on a busy machine the last tokens come together with the end
     assert last == chunk({"delta": delta, "finish_reason": "tool_calls", "stop_reason": None})
     deltas = [event["choices"][0]["delta"] for event in between]
@@ -167,7 +177,7 @@ def test_logprobs_have_openai_format(server: LiveServer) -> None:
         ({"temperature": 3e9}, "temperature"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f", "parameters": 1}]}, "functions[0].parameters"),
     ],
 )
 def test_bytes_of_errors(server: LiveServer, more: dict[str, Any], param: str, stream: bool) -> None:

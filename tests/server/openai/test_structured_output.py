@@ -231,6 +231,32 @@ def test_a_grammar_applies_after_the_thinking_budget(thinker):
     assert free == "bcde"
 
 
+@pytest.mark.setting("--reasoning-config")
+def test_the_configured_end_of_reasoning_is_forced(monkeypatch):
+    monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
+    config = {"reasoning_parser": "fake", "reasoning_end_str": "So>", "reasoning_start_str": "["}
+    with live_server("fake", engine={"reasoning_config": config}) as server:
+        text = complete(server, prompt="b<", thinking_token_budget=2, guided_choice=["no"])[0]["text"]
+        assert text == "=>no", "the parser's own end still ends it"
+        assert complete(server, prompt="b<", thinking_token_budget=1, guided_choice=["no"])[0]["text"] == "=So>no"
+    from support.byte_text import byte_tokenizer
+
+    forms = OutputConstraints(StructuredOutputsConfig(reasoning_config=config), byte_tokenizer())
+    reasoning = forms.thinking(SamplingParams(thinking_token_budget=1), "a", [])
+    assert reasoning is not None
+    assert (reasoning.starts, reasoning.ends) == (((ord("["),), (ord("<"),)), (tuple(b"So>"), (ord(">"),)))
+
+
+@pytest.mark.parametrize(
+    ("config", "parser"),
+    [({"reasoning_end": "x"}, ""), ({"reasoning_end_str": 1}, ""), ({"reasoning_parser": "qwen3"}, "granite")],
+)
+def test_an_invalid_reasoning_config(config, parser):
+    with pytest.raises(ConfigError, match="--reasoning-config"):
+        StructuredOutputsConfig(reasoning_config=config, reasoning_parser=parser)
+    assert StructuredOutputsConfig(reasoning_config={"reasoning_parser": "qwen3"}).reasoning_parser == "qwen3"
+
+
 def test_engine_parameters_of_reasoning(monkeypatch):
     from support.byte_text import byte_tokenizer
 

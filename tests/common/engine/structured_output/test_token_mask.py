@@ -29,7 +29,7 @@ from support.grammars import (
 )
 
 from pagoda.common.engine.structured_output.compiler import Structured
-from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
+from pagoda.common.engine.structured_output.grammar import MAX_WHITESPACE, Grammar, Thinking
 from pagoda.common.engine.structured_output.token_mask import masks_after, refresh_masks
 from pagoda.common.errors import RequestError
 
@@ -109,6 +109,21 @@ def test_schemas_with_few_answers(structured, schema):
     constraint = grammar(json=schema, disable_any_whitespace=True)
     for seed in range(6):
         assert follow(structured, constraint, fits, seed) in fits
+
+
+def test_white_space_of_json_is_bounded(structured):
+    space, end = TEXTS.index(" "), TEXTS.index("}")
+    answer = Answer(asking(grammar(json={"type": "object"})), structured)
+    answer.go(TEXTS.index("{"))
+    for _ in range(MAX_WHITESPACE):
+        assert space in answer.allowed
+        answer.go(space)
+    assert space not in answer.allowed
+    assert end in answer.allowed
+    own = Answer(asking(grammar(json={"type": "object"}, whitespace_pattern=" {0,2}")), structured)
+    for token in (TEXTS.index("{"), space, space):
+        own.go(token)
+    assert space not in own.allowed
 
 
 @pytest.mark.parametrize(
