@@ -13,7 +13,6 @@ from pagoda.common.errors import RequestError
 from pagoda.server.http.body import RequestBody, note_ignored, read_body
 from pagoda.server.http.conversation_store import StoredConversation
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.pagination import ignored_parameters, page_of
 from pagoda.server.http.response import json_response
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import server_of
@@ -26,6 +25,7 @@ from pagoda.server.openai.responses.input import (
     shown_item,
     with_ids,
 )
+from pagoda.server.openai.responses.pagination import ignored_parameters, page_of
 from pagoda.server.openai.responses.request import Metadata
 
 MAX_NEW_ITEMS: Final = 20

@@ -94,7 +94,14 @@ class _MessageOutput(_ItemWithPart):
 
     def as_dict(self) -> dict[str, Any]:
         status, content = self.status, self._content
-        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+            "phase": None,
+        }
 
     def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
         self._logprobs += logprobs
@@ -156,6 +163,7 @@ class _FunctionCallOutput(_CallOutput):
             "call_id": self._call_id,
             "name": self._name,
             "namespace": self._namespace,
+            "caller": None,
             "arguments": self._block.text,
             "status": self.status,
         }
@@ -180,6 +188,7 @@ class _CustomToolCallOutput(_CallOutput):
             "call_id": self._call_id,
             "name": self._name,
             "namespace": self._namespace,
+            "caller": None,
             "input": self._input.text,
             "status": self.status,
         }

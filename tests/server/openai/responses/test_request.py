@@ -100,6 +100,14 @@ def test_output_format(body: dict[str, Any], kind: str | None, value: Any) -> No
         assert request.shown(request.params({}))["text"]["format"] == body["text"]["format"]
 
 
+def test_keys_without_a_value_are_null(server: LiveServer) -> None:
+    answer = posted(server)
+    for key in ("prompt", "input_messages", "output_messages", "kv_transfer_params", "ec_transfer_params", "user"):
+        assert answer[key] is None
+    assert answer["output"][0]["phase"] is None
+    assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.0, 0.0)
+
+
 @pytest.mark.field("ResponsesRequest.tools|tool_choice|parallel_tool_calls|reasoning")
 def test_fields_of_the_conversation(server: LiveServer, spy: Spy) -> None:
     spy.script = FULL
