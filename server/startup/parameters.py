@@ -122,12 +122,18 @@ def check_weights(resolved: Resolved) -> None:
 
     Only where they are known without reading the weights and nothing but the family's rules maps them to parameters.
     """
-    family, names = resolved.family, resolved.checkpoint.names
-    if family is None or not names or resolved.quantization is not None or resolved.config.load.load_format == "dummy":
+    family, spec, names = resolved.family, resolved.spec, resolved.checkpoint.names
+    if (
+        family is None
+        or isinstance(spec, TransformersSpec)
+        or not names
+        or resolved.quantization is not None
+        or resolved.config.load.load_format == "dummy"
+    ):
         return
     modules = None if resolved.runner is None else resolved.runner.modules
     if family.adapter is None and not family.side_files and modules is None:
-        check_names(family.rules, params(resolved.spec), names, family.ignored)
+        check_names(family.rules, params(spec), names, family.ignored)
 
 
 def _stored(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Weight]:
