@@ -42,7 +42,8 @@ from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
-from pagoda.server.settings.help import default_text, known_values
+from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from pagoda.server.settings.help import default_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATUSES: Final = ("implemented", "no effect", "refused")
@@ -141,7 +142,8 @@ def _kind(setting: Setting) -> str:
     names: dict[Any, str] = {int: "integer", float: "number", str: "string"}
     if setting.is_switch:
         return "switch"
-    if known := known_values(setting):
+    formats: dict[str, Iterable[str]] = {"tool_call_parser": TOOL_FORMATS, "reasoning_parser": REASONING_FORMATS}
+    if known := setting.choices or formats.get(setting.name, ()):
         return ", ".join(f"`{value}`" for value in known)
     if setting.is_json:
         return "JSON object"

@@ -209,6 +209,9 @@ _POOLING_SUFFIXES: Final[dict[str, PoolUse]] = {
 }
 """Suffix of a pooling architecture -> its task."""
 
+FLOAT16_OVERFLOWS: Final = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Values of model_type whose activations exceed float16's range."""
+
 
 def find(architecture: str) -> tuple[Family, PoolUse | None]:
     """Return the family of an architecture and its pooling task (None: it generates).

@@ -30,7 +30,7 @@ from pagoda.common.observe.logs import configure
 from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
-from pagoda.server.parsers.registry import check_formats
+from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats
 from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 from pagoda.server.settings.resolve import check_machine
 
@@ -53,6 +53,7 @@ def add_arguments(parser: FlagParser) -> None:
     AsyncEngineArgs.add_cli_args(parser)
     add_explain_config(parser)
     add_settings(parser, SERVER_SETTINGS.values())
+    parser.values = {"tool_call_parser": tuple(TOOL_FORMATS), "reasoning_parser": tuple(REASONING_FORMATS)}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -240,6 +240,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
         self.settings: dict[str, Setting] = {}
+        self.values: Mapping[str, tuple[str, ...]] = {}  # of settings without choices, for the help
         self.add_argument(
             *("-h", "--help"),
             action=_Help,
@@ -319,6 +320,7 @@ class FlagParser(argparse.ArgumentParser):
             optional=action.nargs == "?",
             text=action.help or "",
             setting=self.settings.get(action.dest),
+            values=self.values.get(action.dest, ()),
         )
 
     def _json_flags(self) -> dict[str, str]:

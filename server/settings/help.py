@@ -12,7 +12,6 @@ from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.fields import did_you_mean, human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_GROUPS, Setting
 from pagoda.common.errors import ConfigError
-from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 _SHARED: Final = frozenset(config.__name__ for config in DOCUMENTED_GROUPS)
 """Groups of several commands; the overview lists their names only."""
@@ -33,6 +32,7 @@ class Flag:
     optional: bool  # the value may be omitted
     text: str
     setting: Setting | None
+    values: tuple[str, ...] = ()  # that the command knows, of a setting without choices
 
     @property
     def names(self) -> frozenset[str]:
@@ -155,7 +155,11 @@ def _detail(flag: Flag, *, reads_config: bool) -> str:
     setting = flag.setting
     if setting is None:
         return "\n".join(_columns([(_synopsis(flag), _text(flag))]))
-    rows = [("group", setting.group), ("value", _value(setting)), ("default", default_text(setting))]
+    rows = [
+        ("group", setting.group),
+        ("value", f"one of {', '.join(flag.values)}" if flag.values else _value(setting)),
+        ("default", default_text(setting)),
+    ]
     rows.append(("status", status_text(setting)))
     if reads_config:
         rows += [("key of --config", f"{setting.key}:"), ("variable", setting.variable)]
@@ -173,8 +177,6 @@ def _value(setting: Setting) -> str:
         return f"{setting.kind}: {setting.flag} A B, or repeat the flag"
     if setting.option.parse in _HUMAN:
         return "an integer; 4k is 4000, 4K is 4096, 25.6k is 25600"
-    if known := known_values(setting):
-        return f"one of {', '.join(known)}"
     return setting.kind + ("; optional" if setting.option.optional_value is not None else "")
 
 
@@ -200,19 +202,12 @@ def _is_plain(default: object) -> bool:
 
 
 def _text(flag: Flag) -> str:
-    return flag.text if flag.setting is None else describe(flag.setting)
+    return flag.text if flag.setting is None else describe(flag.setting, flag.values)
 
 
-def known_values(setting: Setting) -> tuple[str, ...]:
-    """Return the values that a setting accepts, if they can be listed: its choices, or the registered formats."""
-    if setting.name == "tool_call_parser":
-        return tuple(TOOL_FORMATS)
-    return tuple(REASONING_FORMATS) if setting.name == "reasoning_parser" else setting.choices or ()
-
-
-def describe(setting: Setting) -> str:
-    """Return a flag's help with its choices, default and status."""
-    known = known_values(setting)
+def describe(setting: Setting, values: Sequence[str] = ()) -> str:
+    """Return a flag's help with its choices, default and status. `values`: its values if it has no choices."""
+    known = values or setting.choices
     choices = f" (one of {', '.join(known)})" if known and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
     status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"

@@ -40,7 +40,14 @@ from pagoda.common.engine.structured_output.grammar import is_installed, not_ins
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models import token_classifier
 from pagoda.common.models.family import AnswerFormat, Family
-from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config, within_context, without_windows
+from pagoda.common.models.registry import (
+    FLOAT16_OVERFLOWS,
+    overridden,
+    pooling_spec,
+    spec_from_config,
+    within_context,
+    without_windows,
+)
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.towers import text_model, with_text_keys
@@ -64,9 +71,6 @@ if TYPE_CHECKING:
     from pagoda.common.config.settings import Setting
 
 logger = logging.getLogger(__name__)
-
-_FLOAT16_OVERFLOWS: Final = ("gemma2", "gemma3", "gemma3_text", "glm4")
-"""Types of models whose activations exceed float16's range."""
 
 _DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
 _RESOLVED_LATER: Final = {
@@ -391,7 +395,7 @@ def _dtype(configured: str, hf_config: Mapping[str, Any], backend: str, *, pooli
     float16, which keeps three more bits of an embedding, or float32 on CPUs, most of which emulate float16 by it.
     """
     model_type = str(hf_config.get("model_type"))
-    overflows = model_type in _FLOAT16_OVERFLOWS
+    overflows = model_type in FLOAT16_OVERFLOWS
     if configured != "auto":
         dtype = _DTYPE_ALIASES.get(configured, configured)
         if dtype == "float16" and overflows:

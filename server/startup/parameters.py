@@ -122,10 +122,14 @@ def check_weights(resolved: Resolved) -> None:
 
     Only where they are known without reading the weights and nothing but the family's rules maps them to parameters.
     """
-    family, names, spec = resolved.family, resolved.checkpoint.names, resolved.spec
-    if family is None or isinstance(spec, TransformersSpec) or not names:
-        return
-    if resolved.quantization is not None or resolved.config.load.load_format == "dummy":
+    family, spec, names = resolved.family, resolved.spec, resolved.checkpoint.names
+    if (
+        family is None
+        or isinstance(spec, TransformersSpec)
+        or not names
+        or resolved.quantization is not None
+        or resolved.config.load.load_format == "dummy"
+    ):
         return
     modules = None if resolved.runner is None else resolved.runner.modules
     if family.adapter is None and not family.side_files and modules is None:
