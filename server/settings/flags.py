@@ -95,8 +95,8 @@ class EngineArgs:
         """Setting -> its source, for settings that are set."""
         return self._sources
 
-    def create_engine_config(self) -> EngineConfig:
-        """Return the frozen configuration. Raise ConfigError naming the flag."""
+    def create_engine_config(self, usage_context: object = None, headless: bool = False) -> EngineConfig:
+        """Return the frozen configuration. Raise ConfigError naming the flag. Parameters of vLLM's without effect."""
         self._apply_assignments()
         return self._config
 
@@ -111,8 +111,13 @@ class EngineArgs:
         self._apply(merge_layers(ENGINE_SETTINGS, layer))
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add every engine flag to a parser, in one help section per group, and --config."""
+    def add_cli_args(parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:
+        """Add every engine flag to a parser, in one help section per group, and --config.
+
+        `async_args_only`: add none, because AsyncLLM has no flags of its own.
+        """
+        if async_args_only:
+            return parser
         add_settings(parser, ENGINE_SETTINGS.values())
         add_config_file(parser)
         return parser
