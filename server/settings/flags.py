@@ -273,11 +273,19 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse all arguments; exit with status 2 for an unknown one."""
+        """Parse all arguments; exit with status 2 for an unknown one.
+
+        Of a script's parser the settings have their types, those of --config FILE are among them, and attributes that
+        were not given are the defaults, though not in `vars(args)`. Raise ConfigError for an invalid value.
+        """
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.unknown(unknown)
-        return known
+        if namespace is not None or not self.settings:
+            return known
+        path = vars(known).pop("config", None)
+        file = {} if path is None else {name: each.value for name, each in from_file(path, self.settings).items()}
+        return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
         """Exit with status 2 and one line that names the first unknown flag and its nearest match."""
@@ -329,6 +337,21 @@ class FlagParser(argparse.ArgumentParser):
     def _json_flags(self) -> dict[str, str]:
         """Return alias of a JSON flag -> its name."""
         return {flag: setting.flag for setting in self.settings.values() if setting.is_json for flag in setting.flags}
+
+
+class DefaultsNamespace(argparse.Namespace):
+    """Arguments of a script: settings that were not given are attributes with their defaults."""
+
+    __slots__ = ("_settings",)
+
+    def __init__(self, settings: Mapping[str, Setting], values: Mapping[str, Any]) -> None:
+        super().__init__(**values)
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._settings:
+            raise AttributeError(f"there is no argument {name!r}{did_you_mean(name, vars(self))}")
+        return self._settings[name].default
 
 
 class _Help(argparse.Action):
