@@ -273,19 +273,11 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse all arguments; exit with status 2 for an unknown one.
-
-        Of a script's parser the settings have their types, those of --config FILE are among them, and attributes that
-        were not given are the defaults, though not in `vars(args)`. Raise ConfigError for an invalid value.
-        """
+        """Parse all arguments; exit with status 2 for an unknown one."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.unknown(unknown)
-        if namespace is not None or not self.settings:
-            return known
-        path = vars(known).pop("config", None)
-        file = {} if path is None else {name: each.value for name, each in from_file(path, self.settings).items()}
-        return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
+        return known
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
         """Exit with status 2 and one line that names the first unknown flag and its nearest match."""
@@ -337,6 +329,25 @@ class FlagParser(argparse.ArgumentParser):
     def _json_flags(self) -> dict[str, str]:
         """Return alias of a JSON flag -> its name."""
         return {flag: setting.flag for setting in self.settings.values() if setting.is_json for flag in setting.flags}
+
+
+class ScriptParser(FlagParser):
+    """The parser of scripts, vLLM's FlexibleArgumentParser.
+
+    Settings have their types, those of --config FILE are among them, and those that were not given are attributes with
+    their defaults, though not in `vars(args)`.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parse all arguments. Raise ConfigError for an invalid value."""
+        known = super().parse_args(args, namespace)
+        if namespace is not None or not self.settings:
+            return known
+        path = vars(known).pop("config", None)
+        file = {} if path is None else {name: each.value for name, each in from_file(path, self.settings).items()}
+        return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
 
 
 class DefaultsNamespace(argparse.Namespace):

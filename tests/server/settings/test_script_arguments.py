@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs, ScriptParser
 
 
 def test_arguments_of_a_script_have_types_defaults_and_the_values_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "engine.yaml"
     file.write_text("max-num-seqs: 7\nmax-model-len: 5\n")
-    parser = FlagParser()
+    parser = ScriptParser()
     EngineArgs.add_cli_args(parser)
     args = parser.parse_args(["--max-model-len", "1k", "--config", str(file)])
     assert (args.max_model_len, args.max_num_seqs, args.tensor_parallel_size) == (1000, 7, 1)
