@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from pagoda.server.request_types import TokensPrompt as TokensPrompt
     from pagoda.server.settings.flags import AsyncEngineArgs as AsyncEngineArgs
     from pagoda.server.settings.flags import EngineArgs as EngineArgs
-    from pagoda.server.settings.flags import FlagParser
+    from pagoda.server.settings.flags import ScriptParser
 
     AsyncLLMEngine = AsyncLLM
-    FlexibleArgumentParser = FlagParser
+    FlexibleArgumentParser = ScriptParser
 
 __version__ = "0.1.0"
 

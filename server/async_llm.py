@@ -19,10 +19,9 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.admission import Admission, AsyncSleep, Gate
 from pagoda.server.config_views import ModelView, VllmConfigView
 from pagoda.server.core_client import start_engine
-from pagoda.server.core_client.client import CoreClientAsync, EngineClient
+from pagoda.server.core_client.client import Admission, AsyncSleep, CoreClientAsync, EngineClient, Gate
 from pagoda.server.ipc_messages import (
     Abort,
     AddRequest,
@@ -33,7 +32,7 @@ from pagoda.server.ipc_messages import (
     SleepState,
     StepReply,
 )
-from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, with_text
+from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats
 from pagoda.server.missing_methods import ExplainsMissingMethods
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
@@ -46,6 +45,7 @@ from pagoda.server.processing.inputs import (
     check_extras,
     max_prompt_tokens,
     text_options,
+    with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream
 from pagoda.server.request_types import LoRARequest

@@ -17,6 +17,7 @@ from pagoda.server.chat_prompt import checked_tools
 from pagoda.server.config_views import ModelView
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.missing_methods import ExplainsMissingMethods
+from pagoda.server.offline_run import OfflineRun
 from pagoda.server.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -43,7 +44,6 @@ from pagoda.server.processing.inputs import (
     is_token_ids,
     text_options,
 )
-from pagoda.server.processing.offline_run import OfflineRun
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.request_types import TokensPrompt
 from pagoda.server.settings.flags import EngineArgs

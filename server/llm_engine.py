@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
@@ -28,11 +31,11 @@ from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
-    Prompt,
     PromptType,
     check_extras,
     max_prompt_tokens,
     text_options,
+    with_text,
 )
 from pagoda.server.processing.output_processor import OutputProcessor
 from pagoda.server.request_types import LoRARequest
@@ -41,7 +44,6 @@ from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
-from pagoda.server.worker import Worker
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
@@ -314,17 +316,17 @@ class LLMEngine(ExplainsMissingMethods):
         return [self._worker().call(method, args, kwargs)]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with each worker's model and return the results. See Worker.get_model for what it gets."""
+        """Call a function with each worker's model and return the results. It gets LocalWorker.get_model()."""
         return [func(self._worker().get_model())]
 
-    def _worker(self) -> Worker:
+    def _worker(self) -> LocalWorker:
         if self._built.hosts is not None or self.config.parallel.data_parallel_size > 1:
             raise ConfigError(
                 "--tensor-parallel-size",
                 "workers of other processes and hosts cannot be called; use one device for collective_rpc and "
                 "apply_model",
             )
-        return Worker(self._built.backend, self.vllm_config, self.get_supported_tasks())
+        return LocalWorker(self._built.backend, self.vllm_config, self.get_supported_tasks())
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Raise ConfigError: there are no adapters."""
@@ -392,15 +394,56 @@ def log_engine_stats(now: EngineStats) -> None:
     logger.info("running: %d, waiting: %d, KV cache: %.1f %%", now.running, now.waiting, 100 * now.kv_usage)
 
 
-def with_text(prompt: PromptType, text: str | None) -> PromptType:
-    """Return a prompt whose text is given apart from its token ids."""
-    if text is None or isinstance(prompt, str | Prompt):
-        return prompt
-    tokens = dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
-    return {**tokens, "prompt": text}
-
-
 def _metrics_of(info: EngineInfo, config: EngineConfig) -> Metrics:
     from pagoda.common.observe.metrics import Metrics  # prometheus_client is not needed to generate
 
     return Metrics(info.names[0], config.parallel.data_parallel_size)
+
+
+WORKER_METHODS: Final = ("check_health", "get_model", "get_supported_tasks")
+"""Methods of a worker that `collective_rpc` takes by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorker:
+    """One worker: functions given to `collective_rpc` get it as their first argument."""
+
+    backend: Any
+    vllm_config: VllmConfigView
+    tasks: tuple[str, ...]
+    rank: int = 0
+    local_rank: int = 0
+
+    @property
+    def model_config(self) -> Any:
+        """The model's part of `vllm_config`."""
+        return self.vllm_config.model_config
+
+    @property
+    def device(self) -> Any:
+        """The device: a torch.device, or its name for a backend other than torch's."""
+        kind = self.vllm_config.device_config.device_type
+        return import_module("torch").device(kind) if kind != "tpu" and find_spec("torch") else kind
+
+    def get_model(self) -> Any:
+        """Return the backend's model: its decoder (jax_tpu: StepModel), not a torch module as vLLM's."""
+        return self.backend.model
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return "generate", or the tasks of a pooling model."""
+        return self.tasks
+
+    def check_health(self) -> None:
+        """Return: a worker in this process lives."""
+
+    def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        """Call a function with the worker, or a method by name. Raises RequestError for an unknown one."""
+        if callable(method):
+            return method(self, *args, **(kwargs or {}))
+        if method not in WORKER_METHODS:
+            raise RequestError(
+                "method",
+                f"the worker has no method {str(method)[:60]!r}; it has {', '.join(WORKER_METHODS)}; or pass a "
+                "function, which gets the worker as its first argument",
+            )
+        return getattr(self, method)(*args, **(kwargs or {}))

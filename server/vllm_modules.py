@@ -77,7 +77,7 @@ HOMES: Final[Mapping[str, str]] = {
 
 RENAMED: Final[Mapping[str, tuple[str, str]]] = {
     "AsyncLLMEngine": ("pagoda.server.async_llm", "AsyncLLM"),
-    "FlexibleArgumentParser": (_FLAGS, "FlagParser"),
+    "FlexibleArgumentParser": (_FLAGS, "ScriptParser"),
     "VllmConfig": (f"{_CONFIG}.engine", "EngineConfig"),
     **dict.fromkeys(_KEYS, (_HELPERS, "ConfigKeys")),
     "AnyTokenizer": ("pagoda.common.text.hf_tokenizer", "HfTokenizer"),

@@ -52,14 +52,14 @@ COMMON_LAYERS = (
 )
 # The folders of `server`, likewise. Modules beside them come first, entry points last.
 LAYERS = (
-    ("outputs", "ipc_messages", "plugins", "redact", "child"),
-    ("settings",),
-    ("parsers",),
+    ("outputs", "ipc_messages", "plugins", "redact", "child", "request_types", "missing_methods", "metrics_reader"),
+    ("settings", "config_views"),
+    ("parsers", "script_helpers"),
     ("processing",),
-    ("startup",),
+    ("startup", "engine_metrics"),
     ("core_client",),
     ("llm_engine",),
-    ("async_llm",),
+    ("async_llm", "offline_run"),
     ("http",),
     ("chat_prompt",),
     ("llm",),

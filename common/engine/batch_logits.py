@@ -127,7 +127,7 @@ def process_dict_updates(
     return before != req_entries
 
 
-class SequenceState(Protocol):
+class ProcessedSequence(Protocol):
     """Sampling state of a row of the engine; another object after the row was started again."""
 
     @property
@@ -139,12 +139,12 @@ class SequenceState(Protocol):
 
 @dataclass(slots=True)
 class _Member:
-    state: SequenceState
+    state: ProcessedSequence
     output_ids: list[int]
 
 
 def edit_rows(
-    processors: Sequence[LogitsProcessor], logits: Any, sequences: Sequence[tuple[SequenceState, Sequence[int]]]
+    processors: Sequence[LogitsProcessor], logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
 ) -> dict[int, str]:
     """Run processors of single sequences on logits float32 [n, V] in place. Return by index why one failed."""
     failed: dict[int, str] = {}
@@ -182,7 +182,7 @@ class LogitsBatch:
         self._members: list[_Member] = []
 
     def apply(
-        self, logits: Any, sequences: Sequence[tuple[SequenceState, Sequence[int]]], temperatures: Any
+        self, logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]], temperatures: Any
     ) -> tuple[Any, dict[int, str]]:
         """Edit logits [n, V] of n sequences, each with all its tokens; temperatures [n, 1], 1 for greedy ones.
 
@@ -221,7 +221,9 @@ class LogitsBatch:
         self._members = []
         self._processors = {name: make() for name, make in self._makers.items()}
 
-    def _update(self, sequences: Sequence[tuple[SequenceState, Sequence[int]]]) -> tuple[BatchUpdate | None, list[int]]:
+    def _update(
+        self, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
+    ) -> tuple[BatchUpdate | None, list[int]]:
         """Return what changed, None if nothing, and for each member of the batch its index in `sequences`."""
         members = self._members
         indices = {id(state): index for index, (state, _) in enumerate(sequences)}

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from pagoda.common.engine.batch_logits import BatchLogitsProcessor
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """Which logprobs are reported. raw: of the model's logits. processed: of the logits the token is sampled from, after
@@ -96,7 +93,7 @@ class SamplerOptions:
 
     logprobs_mode: LogprobsMode = "raw_logprobs"
     processors: tuple[LogitsProcessor, ...] = ()
-    batch_processors: tuple[tuple[str, Callable[[], BatchLogitsProcessor]], ...] = ()  # (name, what makes it)
+    batch_processors: tuple[tuple[str, Callable[[], Any]], ...] = ()  # (name, what makes a BatchLogitsProcessor)
 
     @property
     def has_processors(self) -> bool:

@@ -175,6 +175,14 @@ def text_options(values: Mapping[str, Any] | None) -> TextOptions | None:
     return None if values is None else TextOptions.of(values)
 
 
+def with_text(prompt: PromptType, text: str | None) -> PromptType:
+    """Return a prompt whose text is given apart from its token ids."""
+    if text is None or isinstance(prompt, str | Prompt):
+        return prompt
+    tokens = dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+    return {**tokens, "prompt": text}
+
+
 class InputProcessor:
     """Turns prompts and params into engine requests for one model, generating or pooling."""
 

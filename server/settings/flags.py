@@ -95,8 +95,8 @@ class EngineArgs:
         """Setting -> its source, for settings that are set."""
         return self._sources
 
-    def create_engine_config(self) -> EngineConfig:
-        """Return the frozen configuration. Raise ConfigError naming the flag."""
+    def create_engine_config(self, usage_context: object = None, headless: bool = False) -> EngineConfig:
+        """Return the frozen configuration. Raise ConfigError naming the flag. Parameters of vLLM's without effect."""
         self._apply_assignments()
         return self._config
 
@@ -111,8 +111,13 @@ class EngineArgs:
         self._apply(merge_layers(ENGINE_SETTINGS, layer))
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add every engine flag to a parser, in one help section per group, and --config."""
+    def add_cli_args(parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:
+        """Add every engine flag to a parser, in one help section per group, and --config.
+
+        `async_args_only`: add none, because AsyncLLM has no flags of its own.
+        """
+        if async_args_only:
+            return parser
         add_settings(parser, ENGINE_SETTINGS.values())
         add_config_file(parser)
         return parser
@@ -326,6 +331,40 @@ class FlagParser(argparse.ArgumentParser):
     def _json_flags(self) -> dict[str, str]:
         """Return alias of a JSON flag -> its name."""
         return {flag: setting.flag for setting in self.settings.values() if setting.is_json for flag in setting.flags}
+
+
+class ScriptParser(FlagParser):
+    """The parser of scripts, vLLM's FlexibleArgumentParser.
+
+    Settings have their types, those of --config FILE are among them, and those that were not given are attributes with
+    their defaults, though not in `vars(args)`.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parse all arguments. Raise ConfigError for an invalid value."""
+        known = super().parse_args(args, namespace)
+        if namespace is not None or not self.settings:
+            return known
+        path = vars(known).pop("config", None)
+        file = {} if path is None else {name: each.value for name, each in from_file(path, self.settings).items()}
+        return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
+
+
+class DefaultsNamespace(argparse.Namespace):
+    """Arguments of a script: settings that were not given are attributes with their defaults."""
+
+    __slots__ = ("_settings",)
+
+    def __init__(self, settings: Mapping[str, Setting], values: Mapping[str, Any]) -> None:
+        super().__init__(**values)
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._settings:
+            raise AttributeError(f"there is no argument {name!r}{did_you_mean(name, vars(self))}")
+        return self._settings[name].default
 
 
 class _Help(argparse.Action):

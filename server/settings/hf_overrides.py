@@ -10,7 +10,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.server.settings.resolve import read_hf_config
 
 
-class HfConfig(MutableMapping[str, Any]):
+class EditableHfConfig(MutableMapping[str, Any]):
     """config.json with its keys as attributes, which can be set; nested objects are dictionaries."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ def overrides_of(change: Callable[[Any], Any], config: EngineConfig) -> dict[str
     """Return the keys that a function changes in the model's configuration. Raise ConfigError if it fails."""
     before = read_hf_config(config)
     try:
-        after = change(HfConfig(before))
+        after = change(EditableHfConfig(before))
     except Exception as error:
         raise ConfigError("--hf-overrides", f"the function failed: {type(error).__name__}: {error}") from error
     if not isinstance(after, Mapping):
