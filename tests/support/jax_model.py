@@ -40,8 +40,9 @@ class JaxModel:
         tensor: int = 1,
         cache_dtype: str = "float32",
         formats: Mapping[Path, MatrixFormat] = NO_FORMATS,
+        dtype: str = "float32",
     ) -> None:
-        mesh, number = make_mesh(tensor), jnp.dtype("float32")
+        mesh, number = make_mesh(tensor), jnp.dtype(dtype)
         kernel = KernelChoice(page_size=BLOCK, cache_dtype=cache_dtype)
         self.model: Model = build_model(spec, kv_layout(spec, BLOCK), mesh, number, max_len, kernel, formats)
         self.leaves = load(self.model, weights)

@@ -24,8 +24,8 @@ BLOCK = 4
 class PagedModel:
     """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks."""
 
-    def __init__(self, spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> None:
-        numbers = numerics("float32")
+    def __init__(self, spec: ModelSpec, weights: Iterable[Weight], max_len: int, dtype: str = "float32") -> None:
+        numbers = self.numerics = numerics(dtype)
         with torch.inference_mode():
             self.decoder = Decoder(spec, Packer(spec, numbers).pack(weights), numbers, max_len)
         self.layout = kv_layout(spec, BLOCK)
@@ -35,7 +35,7 @@ class PagedModel:
         """One row per token."""
         pages = -(-len(token_ids) // BLOCK)
         count = pages * len(self.layout.groups)
-        caches = allocate(self.layout, (1 + count,) * len(self.layout.pools), torch.float32)
+        caches = allocate(self.layout, (1 + count,) * len(self.layout.pools), self.numerics.compute)
         blocks = 1 + np.random.default_rng(0).permutation(count).astype(np.int32).reshape(-1, 1, pages)
         half = len(token_ids) // 2
         found, begin = [], 0
