@@ -12,10 +12,9 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, PAUSE_MODES, SLEEP_TAGS, check_sleep, check_wake_up
-from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
+from pagoda.common.engine.messages import QUEUED_REQUESTS, EngineOutput, EngineStats, RequestEvents, StepOutputs
 from pagoda.common.errors import AbortedError, ConfigError, EngineDeadError, QueueFullError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
-from pagoda.common.observe.request_events import QUEUED_REQUESTS, RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer

@@ -13,10 +13,16 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
+from pagoda.common.engine.messages import (
+    EngineOutput,
+    FinishedRequest,
+    FinishedSequence,
+    FirstToken,
+    PositionLogprobs,
+    RequestEvents,
+)
 from pagoda.common.engine.pooling import Pooled
 from pagoda.common.errors import RequestError
-from pagoda.common.observe.request_events import FinishedRequest, FinishedSequence, FirstToken, RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer

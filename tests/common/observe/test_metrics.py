@@ -8,10 +8,16 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.engine.messages import (
+    EngineStats,
+    FinishedRequest,
+    FinishedSequence,
+    FirstToken,
+    RequestEvents,
+    StepOutputs,
+)
 from pagoda.common.observe.collectors import WITHOUT_SERIES
 from pagoda.common.observe.metrics import Metrics
-from pagoda.common.observe.request_events import FinishedRequest, FinishedSequence, FirstToken, RequestEvents
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 LABELS = {"model_name": "m", "engine": "0"}

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from support.byte_text import byte_tokenizer
 
-from pagoda.common.engine.messages import EngineOutput, EngineRequest, pooling_request
+from pagoda.common.engine.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishedRequest,
+    FirstToken,
+    RequestEvents,
+    pooling_request,
+)
 from pagoda.common.engine.pooling import Pooled, PoolingRules
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.observe.request_events import FinishedRequest, FirstToken, RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
