@@ -465,7 +465,8 @@ class AsyncLLM:
         events = self._ready().requests.events
         if self.metrics is not None:
             self.metrics.on_events(events)
-        events.clear()
+        for each in (events.tokens, events.first_tokens, events.sequences, events.requests):
+            each.clear()
 
     def _on_rejected(self, reason: str) -> None:
         if self.metrics is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 import msgspec
@@ -130,16 +131,8 @@ class ReplicaTokens:
     """Tokens that the sequences of one data-parallel replica generated."""
 
     count: int = 0
-    waits: defaultdict[float, int] = field(
-        default_factory=lambda: defaultdict(int)
-    )  # seconds since the sequence's token before -> tokens
-
-    def add(self, tokens: int, wait: float | None) -> None:
-        """Add tokens of a sequence that came `wait` seconds after the token before; None: they are the first."""
-        self.count += tokens
-        if wait is not None:
-            # Most sequences of a batch have the same time of their token before, so that few entries are made.
-            self.waits[wait / tokens if tokens > 1 else wait] += tokens
+    # Seconds since the sequence's token before -> tokens; most sequences of a batch have the same.
+    waits: defaultdict[float, int] = field(default_factory=partial(defaultdict, int))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +162,6 @@ class FinishedSequence:
     generation_tokens: int | None  # None: pooling
     max_tokens: int | None
 
-    @property
-    def is_complete(self) -> bool:
-        """True if it ended by itself and has an output."""
-        return self.finish_reason not in ("abort", "error") and self.first_token > 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
@@ -184,18 +172,11 @@ class FinishedRequest:
     longest: int  # tokens of the longest sequence
 
 
+@dataclass(frozen=True, slots=True)
 class RequestEvents:
-    """Events in the order in which they happened; empty after `clear`."""
+    """Events in the order in which they happened."""
 
-    def __init__(self) -> None:
-        self.tokens: defaultdict[int, ReplicaTokens] = defaultdict(ReplicaTokens)  # by replica
-        self.first_tokens: list[FirstToken] = []
-        self.sequences: list[FinishedSequence] = []
-        self.requests: list[FinishedRequest] = []
-
-    def clear(self) -> None:
-        """Forget all events."""
-        self.tokens.clear()
-        self.first_tokens.clear()
-        self.sequences.clear()
-        self.requests.clear()
+    tokens: defaultdict[int, ReplicaTokens] = field(default_factory=partial(defaultdict, ReplicaTokens))  # by replica
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    sequences: list[FinishedSequence] = field(default_factory=list)
+    requests: list[FinishedRequest] = field(default_factory=list)

@@ -228,7 +228,7 @@ class _ReplicaSeries:
     def on_sequence(self, sequence: FinishedSequence) -> None:
         """Count a sequence, and time it unless it was aborted."""
         self._success[sequence.finish_reason].inc()
-        if not sequence.is_complete:
+        if sequence.finish_reason in ("abort", "error") or not sequence.first_token:
             return
         self._prompt_length.observe(sequence.prompt_tokens)
         self._computed.observe(sequence.prompt_tokens - sequence.cached_tokens)
