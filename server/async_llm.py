@@ -11,10 +11,9 @@ from typing import Any, Final, Protocol, Self, overload
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import NO_LORA
 from pagoda.common.engine.core import PAUSE_MODES
-from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
-from pagoda.common.observe.request_events import RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer

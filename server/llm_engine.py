@@ -15,10 +15,9 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import NO_LORA
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
-from pagoda.common.engine.messages import EngineStats
+from pagoda.common.engine.messages import EngineStats, RequestEvents
 from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
-from pagoda.common.observe.request_events import RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer

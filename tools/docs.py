@@ -211,8 +211,8 @@ def _metrics() -> str:
         f"{_WRITTEN}# Metrics\n\n`GET /metrics`, in the Prometheus text format or, if the `Accept` header lists it, in "
         "OpenMetrics, with vLLM's names where they exist, so that its dashboards work: see "
         "[monitoring](../guides/monitoring.md). `engine` is the number of the data-parallel replica. "
-        "`vllm:cache_config_info` has the KV cache configuration as labels once the model is loaded. Linux servers also "
-        "export the usual `process_*` metrics.\n\n"
+        "`vllm:cache_config_info` has the KV cache configuration as labels once the model is loaded. Linux servers "
+        "also export the usual `process_*` metrics.\n\n"
         + _table(head, sorted(rows["measured"]))
         + "\n## Former names\n\nThe same values under the names of earlier versions of vLLM, for their dashboards.\n\n"
         + _table(head, sorted(rows["former"]))

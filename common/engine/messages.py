@@ -1,12 +1,15 @@
 """What goes into the engine and what comes out of it: token ids and numbers, no text.
 
-These values cross a process boundary (msgpack), so they have plain Python types only.
+These values cross a process boundary (msgpack), so they have plain Python types only. At the end: what happened to
+requests, which stays in the process that serves them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Final, Literal
 
 import msgspec
 
@@ -113,3 +116,72 @@ class StepOutputs:
     outputs: list[EngineOutput] = field(default_factory=list)
     stats: EngineStats = EngineStats()
     earlier: tuple[EngineStats, ...] = ()  # of the coalesced steps before the last
+
+
+# What happened to requests since the last step. The output processor adds it, the metrics record it. Times are seconds
+# of the monotonic clock; 0: it did not happen, or a plug-in scheduler does not report it.
+
+QUEUED_REQUESTS: Final = "max_num_queued_reqs"
+REJECTION_REASONS: Final = (QUEUED_REQUESTS, "max_num_queued_tokens")
+"""Limits of the queue for which vLLM refuses requests; pagoda has no limit on queued tokens."""
+
+
+@dataclass(slots=True)
+class ReplicaTokens:
+    """Tokens that the sequences of one data-parallel replica generated."""
+
+    count: int = 0
+    # Seconds since the sequence's token before -> tokens; most sequences of a batch have the same.
+    waits: defaultdict[float, int] = field(default_factory=partial(defaultdict, int))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """A sequence has its first token, or a pooling request its vector."""
+
+    replica: int
+    latency: float | None  # seconds since the arrival; None: pooling
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, from the prefix cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSequence:
+    """One of a request's n sequences, or a pooling request, has ended."""
+
+    replica: int
+    finish_reason: str
+    arrival: float
+    queued: float  # sent to the engine
+    scheduled: float  # first scheduled
+    first_token: float
+    last_token: float
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    generation_tokens: int | None  # None: pooling
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """All sequences of a request have ended by themselves."""
+
+    replica: int  # of the first sequence
+    n: int
+    longest: int  # tokens of the longest sequence
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvents:
+    """Events in the order in which they happened."""
+
+    tokens: defaultdict[int, ReplicaTokens] = field(default_factory=partial(defaultdict, ReplicaTokens))  # by replica
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    sequences: list[FinishedSequence] = field(default_factory=list)
+    requests: list[FinishedRequest] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Remove all events: they are recorded."""
+        for each in (self.tokens, self.first_tokens, self.sequences, self.requests):
+            each.clear()

@@ -19,16 +19,17 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pagoda.common.engine.messages import EngineStats, StepOutputs
-from pagoda.common.observe.collectors import LABELS, AbsentFeatures, FormerName, StatsCollector
-from pagoda.common.observe.logs import Totals
-from pagoda.common.observe.request_events import (
+from pagoda.common.engine.messages import (
     REJECTION_REASONS,
+    EngineStats,
     FinishedSequence,
     FirstToken,
     ReplicaTokens,
     RequestEvents,
+    StepOutputs,
 )
+from pagoda.common.observe.collectors import LABELS, AbsentFeatures, FormerName, StatsCollector
+from pagoda.common.observe.logs import Totals
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "repetition")
 
@@ -227,7 +228,7 @@ class _ReplicaSeries:
     def on_sequence(self, sequence: FinishedSequence) -> None:
         """Count a sequence, and time it unless it was aborted."""
         self._success[sequence.finish_reason].inc()
-        if not sequence.is_complete:
+        if sequence.finish_reason in ("abort", "error") or not sequence.first_token:
             return
         self._prompt_length.observe(sequence.prompt_tokens)
         self._computed.observe(sequence.prompt_tokens - sequence.cached_tokens)

@@ -15,8 +15,8 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
+from pagoda.common.engine.messages import QUEUED_REQUESTS
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError, SleepError
-from pagoda.common.observe.request_events import QUEUED_REQUESTS
 from pagoda.server.ipc_messages import (
     EngineInfo,
     Failed,

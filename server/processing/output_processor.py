@@ -13,10 +13,16 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
+from pagoda.common.engine.messages import (
+    EngineOutput,
+    FinishedRequest,
+    FinishedSequence,
+    FirstToken,
+    PositionLogprobs,
+    RequestEvents,
+)
 from pagoda.common.engine.pooling import Pooled
 from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
-from pagoda.common.observe.request_events import FinishedRequest, FinishedSequence, FirstToken, RequestEvents
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer
@@ -218,16 +224,19 @@ def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: 
     metrics.num_generation_tokens += new_tokens
     if metrics.first_token_ts:
         if events is not None:
-            events.tokens[metrics.replica].add(new_tokens, now - before)
+            tokens = events.tokens[metrics.replica]
+            tokens.count += new_tokens
+            wait = now - before
+            tokens.waits[wait if new_tokens == 1 else wait / new_tokens] += new_tokens
         return
     request = sequence.request
     metrics.first_token_ts = now
     request.metrics.first_token_ts = request.metrics.first_token_ts or now
     if events is not None:
         tokens = events.tokens[metrics.replica]
-        tokens.add(1, None)
+        tokens.count += new_tokens
         if new_tokens > 1:  # of merged steps
-            tokens.add(new_tokens - 1, 0.0)
+            tokens.waits[0.0] += new_tokens - 1
         first = FirstToken(
             replica=metrics.replica,
             latency=max(0.0, now - request.metrics.arrival_ts),

@@ -8,10 +8,16 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.engine.messages import (
+    EngineStats,
+    FinishedRequest,
+    FinishedSequence,
+    FirstToken,
+    RequestEvents,
+    StepOutputs,
+)
 from pagoda.common.observe.collectors import WITHOUT_SERIES
 from pagoda.common.observe.metrics import Metrics
-from pagoda.common.observe.request_events import FinishedRequest, FinishedSequence, FirstToken, RequestEvents
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 LABELS = {"model_name": "m", "engine": "0"}
@@ -46,8 +52,8 @@ def sequence(**changes: Any) -> FinishedSequence:
 
 def recorded(*sequences: FinishedSequence, requests: tuple[FinishedRequest, ...] = ()) -> Metrics:
     metrics, events = Metrics("m"), RequestEvents()
-    events.sequences += sequences
-    events.requests += requests
+    events.sequences.extend(sequences)
+    events.requests.extend(requests)
     metrics.on_events(events)
     return metrics
 
@@ -204,7 +210,7 @@ def test_each_replica_has_its_series() -> None:
     metrics.set_cache_info({"block_size": 16})
     replicas = EngineStats(running=1, last_step_tokens=4), EngineStats(running=2, waiting=3, last_step_tokens=6)
     metrics.on_step(step(running=3, waiting=3, last_step_tokens=10, replicas=replicas))
-    events.tokens[1].add(5, None)
+    events.tokens[1].count += 5
     events.first_tokens.append(FirstToken(replica=1, latency=0.5, prompt_tokens=7, cached_tokens=4))
     events.sequences.append(sequence(replica=1))
     events.requests.append(FinishedRequest(replica=1, n=1, longest=5))
@@ -298,9 +304,8 @@ def test_first_tokens_count_the_prompt() -> None:
 
 def test_the_time_between_tokens_is_weighted_by_tokens() -> None:
     metrics, events = Metrics("m"), RequestEvents()
-    for wait in (None, 0.03, 0.03, 0.06):
-        events.tokens[0].add(1, wait)
-    events.tokens[0].add(3, 0.18)
+    events.tokens[0].count = 7
+    events.tokens[0].waits.update({0.03: 2, 0.06: 4})
     metrics.on_events(events)
     for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
         by_bound = [value(metrics, f"{name}_bucket", le=bound) for bound in ("0.025", "0.05", "0.075", "+Inf")]

@@ -262,7 +262,7 @@ def test_requests_whose_grammar_compiles_are_counted_beside_running_ones(monkeyp
     backend = FakeShards(full_layout(), 2, num_blocks=40, next_token=scrambled)
     core = sharded_core(backend, backend.layout, limits(), (40,), 2, structured=slow)
     core.add_request(asking(grammar(choice=CHOICES)))
-    core.add_request(EngineRequest(request_id="free", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=3))
+    core.add_request(plain("free"))
     stats = core.step().stats
     assert (stats.running, stats.deferred, [each.deferred for each in stats.replicas]) == (1, 1, [1, 0])
     go.set()
