@@ -96,6 +96,16 @@ DIFFERENCES = (
         refused("--logits-processors"),
     ),
     Difference(
+        "transfer of caches",
+        ("entrypoints/serve/disagg/test_serving_tokens.py::test_generate_with_kv_transfer_params",),
+        refused("kv_transfer_params"),
+    ),
+    Difference(
+        "documents that the template does not read",
+        ("entrypoints/cohere/test_chat_v2.py::test_cohere_v2_chat_documents_field_accepted",),
+        refused("documents"),
+    ),
+    Difference(
         "raw messages of a response",
         (f"{RESPONSES}/test_simple.py::test_enable_response_messages",),
         refused("enable_response_messages"),
