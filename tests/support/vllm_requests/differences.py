@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from support.vllm_requests.case import GIVEN, GONE, Expected, refused, size
+from support.vllm_requests.case import GIVEN, GONE, Expected, contains, refused, size
 
 OPENAI = "entrypoints/openai"
 CHAT = f"{OPENAI}/chat_completion"
@@ -52,6 +52,18 @@ DIFFERENCES = (
         "a response that was not stored",
         (f"{RESPONSES}/test_stateful.py::test_store[store: false]",),
         refused("there is no response", status=404),
+    ),
+    Difference(
+        "stream_options without a stream",
+        (
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[include_usage: None, not streamed]",
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[include_usage: True, not streamed]",
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[continuous_usage_stats: None, not streamed]",
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[continuous_usage_stats: True, not streamed]",
+            f"{CHAT}/test_chat.py::test_chat_completion_stream_options[include_usage: None, not streamed]",
+            f"{CHAT}/test_chat.py::test_chat_completion_stream_options[include_usage: True, not streamed]",
+        ),
+        {"choices": size(1), "headers.x-pagoda-ignored": contains("stream_options")},
     ),
     Difference(
         "no tools",
