@@ -295,7 +295,7 @@ SESSIONS = (
         "test_chat_completion_stream_options",
         "an unknown field min_characters",
         ask(
-            FRANCE,
+            user("Tell me a long story about a cat."),
             {"texts.0": longer(9), "choices.*.delta.content": TEXT},
             stream=True,
             min_characters=10,
