@@ -62,7 +62,12 @@ EMPLOYEE = {
     "required": ["name", "age", "skills"],
     "additionalProperties": False,
 }
-RESULT = {"type": "object", "properties": {"result": {"type": "integer", "maximum": 99}}, "required": ["result"]}
+RESULT = {
+    "type": "object",
+    "properties": {"result": {"type": "integer", "maximum": 99}},
+    "required": ["result"],
+    "additionalProperties": False,
+}
 
 
 def ask(messages: Any, expected: Expected | None = None, /, **more: Any) -> Sent:
