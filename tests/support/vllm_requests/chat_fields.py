@@ -257,7 +257,12 @@ TOKEN_IDS = (
 
 BATCH = "test_batched_chat_completions.py"
 TWO = [user("Reply with exactly the word: alpha"), user("Reply with exactly the word: beta")]
-YES_NO = {"type": "object", "properties": {"answer": {"type": "string", "enum": ["yes", "no"]}}, "required": ["answer"]}
+YES_NO = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "enum": ["yes", "no"]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
 
 
 def batch(test: str, what: str, body: Any, expected: Expected, server: str = "smol") -> VllmCase:
@@ -276,7 +281,7 @@ BATCHES = (
         "an enumeration",
         {
             "messages": TWO,
-            "max_tokens": 300,
+            "max_tokens": 60,
             "response_format": {
                 "type": "json_schema",
                 "json_schema": {"name": "answer", "schema": YES_NO, "strict": True},

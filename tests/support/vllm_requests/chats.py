@@ -26,7 +26,7 @@ from support.vllm_requests.case import (
     same,
     size,
 )
-from support.vllm_requests.completions import BROKEN_GRAMMAR, BROKEN_SCHEMA, NO_USAGE, USAGE_LAST
+from support.vllm_requests.completions import BROKEN_GRAMMAR, BROKEN_SCHEMA, NO_USAGE, USAGE_LAST, rises
 
 PATH = "/v1/chat/completions"
 SUM = [{"role": "system", "content": "you are a helpful assistant"}, {"role": "user", "content": "what is 1+1?"}]
@@ -62,7 +62,12 @@ EMPLOYEE = {
     "required": ["name", "age", "skills"],
     "additionalProperties": False,
 }
-RESULT = {"type": "object", "properties": {"result": {"type": "integer", "maximum": 99}}, "required": ["result"]}
+RESULT = {
+    "type": "object",
+    "properties": {"result": {"type": "integer", "maximum": 99}},
+    "required": ["result"],
+    "additionalProperties": False,
+}
 
 
 def ask(messages: Any, expected: Expected | None = None, /, **more: Any) -> Sent:
@@ -295,7 +300,7 @@ SESSIONS = (
         "test_chat_completion_stream_options",
         "an unknown field min_characters",
         ask(
-            FRANCE,
+            user("Tell me a long story about a cat."),
             {"texts.0": longer(9), "choices.*.delta.content": TEXT},
             stream=True,
             min_characters=10,
@@ -317,9 +322,10 @@ SESSIONS = (
             [FRANCE[0], {"role": "user", "content": "What is the capital of France?" * 100}],
             {
                 "chunks": fits(
-                    "the role without tokens, then a token a chunk",
+                    "the role without tokens, then usage that counts up to 5 tokens",
                     lambda chunks: (
-                        [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 4, 5, 5]
+                        chunks[0]["usage"]["completion_tokens"] == 0
+                        and rises(chunks[:-1], 5)
                         and chunks[0]["choices"][0]["logprobs"] is None
                     ),
                 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from support.vllm_requests.case import GIVEN, GONE, Expected, refused, size
+from support.vllm_requests.case import GIVEN, GONE, Expected, contains, refused, size
 
 OPENAI = "entrypoints/openai"
 CHAT = f"{OPENAI}/chat_completion"
@@ -54,6 +54,18 @@ DIFFERENCES = (
         refused("there is no response", status=404),
     ),
     Difference(
+        "stream_options without a stream",
+        (
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[include_usage: None, not streamed]",
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[include_usage: True, not streamed]",
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[continuous_usage_stats: None, not streamed]",
+            f"{TEXTS}/test_completion.py::test_completion_stream_options[continuous_usage_stats: True, not streamed]",
+            f"{CHAT}/test_chat.py::test_chat_completion_stream_options[include_usage: None, not streamed]",
+            f"{CHAT}/test_chat.py::test_chat_completion_stream_options[include_usage: True, not streamed]",
+        ),
+        {"choices": size(1), "headers.x-pagoda-ignored": contains("stream_options")},
+    ),
+    Difference(
         "no tools",
         (
             "tool_use/test_chat_completion_request_validations.py::test_chat_completion_request_with_no_tools[an empty",
@@ -77,6 +89,11 @@ DIFFERENCES = (
         {"choices.0.message.content": None, "choices.0.message.tool_calls": size(1)},
     ),
     Difference(
+        "a call that is cut off",
+        (f"{CHAT}/test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required",),
+        {"choices.0.finish_reason": "length", "choices.0.message.tool_calls": GONE},
+    ),
+    Difference(
         "scores of a model with three labels",
         (f"{POOLING}/classify/test_online.py::test_score[", f"{POOLING}/classify/test_online.py::test_rerank["),
         refused(),
@@ -94,6 +111,16 @@ DIFFERENCES = (
         "arguments that nothing reads",
         ("entrypoints/anthropic/test_anthropic_messages_conversion.py::test_vllm_xargs_passed_through",),
         refused("--logits-processors"),
+    ),
+    Difference(
+        "transfer of caches",
+        ("entrypoints/serve/disagg/test_serving_tokens.py::test_generate_with_kv_transfer_params",),
+        refused("kv_transfer_params"),
+    ),
+    Difference(
+        "documents that the template does not read",
+        ("entrypoints/cohere/test_chat_v2.py::test_cohere_v2_chat_documents_field_accepted",),
+        refused("documents"),
     ),
     Difference(
         "raw messages of a response",

@@ -197,6 +197,7 @@ GENERATED = (
                     "choices.0.logprobs.content.*.top_logprobs": size(max(number, 1)),
                 },
             ),
+            server="smol",
         )
         for number in (0, 1, 5)
     ),
@@ -228,12 +229,6 @@ GENERATED = (
             },
             {"choices": size(1)},
         ),
-    ),
-    case(
-        TOKENS,
-        "test_generate_without_sampling_params",
-        "nothing else",
-        post(INFER, {"token_ids": ABC, "stream": False}, {"choices": size(1)}),
     ),
 )
 
