@@ -158,7 +158,7 @@ MISSING: Final[Mapping[str, str]] = {
     "attention": _INTERNAL,
     "model_executor.layers": _INTERNAL,
     "model_executor.model_loader": "weights are saved per device by `pagoda convert`, and loaded by the engine alone",
-    "benchmarks": "benchmarks are commands here: `pagoda bench`",
+    "benchmarks.datasets": "benchmarks are commands here: `pagoda bench`",
     "compilation": _INTERNAL,
     "distributed.device_communicators": _INTERNAL,
     "distributed.ec_transfer": "KV transfer between engines is not implemented",
