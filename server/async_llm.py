@@ -46,7 +46,7 @@ from pagoda.server.processing.inputs import (
     text_options,
     with_text,
 )
-from pagoda.server.processing.output_processor import AsyncRequests, RequestStream
+from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
 from pagoda.server.request_types import LoRARequest
 from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
@@ -647,7 +647,7 @@ class AsyncLLM(ExplainsMissingMethods):
         events = self._ready().requests.events
         if self.metrics is not None:
             self.metrics.on_events(events)
-        events.clear()
+        clear_events(events)
 
     def _on_rejected(self, reason: str) -> None:
         if self.metrics is not None:

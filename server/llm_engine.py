@@ -36,7 +36,7 @@ from pagoda.server.processing.inputs import (
     text_options,
     with_text,
 )
-from pagoda.server.processing.output_processor import OutputProcessor
+from pagoda.server.processing.output_processor import OutputProcessor, clear_events
 from pagoda.server.request_types import LoRARequest
 from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
@@ -240,7 +240,7 @@ class LLMEngine(ExplainsMissingMethods):
     def _report_events(self) -> None:
         if self._metrics is not None and self._events is not None:
             self._metrics.on_events(self._events)
-            self._events.clear()
+            clear_events(self._events)
 
     def abort_all(self) -> None:
         """End every request."""

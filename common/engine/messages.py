@@ -180,8 +180,3 @@ class RequestEvents:
     first_tokens: list[FirstToken] = field(default_factory=list)
     sequences: list[FinishedSequence] = field(default_factory=list)
     requests: list[FinishedRequest] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Remove all events: they are recorded."""
-        for each in (self.tokens, self.first_tokens, self.sequences, self.requests):
-            each.clear()

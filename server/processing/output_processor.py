@@ -217,6 +217,12 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
 # What is reported to the metrics.
 
 
+def clear_events(events: RequestEvents) -> None:
+    """Remove all events: they are recorded."""
+    for each in (events.tokens, events.first_tokens, events.sequences, events.requests):
+        each.clear()
+
+
 def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: RequestEvents | None) -> None:
     metrics = sequence.metrics
     before = metrics.last_token_ts

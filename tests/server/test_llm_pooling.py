@@ -93,8 +93,11 @@ def test_invalid_pooling_params_are_refused(field: str, value: Any) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.field("PoolingParams.truncate_prompt_tokens")
 def test_text_options() -> None:
     llm = make("embed")
+    (cut,) = llm.embed("abcdef", pooling_params=PoolingParams(truncate_prompt_tokens=3), use_tqdm=False)
+    assert cut.prompt_token_ids == [*b"ab", 256]
     options = {"truncate_prompt_tokens": 3, "truncation_side": "left"}
     assert llm.embed("abcdef", tokenization_kwargs=options, use_tqdm=False)[0].prompt_token_ids == [*b"ef", 256]
     options = {"add_special_tokens": False}
