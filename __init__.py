@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pagoda.server.vllm_modules import find, public_object
+from pagoda.server.vllm_compat.modules import find, public_object
 
 if TYPE_CHECKING:
     from pagoda.common.beam_search import BeamSearchParams as BeamSearchParams
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from pagoda.server.outputs import ScoringOutput as ScoringOutput
     from pagoda.server.outputs import ScoringRequestOutput as ScoringRequestOutput
     from pagoda.server.processing.inputs import PromptType as PromptType
-    from pagoda.server.request_types import EmbedsPrompt as EmbedsPrompt
-    from pagoda.server.request_types import LoRARequest as LoRARequest
-    from pagoda.server.request_types import TextPrompt as TextPrompt
-    from pagoda.server.request_types import TokensPrompt as TokensPrompt
     from pagoda.server.settings.flags import AsyncEngineArgs as AsyncEngineArgs
     from pagoda.server.settings.flags import EngineArgs as EngineArgs
     from pagoda.server.settings.flags import ScriptParser
+    from pagoda.server.vllm_compat.request_types import EmbedsPrompt as EmbedsPrompt
+    from pagoda.server.vllm_compat.request_types import LoRARequest as LoRARequest
+    from pagoda.server.vllm_compat.request_types import TextPrompt as TextPrompt
+    from pagoda.server.vllm_compat.request_types import TokensPrompt as TokensPrompt
 
     AsyncLLMEngine = AsyncLLM
     FlexibleArgumentParser = ScriptParser

@@ -18,7 +18,6 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.config_views import ModelView, VllmConfigView
 from pagoda.server.core_client import start_engine
 from pagoda.server.core_client.client import Admission, AsyncSleep, CoreClientAsync, EngineClient, Gate
 from pagoda.server.ipc_messages import (
@@ -32,7 +31,6 @@ from pagoda.server.ipc_messages import (
     StepReply,
 )
 from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats
-from pagoda.server.missing_methods import ExplainsMissingMethods
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
@@ -47,11 +45,13 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
-from pagoda.server.request_types import LoRARequest
-from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
+from pagoda.server.vllm_compat.config_views import ModelView, VllmConfigView
+from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm_compat.request_types import LoRARequest
+from pagoda.server.vllm_compat.script_helpers import UsageContext
 
 LONG_TEXT: Final = 16_384
 """Characters or token ids from which a prompt is prepared in a thread, so that other requests keep streaming."""

@@ -14,9 +14,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text import chat_template as templates
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.server.chat_prompt import checked_tools
-from pagoda.server.config_views import ModelView
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.missing_methods import ExplainsMissingMethods
 from pagoda.server.offline_run import OfflineRun
 from pagoda.server.outputs import (
     ClassificationRequestOutput,
@@ -45,11 +43,13 @@ from pagoda.server.processing.inputs import (
     text_options,
 )
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
-from pagoda.server.request_types import TokensPrompt
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.vllm_compat.config_views import ModelView
+from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm_compat.request_types import TokensPrompt
 
 if TYPE_CHECKING:
-    from pagoda.server.metrics_reader import Metric
+    from pagoda.server.vllm_compat.metrics_reader import Metric
 
 Prompts = PromptType | Sequence[PromptType]
 Params = PoolingParams | Sequence[PoolingParams] | None

@@ -22,10 +22,8 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.config_views import ModelView, VllmConfigView
 from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.missing_methods import ExplainsMissingMethods
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import (
     InputProcessor,
@@ -37,16 +35,18 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import OutputProcessor, clear_events
-from pagoda.server.request_types import LoRARequest
-from pagoda.server.script_helpers import UsageContext
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
+from pagoda.server.vllm_compat.config_views import ModelView, VllmConfigView
+from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm_compat.request_types import LoRARequest
+from pagoda.server.vllm_compat.script_helpers import UsageContext
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
-    from pagoda.server.metrics_reader import Metric
+    from pagoda.server.vllm_compat.metrics_reader import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class LLMEngine(ExplainsMissingMethods):
         """
         if self._metrics is None:
             raise ConfigError("--disable-log-stats", "metrics are not collected; drop it to read them")
-        from pagoda.server.metrics_reader import snapshot
+        from pagoda.server.vllm_compat.metrics_reader import snapshot
 
         return snapshot(self._metrics.registry)
 

@@ -52,11 +52,12 @@ COMMON_LAYERS = (
 )
 # The folders of `server`, likewise. Modules beside them come first, entry points last.
 LAYERS = (
-    ("outputs", "ipc_messages", "plugins", "redact", "child", "request_types", "missing_methods", "metrics_reader"),
-    ("settings", "config_views"),
-    ("parsers", "script_helpers"),
+    ("outputs", "ipc_messages", "plugins", "redact", "child"),
+    ("settings",),
+    ("vllm_compat",),
+    ("parsers",),
     ("processing",),
-    ("startup", "engine_metrics"),
+    ("startup",),
     ("core_client",),
     ("llm_engine",),
     ("async_llm", "offline_run"),

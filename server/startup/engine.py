@@ -56,7 +56,6 @@ from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.config_views import VllmConfigView
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.processing.grammar_check import structured_of
@@ -65,6 +64,7 @@ from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.parameters import Prefetch, check_weights, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
+from pagoda.server.vllm_compat.config_views import VllmConfigView
 
 logger = logging.getLogger(__name__)
 

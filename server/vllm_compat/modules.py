@@ -15,8 +15,8 @@ from typing import Any, Final
 _CONFIG: Final = "pagoda.common.config"
 _PARAMS: Final = "pagoda.common.sampling_params"
 _FLAGS: Final = "pagoda.server.settings.flags"
-_HELPERS: Final = "pagoda.server.script_helpers"
-_REQUESTS: Final = "pagoda.server.request_types"
+_HELPERS: Final = "pagoda.server.vllm_compat.script_helpers"
+_REQUESTS: Final = "pagoda.server.vllm_compat.request_types"
 _PROCESSORS: Final = "pagoda.common.engine.batch_logits"
 
 _KEYS: Final = (
@@ -29,7 +29,7 @@ HOMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "SamplingType"), _PARAMS),
     "StructuredOutputsParams": _PARAMS,
     **dict.fromkeys(("Logprob", "LogprobsOnePosition", "PromptLogprobs", "SampleLogprobs"), "pagoda.server.outputs"),
-    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "pagoda.server.metrics_reader"),
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "pagoda.server.vllm_compat.metrics_reader"),
     **dict.fromkeys(
         ("AdapterLogitsProcessor", "BatchUpdate", "MoveDirectionality", "RequestLogitsProcessor"), _PROCESSORS
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.server.missing_methods import MISSING_METHODS
+from pagoda.server.vllm_compat.missing_methods import MISSING_METHODS
 
 _ROWS = [line.split("\t") for line in (Path("tests/data") / "vllm_python_interface.tsv").read_text().splitlines()[1:]]
 MEMBERS = [(module, name, member, params) for module, name, member, params in _ROWS]
@@ -105,7 +105,7 @@ def test_a_member_exists_with_its_parameters(module: str, name: str, member: str
 
 
 def test_missing_methods_say_why() -> None:
-    class LLM(import_module("pagoda.server.missing_methods").ExplainsMissingMethods):  # type: ignore[misc]
+    class LLM(import_module("pagoda.server.vllm_compat.missing_methods").ExplainsMissingMethods):  # type: ignore[misc]
         pass
 
     for name, why in MISSING_METHODS["LLM"].items():

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import pytest
 
 import pagoda
-from pagoda.server import vllm_modules
-from pagoda.server.vllm_modules import MISSING, MODULES, PROGRAMS, RENAMED
+from pagoda.server.vllm_compat import modules
+from pagoda.server.vllm_compat.modules import MISSING, MODULES, PROGRAMS, RENAMED
 
 PACKAGES = sorted({name[:index] for name in MODULES for index, letter in enumerate(name) if letter == "."})
 
@@ -21,7 +21,7 @@ def test_a_path_holds_pagodas_objects(name: str) -> None:
     module = import_module(f"pagoda.{name}")
     for word in MODULES[name].split():
         word, _, alias = word.partition(":")
-        home, own = RENAMED.get(word) or (vllm_modules.HOMES[word], word)
+        home, own = RENAMED.get(word) or (modules.HOMES[word], word)
         assert getattr(module, alias or word) is getattr(import_module(home), own)
 
 
@@ -32,7 +32,7 @@ def test_what_is_above_a_path_is_a_package(name: str) -> None:
 
 @pytest.mark.parametrize("name", pagoda._NAMES)
 def test_top_level_names(name: str) -> None:
-    assert getattr(pagoda, name) is vllm_modules.public_object(name)
+    assert getattr(pagoda, name) is modules.public_object(name)
 
 
 @pytest.mark.parametrize("name", MISSING)

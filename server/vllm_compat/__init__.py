@@ -1,0 +1,1 @@
+"""Names, types and views of vLLM that scripts import."""
