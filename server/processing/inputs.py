@@ -18,7 +18,15 @@ from pagoda.common.config.groups.structured_outputs import StructuredOutputsConf
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
-from pagoda.common.engine.structured_output.grammar import Grammar, Thinking, no_tokenizer, refused
+from pagoda.common.engine.structured_output.grammar import (
+    Grammar,
+    Thinking,
+    closed,
+    closes_safely,
+    json_schema,
+    no_tokenizer,
+    refused,
+)
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
@@ -697,6 +705,9 @@ def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig,
             params.disable_additional_properties or config.is_on("disable_additional_properties")
         ),
     )
+    if params.json is not None and "disable_additional_properties" not in config.structured_outputs_config:
+        schema = json_schema(params.json)
+        params = replace(params, json=closed(schema) if closes_safely(schema) else schema)
     if config.engine == "xgrammar":
         from pagoda.common.engine.structured_output.xgrammar import xgrammar_text
 

@@ -42,8 +42,9 @@ class StructuredOutputsConfig:
         {},
         "Structured output settings as JSON: backend (auto or guidance: llguidance; or xgrammar), "
         "disable_any_whitespace (JSON without white space), disable_additional_properties (reject properties that are "
-        "not in the schema), enable_in_reasoning (apply the grammar to the reasoning part too). disable_fallback has "
-        "no effect: there is no fallback backend.",
+        "not in the schema; default: unless parts of the schema may add some), "
+        "enable_in_reasoning (apply the grammar to the reasoning part too). disable_fallback "
+        "has no effect: there is no fallback backend.",
         parse=json_object,
     )
 

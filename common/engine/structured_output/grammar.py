@@ -214,6 +214,36 @@ def closed(schema: Any) -> Any:
         raise refused("the JSON schema is nested too deeply") from None
 
 
+_COMPOSED: Final = ("anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+"""Keywords beside `properties` whose schemas may have further properties of the same object."""
+
+
+def closes_safely(schema: Any) -> bool:
+    """Return whether `closed` refuses no object for a property that another part of the schema has."""
+    try:
+        return _closes_safely(schema)
+    except RecursionError:
+        return False
+
+
+def _closes_safely(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return all(map(_closes_safely, schema))
+    if not isinstance(schema, Mapping):
+        return True
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and len(parts) > 1:
+        return False
+    if "properties" in schema and {"allOf", *_COMPOSED} & schema.keys():
+        return False
+    return all(_closes_safely_under(key, value) for key, value in schema.items() if key not in _DATA)
+
+
+def _closes_safely_under(key: str, value: Any) -> bool:
+    names = key in _NAME_MAPS and isinstance(value, Mapping)
+    return all(map(_closes_safely, value.values())) if names else _closes_safely(value)
+
+
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_closed(each) for each in schema]

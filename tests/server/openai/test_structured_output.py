@@ -12,12 +12,13 @@ import pytest
 from support.live_server import LiveServer, live_server
 
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
+from pagoda.common.engine.structured_output.grammar import closes_safely
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.server.http.body import parse
 from pagoda.server.http.fields import StructuredFields
 from pagoda.server.processing import inputs
-from pagoda.server.processing.inputs import OutputConstraints
+from pagoda.server.processing.inputs import OutputConstraints, grammar_of
 from pagoda.server.settings.flags import EngineArgs
 
 ABC = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -305,13 +306,38 @@ OPEN_OBJECT = {"type": "object", "properties": {"a": {"const": 1}}, "required": 
 @pytest.mark.setting("--structured-outputs-config")
 def test_settings_of_the_server(monkeypatch):
     """Whitespace, additional properties, and whether the grammar covers the reasoning."""
+    bare = {"disable_any_whitespace": True}
     assert text_of(LLM_TEXT, {}) != '{"a":1}'
+    assert text_of(LLM_TEXT, bare) == '{"a":1}'
+    assert "additionalProperties" not in grammar_text({"disable_additional_properties": False})
+    assert '"additionalProperties":false' in grammar_text({})
     assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
     forms = OutputConstraints(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)
     assert forms.thinking(SamplingParams(), "a", []) is None
 
 
+@pytest.mark.parametrize(
+    ("schema", "safe"),
+    [
+        (OPEN_OBJECT, True),
+        ({"$defs": {"x": OPEN_OBJECT}, "anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}, True),
+        ({"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": OPEN_OBJECT}}, True),
+        ({"allOf": [OPEN_OBJECT, {"properties": {"b": {}}}]}, False),
+        ({"items": {**OPEN_OBJECT, "oneOf": [{"required": ["b"]}]}}, False),
+        ({"properties": {"anyOf": OPEN_OBJECT, "properties": OPEN_OBJECT}}, True),
+        ({"const": {"properties": {}, "allOf": [1, 2]}}, True),
+    ],
+)
+def test_schemas_that_close_safely(schema: dict[str, Any], safe: bool) -> None:
+    assert closes_safely(schema) == safe
+
+
 LLM_TEXT = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(json=OPEN_OBJECT))
+
+
+def grammar_text(settings: dict[str, Any]) -> str:
+    params = StructuredOutputsParams(json=OPEN_OBJECT)
+    return grammar_of(params, StructuredOutputsConfig(structured_outputs_config=settings), {}).text
 
 
 def text_of(params: SamplingParams, settings: dict[str, Any]) -> str:
