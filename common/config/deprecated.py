@@ -184,7 +184,7 @@ class DeprecatedConfig:
     )
     preemption_mode: Literal["recompute"] | None = option(
         None,
-        "What becomes of preempted requests.",
+        "How preempted requests resume.",
         no_effect="preempted requests are always recomputed",
         refused_values={"swap": "preempted requests are recomputed; use recompute, or drop it"},
     )

@@ -78,9 +78,9 @@ def _delimiters(form: FillFormat) -> Sequence[str]:
 
 
 def _id(tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.backend.token_to_id(token)
-    assert found is not None, token
-    return int(found)
+    token_id = tokenizer.backend.token_to_id(token)
+    assert token_id is not None, token
+    return int(token_id)
 
 
 _LEAD: Final = "☺"

@@ -16,7 +16,7 @@ from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
 
 PROBES: Final = frozenset({"/health", "/ready", "/ping"})
-"""Paths that are asked every few seconds: their 503 is an answer, not a failed request."""
+"""Paths of health probes: a 503 of theirs is logged without a traceback."""
 
 router = APIRouter(tags=["health"])
 

@@ -103,9 +103,9 @@ class FileStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
-        found = sorted(self._stored(folder), key=lambda each: each.created_at)
-        self._files = {each.id: each for each in found}
-        self._size = sum(each.bytes for each in found)
+        files = sorted(self._stored(folder), key=lambda each: each.created_at)
+        self._files = {each.id: each for each in files}
+        self._size = sum(each.bytes for each in files)
         for path in folder.glob("file-*.part"):  # of a process that was killed
             path.unlink()
 

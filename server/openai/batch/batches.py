@@ -45,10 +45,10 @@ class BatchCreateRequest(RequestBody):
 
     def window(self) -> int:
         """Return the completion window in seconds. Raise RequestError."""
-        found = _WINDOW.fullmatch(self.completion_window)
-        if found is None:
+        match = _WINDOW.fullmatch(self.completion_window)
+        if match is None:
             raise RequestError("completion_window", "completion_window must be a duration such as 24h")
-        return int(found[1]) * _UNITS[found[2]]
+        return int(match[1]) * _UNITS[match[2]]
 
 
 @router.post("/v1/batches", response_model=None)
