@@ -90,7 +90,7 @@ def pooling_info(runner: PoolingRunner, spec: AnySpec, hf_config: Mapping[str, A
     matryoshka = hf_config.get("matryoshka_dimensions") or ()
     activates = runner.modules.normalise if embeds and runner.modules is not None else True
     info = PoolingInfo(
-        tasks=_tasks(runner.use, spec),
+        tasks=_with_default(runner.overrides.task, _tasks(runner.use, spec)),
         embedding_size=size if embeds else 0,
         labels=() if classifier is None else _labels(hf_config, classifier.labels),
         is_cross_encoder=classifier is not None and classifier.labels == 1 and pooler.kind != "all",
@@ -124,6 +124,15 @@ def _tasks(use: PoolUse, spec: AnySpec) -> tuple[PoolingTask, ...]:
     scores = spec.pooler.classifier is not None and spec.pooler.classifier.labels == 1
     by_prompt: tuple[PoolingTask, ...] = ("classify", "score") if scores else ("classify",)
     return by_prompt if isinstance(spec, TransformersSpec) else (*by_prompt, "token_classify")
+
+
+def _with_default(name: str | None, tasks: tuple[PoolingTask, ...]) -> tuple[PoolingTask, ...]:
+    """Return the tasks with the named one first. Raise ConfigError if the model does not offer it."""
+    if name is None:
+        return tasks
+    if name not in tasks:
+        raise ConfigError("--pooler-config", f"task is {name!r}; this model offers {', '.join(tasks)}")
+    return tuple(sorted(tasks, key=lambda task: task != name))
 
 
 def _selections(pooler: Pooler) -> dict[str, TokenSelection]:

@@ -41,6 +41,7 @@ class PoolerConfig:
     kind: PoolingKind | None = None
     use_activation: bool | None = None
     dimensions: int | None = None  # default embedding size, for requests that set none
+    task: str | None = None  # of requests that name none
     step_tag: int | None = None  # id of the tokens that have an output, in tasks with one per token
 
     @classmethod
@@ -53,8 +54,6 @@ class PoolerConfig:
                 raise ConfigError(_FLAG, problem + _INSTEAD.get(key, ""))
             if key not in known and key not in _REFUSED:
                 raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, known)}")
-        if keys.get("task") is not None:
-            raise ConfigError(_FLAG, "task is set per request, from the tasks of the model; drop it")
         kinds = {_kind(key, keys[key]) for key in _KIND_KEYS if keys.get(key) is not None}
         switches = {_switch(key, keys[key]) for key in _ACTIVATION_KEYS if keys.get(key) is not None}
         if len(kinds) > 1 or len(switches) > 1:
@@ -65,6 +64,7 @@ class PoolerConfig:
             kind=next(iter(kinds), None),
             use_activation=next(iter(switches), None),
             dimensions=_integer("dimensions", keys.get("dimensions"), 1),
+            task=_name("task", keys.get("task")),
             step_tag=_integer("step_tag_id", keys.get("step_tag_id"), 0),
         )
 
@@ -80,6 +80,12 @@ def _switch(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(_FLAG, f"{key} is {value!r}; use true or false")
     return value
+
+
+def _name(key: str, value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise ConfigError(_FLAG, f"{key} is {value!r}; use a text such as embed")
 
 
 def _integer(key: str, value: Any, least: int) -> int | None:

@@ -224,6 +224,9 @@ def test_pooler_config_is_applied(tmp_path: Path) -> None:
         assert engine.info.pooling.default_dimensions == 4
         tokens = engine("the cat", task="token_embed")
         np.testing.assert_allclose(engine("the cat"), tokens.mean(0), atol=1e-6)
+    with Engine(folder, pooler_config={"task": "token_embed"}) as engine:
+        assert engine.info.pooling is not None
+        assert engine.info.pooling.tasks[0] == "token_embed"
     whole = offered(folder, pooler_config={"pooling_type": "ALL"})
     assert whole is not None
     assert whole.tasks == ("token_embed",)
@@ -244,7 +247,8 @@ def test_pooler_config_is_applied(tmp_path: Path) -> None:
             {"returned_token_ids": [5]},
             "returned_token_ids: a choice of labels is not in this version; .*from_token",
         ),
-        ({"task": "embed"}, "task is set per request"),
+        ({"task": "classify"}, "task is 'classify'; this model offers embed, token_embed"),
+        ({"task": 1}, "task is 1; use a text such as embed"),
     ],
 )
 def test_invalid_pooler_config_is_refused(tmp_path: Path, stated: dict[str, Any], words: str) -> None:
