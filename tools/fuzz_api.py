@@ -36,7 +36,7 @@ from schemathesis import GenerationMode
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED_TAG: Final = "absent"  # of routes that answer 501
-CASES_WITHOUT_BODY: Final = 20  # per operation without a request body
+CASES_WITHOUT_BODY: Final = 20  # per operation without a request body, which together get at most a third of all
 
 _MESSAGES: Final = [{"role": "user", "content": "a"}]
 PLAIN: Final[dict[str, dict[str, Any]]] = {
@@ -46,6 +46,11 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions/render": {"messages": _MESSAGES},
     "/v1/chat/completions/batch": {"messages": [_MESSAGES], "max_tokens": 3},
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/responses/render": {"input": "a"},
+    "/v1/conversations": {},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 3}},
+    "/v2/chat": {"model": "fake", "messages": _MESSAGES, "max_tokens": 3},
     "/v1/messages": {"messages": _MESSAGES, "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": _MESSAGES},
     "/generative_scoring": {"query": "a", "items": ["b"], "label_token_ids": [5]},
@@ -105,9 +110,10 @@ class Fuzz:
         operations = self._operations()
         with_body = [each for each in operations if each.body]
         remaining = cases
+        count = max(1, min(CASES_WITHOUT_BODY, cases // 3 // max(1, len(operations) - len(with_body))))
         for operation in operations:
             if not operation.body:
-                remaining -= self._run_operation(operation, GenerationMode.POSITIVE, CASES_WITHOUT_BODY, seed)
+                remaining -= self._run_operation(operation, GenerationMode.POSITIVE, count, seed)
         for number, operation in enumerate(with_body):
             share = remaining * (number + 1) // len(with_body) - remaining * number // len(with_body)
             self._run_operation(operation, GenerationMode.POSITIVE, share - share // 3, seed)

@@ -37,6 +37,7 @@ WHEELS: Final = (
     *("msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "pyzmq"),
     *("fastapi", "starlette", "anyio", "idna", "annotated-doc", "opentelemetry-api", "uvicorn", "click", "h11"),
     *("httptools", "jinja2", "markupsafe", "prometheus-client", "tqdm", "gguf", "llguidance"),
+    "python-multipart",
 )
 """Packages of the base install and of structured output; the locally installed versions are used."""
 PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")

@@ -114,7 +114,7 @@ def test_every_honoured_field_has_an_effect(name):
         ("top_k", -2), ("top_k", 1.5), ("top_k", 1 << 40),
         ("min_p", -0.1), ("min_p", 1.1),
         ("seed", 2**63), ("seed", -(2**63) - 1), ("seed", 1.0), ("seed", True),
-        ("stop", ""), ("stop", [""]), ("stop", [1]), ("stop", ["x"] * 65), ("stop", "x" * 2000), ("stop", {"a": 1}),
+        ("stop", ""), ("stop", [""]), ("stop", [1]), ("stop", ["x"] * 1025), ("stop", "x" * 2000), ("stop", {"a": 1}),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("stop_token_ids", 5), ("stop_token_ids", [True]),
         ("ignore_eos", 1), ("ignore_eos", None),
         ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 10**30), ("max_tokens", 1.0),

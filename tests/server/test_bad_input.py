@@ -43,7 +43,7 @@ CONTRADICTIONS = [
         "--max-cudagraph-capture-size 1 --compilation-config.max_cudagraph_capture_size 2",
         "--max-cudagraph-capture-size: is also set in --compilation-config",
     ),
-    ("--cuda-graph-sizes 1 --cudagraph-capture-sizes 2", "--cuda-graph-sizes: contradicts --cudagraph-capture-sizes"),
+    ("--cuda-graph-sizes 1 --cudagraph-capture-sizes 2", "--max-cudagraph-capture-size: 1 differs from the largest"),
     ("--rope-theta 5 --hf-overrides.rope_theta 7", "--rope-theta: contradicts --hf-overrides; drop --rope-theta"),
     ("--device cpu --backend jax_tpu", "--device: contradicts --backend; drop --device"),
     ("--disable-log-requests --enable-log-requests", "--disable-log-requests: contradicts --enable-log-requests"),
@@ -78,7 +78,7 @@ RANGES = [
     ("-tp two", "--tensor-parallel-size: 'two' is not an integer"),
     ("-tp 2 --backend reference", "--tensor-parallel-size: reference runs a model on one device; use 1, or --backend "),
     ("--speculative-config.method ngram", "--speculative-config: "),
-    ("--task draft", "--runner: draft models need speculative decoding"),
+    ("--task draft", "--task: 'draft' is not supported: draft models need speculative decoding"),
     ("--api-key=", "--api-key: keys must not be empty"),
 ]
 WORDS = [

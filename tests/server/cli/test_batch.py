@@ -125,7 +125,7 @@ def test_bad_lines_do_not_affect_others(batch: Batch, capsys: pytest.CaptureFixt
         line(TEXT, custom_id="get", method="GET"): ("get", "method 'GET' is not supported; use POST"),
         line(TEXT, "/v1/audio/speech", "url"): ("url", "use one of /v1/chat/completions, /v1/completions"),
         line(TEXT | {"stream": True}, custom_id="stream"): ("stream", "stream is not supported in a batch"),
-        line(TEXT | {"max_tokens": "5"}, custom_id="field"): ("field", "max_tokens"),
+        line(TEXT | {"max_tokens": "five"}, custom_id="field"): ("field", "max_tokens"),
         line(TEXT | {"model": "other"}, custom_id="model"): ("model", "'other' does not exist"),
     }
     assert batch.run(line(TEXT, custom_id="first"), *bad, "", line(TEXT, custom_id="last")) == 1

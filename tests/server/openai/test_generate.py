@@ -116,7 +116,6 @@ def test_a_rendered_prompt_is_a_body(server: LiveServer) -> None:
         ({"sampling_params": {"allowed_token_ids": [10**6]}}, "sampling_params", "allowed_token_ids"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "sampling_params", "cannot be streamed"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode", "detokenize"),
-        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options", "include_usage"),
     ],
 )
 def test_invalid_bodies_name_the_field(server: LiveServer, more: Any, field: str, message: str) -> None:
@@ -129,3 +128,9 @@ def test_without_a_tokenizer() -> None:
     with live_server(engine={"skip_tokenizer_init": True}) as server:
         assert generate(server)["choices"][0]["token_ids"] == [98, 99, 100]
         assert server.post(PATH, BODY | {"output_mode": "text"})[1]["error"]["param"] == "output_mode"
+
+
+def test_stream_options_without_effect_are_a_hint(server: LiveServer) -> None:
+    options = {"stream_options": {"continuous_usage_stats": True}, "stream": True}
+    answer = server.response("POST", PATH, BODY | options)
+    assert (answer.status, answer.headers["x-pagoda-ignored"]) == (200, "stream_options.continuous_usage_stats")

@@ -119,6 +119,7 @@ EXAMPLES: dict[str, Any] = {
     "log_level": "DEBUG",
     "optimization_level": 2,
     "quantization": "fp8",
+    "reasoning_config": {"reasoning_end_str": "x"},
     "structured_outputs_config": {"disable_any_whitespace": True},
 }
 """Valid values of settings that do not accept every value of their type."""
