@@ -637,7 +637,9 @@ class OutputConstraints:
         self._config = config
         self._tokenizer = tokenizer
         name = config.reasoning_parser or reasoning
-        self._format: ReasoningFormat | None = reasoning_format(name, config.reasoning_parser_plugin) if name else None
+        self._format: ReasoningFormat | None = None
+        if name:
+            self._format = reasoning_format(name, config.reasoning_parser_plugin, tokenizer)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of the output; None: unconstrained. Raises RequestError."""
