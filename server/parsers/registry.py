@@ -112,7 +112,7 @@ REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
 
 
 def tool_format(name: str, plugin: str = "", tokenizer: Tokenizer | None = None) -> ToolFormat:
-    """Return a tool format by name: from the plugin, vLLM's manager, the registry, or an entry point, in this order.
+    """Return a tool format by name: from the plugin, the registry, or an entry point, in this order.
 
     `plugin`: file or module with a dict TOOL_FORMATS, or that registers a parser of vLLM's interface. `tokenizer`: of
     the model, for the latter to run. Raise ConfigError with the known names if there is none.
@@ -175,6 +175,8 @@ def _bound(format: object, tokenizer: Tokenizer | None) -> object:
 
 
 def _resolve(kind: _FormatKind, name: str, plugin: str) -> Any:
+    if not plugin and name in kind.builtin:
+        return _builtin(kind, name)
     from pagoda.server import plugins
     from pagoda.server.parsers.vllm_plugin import reasoning_plugin, tool_plugin
 
