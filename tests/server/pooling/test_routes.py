@@ -11,7 +11,7 @@ import pytest
 from support import fake_pooling
 from support.api_bodies import LEAST, path_of
 from support.fake_pooling import vector
-from support.live_server import LiveServer, live_server
+from support.live_server import FRAMED, LiveServer, live_server
 from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
@@ -147,6 +147,22 @@ def test_fields_of_all_requests(post: Callable[..., tuple[int, Any]], schema: st
     status, answer = post(schema, truncate_prompt_tokens=65)
     assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
     assert post(schema, truncate_prompt_tokens=-1)[1]["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize("schema", [name for name in SCHEMAS if not name.startswith(("Score", "Rerank"))])
+@pytest.mark.field(
+    "EmbeddingCompletionRequest|EmbeddingChatRequest|EmbeddingBatchChatRequest|EmbeddingChatInputRequest|"
+    "EmbeddingBatchChatInputRequest|ClassificationCompletionRequest|ClassificationChatRequest|"
+    "PoolingCompletionRequest|PoolingChatRequest.padding"
+)
+def test_padding(post: Callable[..., tuple[int, Any]], schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, answer = post(schema, padding="max_length")
+    assert (status, answer["error"]["param"]) == (400, "padding"), "the tokenizer has no padding token"
+    plain = post(schema, padding="do_not_pad")[1]["usage"]["prompt_tokens"]
+    text = fake_pooling.requests[-1].prompt_token_ids
+    monkeypatch.setitem(vars(FRAMED), "pad_token_id", 7)
+    assert post(schema, padding="max_length")[1]["usage"]["prompt_tokens"] == 64 > plain
+    assert fake_pooling.requests[-1].prompt_token_ids == [*text, *[7] * (64 - len(text))]
 
 
 @pytest.mark.field("CohereEmbedRequest.priority", "*.priority")
