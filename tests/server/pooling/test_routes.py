@@ -11,11 +11,12 @@ import pytest
 from support import fake_pooling
 from support.api_bodies import LEAST, path_of
 from support.fake_pooling import vector
-from support.live_server import FRAMED, LiveServer, live_server
+from support.live_server import LiveServer, live_server
 from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.admin.sagemaker import pooling_handler
 from pagoda.server.cohere import embed as cohere
 from pagoda.server.http import generation
@@ -160,8 +161,10 @@ def test_padding(post: Callable[..., tuple[int, Any]], schema: str, monkeypatch:
     assert (status, answer["error"]["param"]) == (400, "padding"), "the tokenizer has no padding token"
     plain = post(schema, padding="do_not_pad")[1]["usage"]["prompt_tokens"]
     text = fake_pooling.requests[-1].prompt_token_ids
-    monkeypatch.setitem(vars(FRAMED), "pad_token_id", 7)
-    assert post(schema, padding="max_length")[1]["usage"]["prompt_tokens"] == 64 > plain
+    monkeypatch.setattr(Tokenizer, "pad_token_id", property(lambda _: 7))
+    status, answer = post(schema, padding="max_length")
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens"] == 64 > plain
     assert fake_pooling.requests[-1].prompt_token_ids == [*text, *[7] * (64 - len(text))]
 
 
