@@ -35,6 +35,10 @@ class WeightError(ModelError):
     """A checkpoint that is truncated, corrupt, incomplete or has unexpected tensors."""
 
 
+class PluginError(PagodaError):
+    """A plugin failed at a request: HTTP 500. The message names the plugin and its error."""
+
+
 class QueueFullError(PagodaError):
     """Too many requests in flight: HTTP 429. The same request may be accepted later."""
 

@@ -16,14 +16,25 @@ from typing import Any, Final, Literal
 from pagoda.common.engine.structured_output.grammar import json_schema
 from pagoda.common.engine.structured_output.guidance import whole_pattern
 from pagoda.common.errors import PromptTooLongError, RequestError
-from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat, template_of, variables_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.output_parser import OutputParser
-from pagoda.server.parsers.parser import AdaptsConversation, Bracket, Brackets, LeavesMarkup, Parser, Tool, ToolFormat
+from pagoda.server.parsers.parser import (
+    AdaptsConversation,
+    Bracket,
+    Brackets,
+    LeavesMarkup,
+    Parser,
+    ReasoningFormat,
+    Tool,
+    ToolFormat,
+)
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
+from pagoda.server.parsers.vllm_interface import ChatCompletionToolsParam, ParserRequest, named_choice
+from pagoda.server.parsers.vllm_plugin import VllmReasoningFormat, VllmToolFormat
 from pagoda.server.processing.inputs import Prompt, encode_kept, max_prompt_tokens
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -85,11 +96,14 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
     text, token_ids = await _render_text(state, conversation, params)
-    parsers = _parsers(state, conversation, tools, text)
+    formats = _OutputFormats(state.reasoning_format, _format_of_calls(state, conversation) if tools else None)
+    formats, params = _for_plugins(formats, state, conversation, params)
+    parsers = _parsers(formats, conversation, tools, text)
     reader: Callable[[], OutputParser] = OutputParser
     if parsers:
         reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
-        params = _with_values(params, skip_special_tokens=False)  # the parsers need them
+        if not formats.are_plugins:
+            params = _with_values(params, skip_special_tokens=False)  # the parsers need them
     return ChatPrompt(
         text,
         token_ids,
@@ -281,20 +295,71 @@ def _count_tokens(state: ServerState, text: str) -> int:
     return 0 if tokenizer is None or not text else len(tokenizer.encode(text, add_special_tokens=False))
 
 
+@dataclass(frozen=True, slots=True)
+class _OutputFormats:
+    """The formats of one request's output."""
+
+    reasoning: ReasoningFormat | None
+    calls: ToolFormat | None
+
+    @property
+    def are_plugins(self) -> bool:
+        """Whether all formats are plugins of vLLM's interface, which decide about special tokens themselves."""
+        formats = [each for each in (self.reasoning, self.calls) if each is not None]
+        return all(isinstance(each, VllmReasoningFormat | VllmToolFormat) for each in formats)
+
+
+def _for_plugins(
+    formats: _OutputFormats, state: ServerState, conversation: Conversation, params: SamplingParams
+) -> tuple[_OutputFormats, SamplingParams]:
+    """Return formats and params after plugins of vLLM's interface read and adjusted the request. Raise PluginError."""
+    reasoning, calls = formats.reasoning, formats.calls
+    if not isinstance(reasoning, VllmReasoningFormat) and not isinstance(calls, VllmToolFormat):
+        return formats, params
+    request = _parser_request(state, conversation, params)
+    if isinstance(reasoning, VllmReasoningFormat):
+        request = reasoning.adjusted(request)
+    if isinstance(calls, VllmToolFormat):
+        request = calls.adjusted(request)
+    params = _with_values(
+        params, skip_special_tokens=request.skip_special_tokens, structured_outputs=request.structured_outputs
+    )
+    if isinstance(reasoning, VllmReasoningFormat):
+        reasoning = reasoning.for_request(request)
+    if isinstance(calls, VllmToolFormat):
+        calls = calls.for_request(request)
+    return _OutputFormats(reasoning, calls), params
+
+
+def _parser_request(state: ServerState, conversation: Conversation, params: SamplingParams) -> ParserRequest:
+    choice = conversation.tool_choice
+    return ParserRequest(
+        messages=list(conversation.messages),
+        tools=[ChatCompletionToolsParam.model_validate(tool) for tool in conversation.tools] or None,
+        tool_choice=named_choice(choice.name) if isinstance(choice, NamedTool) else choice,
+        parallel_tool_calls=conversation.parallel_tool_calls,
+        reasoning_effort=conversation.reasoning_effort,
+        chat_template_kwargs={**state.config.default_chat_template_kwargs, **conversation.keywords},
+        documents=None if conversation.documents is None else list(conversation.documents),
+        structured_outputs=params.structured_outputs,
+        skip_special_tokens=params.skip_special_tokens,
+        stream=params.output_kind is RequestOutputKind.DELTA,
+    )
+
+
 def _parsers(
-    state: ServerState, conversation: Conversation, tools: Sequence[Tool], prompt: str
+    formats: _OutputFormats, conversation: Conversation, tools: Sequence[Tool], prompt: str
 ) -> list[Callable[[], Parser]]:
     """Return factories of the reader's stages: reasoning first, then tool calls."""
     stages: list[Callable[[], Parser]] = []
-    reasoning = state.reasoning_format
+    reasoning = formats.reasoning
     by_format = bool(tools) and conversation.tool_choice == "auto"
     if reasoning is not None:
         stages.append(partial(reasoning.parser, prompt))
         if isinstance(reasoning, LeavesMarkup) and not by_format:
             stages.append(reasoning.plain)
-    calls = _format_of_calls(state, conversation) if tools else None
-    if calls is not None:
-        stages.append(partial(calls.parser, tools))
+    if formats.calls is not None:
+        stages.append(partial(formats.calls.parser, tools))
     return stages
 
 

@@ -12,7 +12,9 @@ Entry point groups:
     pagoda.schedulers           classes for --scheduler-cls: called like common.engine.scheduler.Scheduler, they return
                                 a common.engine.core.StepScheduler
     pagoda.tool_parsers         server.parsers.parser.ToolFormat objects for --tool-call-parser
-    pagoda.reasoning_parsers    server.parsers.parser.ReasoningFormat objects for --reasoning-parser
+    pagoda.reasoning_parsers    server.parsers.parser.ReasoningFormat objects for --reasoning-parser; modules of
+                                --tool-parser-plugin and --reasoning-parser-plugin may register classes of vLLM's
+                                interface instead, see server.parsers.vllm_interface
     pagoda.models               common.models.family.Family objects by architecture, read by common.models.registry
 
 Flags also take qualified names, `package.module.Class`; --tool-parser-plugin and --reasoning-parser-plugin take a
@@ -169,16 +171,17 @@ def load(flag: str, name: str, group: str | None = None) -> Any:
         raise ConfigError(flag, f"{name} cannot be imported: {_shown(error)}") from error
 
 
-def table(flag: str, source: str, name: str) -> dict[str, Any]:
-    """Return the dictionary `name` of a module, given by name or file; empty without a source. Raise ConfigError."""
-    if not source:
-        return {}
+def table(flag: str, source: str, name: str) -> dict[str, Any] | None:
+    """Import a module, given by name or file, and return its dictionary `name`; None if it has none.
+
+    Raise ConfigError if it cannot be imported, or if `name` is something else.
+    """
     try:
         module = _file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ConfigError(flag, f"{source} cannot be imported: {_shown(error)}") from error
     formats = getattr(module, name, None)
-    if not isinstance(formats, dict):
+    if formats is not None and not isinstance(formats, dict):
         raise ConfigError(flag, f"{source} defines no dictionary {name}; map format names to formats in one")
     return formats
 

@@ -7,7 +7,15 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagoda.common.errors import AbortedError, EngineDeadError, PagodaError, QueueFullError, RequestError, SleepError
+from pagoda.common.errors import (
+    AbortedError,
+    EngineDeadError,
+    PagodaError,
+    PluginError,
+    QueueFullError,
+    RequestError,
+    SleepError,
+)
 
 _TYPES: Final = {
     400: "BadRequestError",
@@ -72,6 +80,8 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(503, str(error))
         case EngineDeadError():
             return HttpError(500, f"the engine is dead: {error}")
+        case PluginError():
+            return HttpError(500, str(error))
         case _:
             return HttpError(500, "internal error; see the server's log")
 

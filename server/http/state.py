@@ -106,7 +106,7 @@ class ServerState:
     def tool_format(self) -> ToolFormat | None:
         """The format of --tool-call-parser, by default the model's."""
         name = self.config.tool_call_parser or self._llm.info.answers.tools
-        return tool_format(name, self.config.tool_parser_plugin) if name else None
+        return tool_format(name, self.config.tool_parser_plugin, self.tokenizer()) if name else None
 
     @property
     def auto_tool_choice(self) -> bool:
@@ -119,7 +119,7 @@ class ServerState:
         """The format of --reasoning-parser, by default the model's."""
         config = self._llm.config.structured_outputs
         name = config.reasoning_parser or self._llm.info.answers.reasoning
-        return reasoning_format(name, config.reasoning_parser_plugin) if name else None
+        return reasoning_format(name, config.reasoning_parser_plugin, self.tokenizer()) if name else None
 
     @cached_property
     def special_texts(self) -> frozenset[str]:

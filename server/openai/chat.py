@@ -500,7 +500,7 @@ class ChatCompletionBuilder(CompletionBuilder):
 
     def _events(self, choice: _ChatChoice, completion: CompletionOutput) -> list[Event]:
         """Parse the new text of a completion; with the last, set the finish reason."""
-        events = choice.reader.feed(completion.text)
+        events = choice.reader.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             events += choice.reader.finish()
             choice.finish_reason = self._finish_reason(completion.finish_reason, choice.reader)

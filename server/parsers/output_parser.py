@@ -24,6 +24,7 @@ from pagoda.server.parsers.parser import (
     Event,
     Parser,
     Reasoning,
+    TokenParser,
     ToolCall,
 )
 
@@ -63,16 +64,21 @@ class OutputParser:
         self._reasoning: list[str] = []
         self.calls = 0  # tool calls so far
 
-    def feed(self, text: str) -> list[Event]:
-        """Parse the next piece of text. Every ToolCall returned has an id."""
+    def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
+        """Parse the next piece of text. Every ToolCall returned has an id.
+
+        `token_ids`: generated with the text; some parsers of plugins read them.
+        """
         if len(text) > MAX_CHUNK_CHARS and not self.is_plain:
             chunks = (text[start : start + MAX_CHUNK_CHARS] for start in range(0, len(text), MAX_CHUNK_CHARS))
             return [event for chunk in chunks for event in self.feed(chunk)]
         events: list[Event] = [Content(text)] if text else []
         if self.is_plain:
             return events
-        for stage in self._stages:
-            events = _run_stage(stage, events)
+        for index, stage in enumerate(self._stages):
+            # Ids of a text of which an earlier stage took or keeps some are not those of the content.
+            is_whole = events == [Content(text)] or not (events or index)
+            events = _run_stage(stage, events, token_ids if is_whole else None)
         return self._postprocess(events)
 
     def finish(self) -> list[Event]:
@@ -122,8 +128,10 @@ class OutputParser:
         return [self._kind(text)]
 
 
-def _run_stage(stage: Parser, events: list[Event]) -> list[Event]:
-    """Replace each Content event by what the stage parses from it."""
+def _run_stage(stage: Parser, events: list[Event], token_ids: Sequence[int] | None = None) -> list[Event]:
+    """Replace each Content event by what the stage parses from it. `token_ids`: of the only one, or without text."""
+    if token_ids and isinstance(stage, TokenParser):
+        return stage.feed_tokens("".join(event.text for event in events if isinstance(event, Content)), token_ids)
     output: list[Event] = []
     for event in events:
         if isinstance(event, Content):
@@ -175,7 +183,7 @@ class DeltaParser:
     def feed(self, completion: CompletionOutput) -> Iterator[ParsedDelta]:
         """Parse an output: a delta, or the only one."""
         if self._tokenizer is None:
-            yield ParsedDelta(self._parser.feed(completion.text))
+            yield ParsedDelta(self._parser.feed(completion.text, completion.token_ids))
         else:
             yield from self._by_token(self._tokenizer, completion)
         if completion.finish_reason is not None:

@@ -80,6 +80,15 @@ class Parser(Protocol):
         ...
 
 
+@runtime_checkable
+class TokenParser(Protocol):
+    """A parser that reads token ids, too."""
+
+    def feed_tokens(self, text: str, token_ids: Sequence[int] | None) -> list[Event]:
+        """`feed` with the generated token ids, whose text may come later. None: encode the text."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function offered to the model."""
@@ -100,8 +109,15 @@ class ToolFormat(Protocol):
 class ReasoningFormat(Protocol):
     """How a model family marks its reasoning. Stateless."""
 
-    starts: tuple[str, ...]  # opening tags; special tokens where the model has them
-    ends: tuple[str, ...]  # closing tags
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Opening tags; special tokens where the model has them."""
+        ...
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Closing tags."""
+        ...
 
     def thinks(self, prompt: str) -> bool:
         """Return whether output for this prompt starts inside the reasoning (the prompt may also have closed it)."""

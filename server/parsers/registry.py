@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 
 TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
@@ -110,17 +111,18 @@ REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
 """--reasoning-parser -> (module in `parsers.reasoning`, its attribute)."""
 
 
-def tool_format(name: str, plugin: str = "") -> ToolFormat:
+def tool_format(name: str, plugin: str = "", tokenizer: Tokenizer | None = None) -> ToolFormat:
     """Return a tool format by name: from the plugin, the registry, or an entry point, in this order.
 
-    `plugin`: file or module with a dict TOOL_FORMATS. Raise ConfigError with the known names if there is none.
+    `plugin`: file or module with a dict TOOL_FORMATS, or that registers a parser of vLLM's interface. `tokenizer`: of
+    the model, for the latter to run. Raise ConfigError with the known names if there is none.
     """
-    return cast(ToolFormat, _resolve(_TOOL, name, plugin))
+    return cast(ToolFormat, _bound(_resolve(_TOOL, name, plugin), tokenizer))
 
 
-def reasoning_format(name: str, plugin: str = "") -> ReasoningFormat:
+def reasoning_format(name: str, plugin: str = "", tokenizer: Tokenizer | None = None) -> ReasoningFormat:
     """Return a reasoning format by name, like `tool_format`; the plugin's dict is REASONING_FORMATS."""
-    return cast(ReasoningFormat, _resolve(_REASONING, name, plugin))
+    return cast(ReasoningFormat, _bound(_resolve(_REASONING, name, plugin), tokenizer))
 
 
 def check_formats(engine: EngineConfig, server: ServerConfig) -> None:
@@ -163,19 +165,38 @@ _REASONING: Final = _FormatKind(
 )
 
 
+@runtime_checkable
+class _NeedsTokenizer(Protocol):
+    def bound(self, tokenizer: Tokenizer) -> object: ...
+
+
+def _bound(format: object, tokenizer: Tokenizer | None) -> object:
+    return format.bound(tokenizer) if tokenizer is not None and isinstance(format, _NeedsTokenizer) else format
+
+
 def _resolve(kind: _FormatKind, name: str, plugin: str) -> Any:
     if not plugin and name in kind.builtin:
         return _builtin(kind, name)
     from pagoda.server import plugins
+    from pagoda.server.parsers.vllm_plugin import reasoning_plugin, tool_plugin
 
-    added = plugins.table(kind.plugin_flag, plugin, kind.table)
-    if name in added:
+    added = plugins.table(kind.plugin_flag, plugin, kind.table) if plugin else {}
+    if added and name in added:
         return _checked(kind.plugin_flag, name, added[name], kind.attributes)
+    try:
+        registered = tool_plugin(name) if kind is _TOOL else reasoning_plugin(name)
+    except Exception as error:
+        raise ConfigError(kind.flag, f"the parser {name!r} cannot be imported: {error}") from error
+    if registered is not None:
+        return registered
     if name in kind.builtin:
         return _builtin(kind, name)
     installed = plugins.installed(kind.group)
     if name in installed:
         return _checked(kind.flag, name, plugins.load(kind.flag, name, kind.group), kind.attributes)
+    if added is None:
+        problem = f"defines no dictionary {kind.table}, nor registers a parser {name!r} as vLLM's plugins do"
+        raise ConfigError(kind.plugin_flag, f"{plugin} {problem}")
     known = sorted({*added, *kind.builtin, *installed})
     closest = [_CLOSEST[name]] if name in _CLOSEST else get_close_matches(name, known, 1)
     hint = f"; the closest is {closest[0]}" if closest and closest[0] in known else ""

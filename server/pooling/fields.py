@@ -130,7 +130,11 @@ class PoolingFields(RequestBody):
     )
     use_activation: bool | None = None
 
-    padding: Any = unsupported(harmless=("do_not_pad",))
+    padding: Literal["max_length", "do_not_pad"] | None = Field(
+        None,
+        description="max_length: append padding tokens up to --max-model-len, which the model reads like others. For "
+        "models trained with texts of one length; others give worse vectors.",
+    )
     mm_processor_kwargs: Any = hint(why="this version serves text only")
 
     @property

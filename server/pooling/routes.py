@@ -165,7 +165,12 @@ async def _outputs(
             raise body.in_own_names(error) from None
         characters = 0  # already tokenized
     check_binary(encoding, len(prompts))
-    return await call.run(params, lambda: [call.inputs.parse(each, options) for each in prompts], characters)
+
+    def parse() -> list[Prompt]:
+        parsed = [call.inputs.parse(each, options) for each in prompts]
+        return list(map(call.inputs.padded, parsed)) if body.padding == "max_length" else parsed
+
+    return await call.run(params, parse, characters)
 
 
 def _vectors(call: PoolingCall, outputs: list[RawPoolingOutput], encoding: Encoding, kind: str, key: str) -> Response:

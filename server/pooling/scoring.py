@@ -16,7 +16,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_LOGPROB_IDS, RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import Int64, RequestBody, parse_body, read_body, read_json
+from pagoda.server.http.body import Int64, RequestBody, parse_body, read_body, read_json, unsupported
 from pagoda.server.http.fields import check_template_kwargs
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.response import Usage, cancel_on_disconnect, json_response
@@ -52,6 +52,7 @@ class ScoringFields(PoolingFields):
     max_tokens_per_doc: Limit = 0
     instruction: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    padding: Any = unsupported(harmless=("do_not_pad",), why="pairs of texts are not padded")
 
     def options(self, template: str | None) -> ScoreOptions:
         """Return ScoreOptions. `template`: the server's template for pairs.

@@ -289,6 +289,14 @@ class InputProcessor:
         keep = options.keep(self._info.limits.max_model_len, self._reserved)
         return self._parse(prompt, options, keep, self._check_count)
 
+    def padded(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with padding tokens up to the model's context. Raises RequestError if there is none."""
+        padding = self.tokenizer.pad_token_id
+        if padding is None:
+            raise RequestError("padding", "padding needs a padding token, which the model's tokenizer has not")
+        missing = self._info.limits.max_model_len - self._reserved - len(prompt.token_ids)
+        return replace(prompt, token_ids=prompt.token_ids + [padding] * max(0, missing))
+
     def _for_both(self, encoder: EncoderInfo, prompt: PromptType, options: TextOptions) -> Prompt:
         """Return the prompt of an encoder-decoder model; `options` are for the encoder's part."""
         if isinstance(prompt, Prompt) and prompt.encoder is not None:
@@ -645,7 +653,9 @@ class OutputConstraints:
         self._config = config
         self._tokenizer = tokenizer
         name = config.reasoning_parser or reasoning
-        self._format: ReasoningFormat | None = reasoning_format(name, config.reasoning_parser_plugin) if name else None
+        self._format: ReasoningFormat | None = None
+        if name:
+            self._format = reasoning_format(name, config.reasoning_parser_plugin, tokenizer)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of the output; None: unconstrained. Raises RequestError."""

@@ -18,6 +18,7 @@ _FLAGS: Final = "pagoda.server.settings.flags"
 _HELPERS: Final = "pagoda.server.vllm_compat.script_helpers"
 _REQUESTS: Final = "pagoda.server.vllm_compat.request_types"
 _PROCESSORS: Final = "pagoda.common.engine.batch_logits"
+_PARSERS: Final = "pagoda.server.parsers.vllm_interface"
 
 _KEYS: Final = (
     *("AttentionConfig", "CompilationConfig", "ECTransferConfig", "KVEventsConfig", "KVTransferConfig"),
@@ -51,6 +52,18 @@ HOMES: Final[Mapping[str, str]] = {
         ),
         "pagoda.server.outputs",
     ),
+    **dict.fromkeys(
+        (
+            *("BaseThinkingReasoningParser", "ChatCompletionNamedFunction", "ChatCompletionNamedToolChoiceParam"),
+            *("ChatCompletionToolsParam", "DeepSeekR1ReasoningParser", "DeltaFunctionCall", "DeltaMessage"),
+            *("DeltaToolCall", "ExtractedToolCallInformation", "FunctionCall", "FunctionDefinition"),
+            *("ReasoningParser", "ReasoningParserManager", "ToolParser", "ToolParserManager", "consume_space"),
+            *("extract_intermediate_diff", "find_common_prefix", "find_common_suffix", "is_complete_json"),
+            *("make_tool_call_id", "partial_json_loads"),
+        ),
+        _PARSERS,
+    ),
+    "ResponsesRequest": "pagoda.server.openai.responses.request",
     "LLM": "pagoda.server.llm",
     "LLMEngine": "pagoda.server.llm_engine",
     "AsyncLLM": "pagoda.server.async_llm",
@@ -83,6 +96,9 @@ RENAMED: Final[Mapping[str, tuple[str, str]]] = {
     "AnyTokenizer": ("pagoda.common.text.hf_tokenizer", "HfTokenizer"),
     "TokenizerLike": ("pagoda.common.text.hf_tokenizer", "HfTokenizer"),
     "LogitsProcessor": (_PROCESSORS, "BatchLogitsProcessor"),
+    "ChatCompletionRequest": (_PARSERS, "ParserRequest"),
+    "Tool": (_PARSERS, "ChatCompletionToolsParam"),
+    "ToolCall": (_PARSERS, "PluginToolCall"),
     "load_chat_template": ("pagoda.common.text.chat_template", "read_chat_template"),
     "__version__": ("pagoda", "__version__"),
 }
@@ -96,6 +112,17 @@ _CONFIGS: Final = " ".join(
     (*(name for name, home in HOMES.items() if home.startswith(_CONFIG)), *_KEYS, "CUDAGraphMode", "CompilationMode")
 )
 _LOGITS: Final = "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality RequestLogitsProcessor"
+_CHAT_REQUESTS: Final = (
+    "ChatCompletionNamedFunction ChatCompletionNamedToolChoiceParam ChatCompletionRequest ChatCompletionToolsParam"
+)
+_PARSED: Final = (
+    "DeltaFunctionCall DeltaMessage DeltaToolCall ExtractedToolCallInformation FunctionCall FunctionDefinition ToolCall"
+)
+_TOOL_PARSERS: Final = "ToolParser ToolParserManager"
+_REASONING_PARSERS: Final = "ReasoningParser ReasoningParserManager"
+_PARSER_HELPERS: Final = (
+    "consume_space extract_intermediate_diff find_common_prefix find_common_suffix is_complete_json partial_json_loads"
+)
 _INPUTS: Final = "EmbedsPrompt ExplicitEncoderDecoderPrompt PromptType TextPrompt TokensPrompt"
 
 MODULES: Final[Mapping[str, str]] = {
@@ -108,8 +135,16 @@ MODULES: Final[Mapping[str, str]] = {
     "engine.arg_utils": "AsyncEngineArgs EngineArgs",
     "engine.async_llm_engine": "AsyncLLMEngine",
     "engine.llm_engine": "LLMEngine",
-    "entrypoints.chat_utils": "load_chat_template",
+    "entrypoints.chat_utils": "load_chat_template make_tool_call_id",
+    "entrypoints.generate.base.protocol": _PARSED,
     "entrypoints.llm": "LLM",
+    "entrypoints.openai.chat_completion.protocol": _CHAT_REQUESTS,
+    "entrypoints.openai.engine.protocol": _PARSED,
+    "entrypoints.openai.protocol": f"{_CHAT_REQUESTS} {_PARSED} ResponsesRequest",
+    "entrypoints.openai.responses.protocol": "ResponsesRequest",
+    "entrypoints.openai.tool_parsers": _TOOL_PARSERS,
+    "entrypoints.openai.tool_parsers.abstract_tool_parser": f"Tool {_TOOL_PARSERS}",
+    "entrypoints.openai.tool_parsers.utils": _PARSER_HELPERS,
     "inputs": _INPUTS,
     "inputs.data": _INPUTS,
     "inputs.llm": _INPUTS,
@@ -121,11 +156,18 @@ MODULES: Final[Mapping[str, str]] = {
     "outputs": _OUTPUTS,
     "platforms": "current_platform",
     "pooling_params": "PoolingParams",
+    "reasoning": _REASONING_PARSERS,
+    "reasoning.abs_reasoning_parsers": _REASONING_PARSERS,
+    "reasoning.basic_parsers": "BaseThinkingReasoningParser",
+    "reasoning.deepseek_r1_reasoning_parser": "DeepSeekR1ReasoningParser",
     "sampling_params": (
         "BeamSearchParams RepetitionDetectionParams RequestOutputKind SamplingParams SamplingType "
         "StructuredOutputsParams"
     ),
     "tokenizers": "TokenizerLike get_tokenizer",
+    "tool_parsers": _TOOL_PARSERS,
+    "tool_parsers.abstract_tool_parser": f"Tool {_TOOL_PARSERS}",
+    "tool_parsers.utils": f"Tool {_PARSER_HELPERS}",
     "transformers_utils.tokenizer": "AnyTokenizer get_tokenizer",
     "usage.usage_lib": "UsageContext",
     "utils": "CountUp:Counter FlexibleArgumentParser cleanup_dist_env_and_memory get_ip get_open_port random_uuid",

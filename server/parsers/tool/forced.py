@@ -15,7 +15,7 @@ from pagoda.server.parsers.parser import Parser, Tool
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.formats import json_calls
 from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput, try_calls
-from pagoda.server.parsers.tool.scanner import Scan, Scanner
+from pagoda.server.parsers.tool.scanner import Ended, Scan, Scanner
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA_KEYWORDS: Final = ("const", "enum", "default", "examples")
@@ -113,11 +113,22 @@ class Named:
 
 
 def _scan_required(scanner: Scanner, output: ParserOutput) -> Scan[None]:
-    yield from try_calls(scanner, output, json_calls.calls(scanner, output))
+    yield from _scan_forced(scanner, output, json_calls.calls(scanner, output))
 
 
 def _scan_named(scanner: Scanner, output: ParserOutput, name: str) -> Scan[None]:
-    yield from try_calls(scanner, output, _scan_arguments(scanner, output, name))
+    yield from _scan_forced(scanner, output, _scan_arguments(scanner, output, name))
+
+
+def _scan_forced(scanner: Scanner, output: ParserOutput, scan: Scan[None]) -> Scan[None]:
+    """`try_calls`, but drop the beginning of a call that ends before its name: the grammar allows nothing else."""
+    try:
+        yield from try_calls(scanner, output, scan)
+    except Ended:
+        if scanner.is_uncommitted():
+            scanner.rest()
+            scanner.stop_recording()
+        raise
 
 
 def _scan_arguments(scanner: Scanner, output: ParserOutput, name: str) -> Scan[None]:

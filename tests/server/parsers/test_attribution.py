@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class Thinker:
         self._kept = ""
         self._kind: Any = Reasoning
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
         events: list[Event] = []
         for letter in text:
             if self._kept == "|":

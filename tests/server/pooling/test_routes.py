@@ -16,6 +16,7 @@ from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.admin.sagemaker import pooling_handler
 from pagoda.server.cohere import embed as cohere
 from pagoda.server.http import generation
@@ -147,6 +148,24 @@ def test_fields_of_all_requests(post: Callable[..., tuple[int, Any]], schema: st
     status, answer = post(schema, truncate_prompt_tokens=65)
     assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
     assert post(schema, truncate_prompt_tokens=-1)[1]["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize("schema", [name for name in SCHEMAS if not name.startswith(("Score", "Rerank"))])
+@pytest.mark.field(
+    "EmbeddingCompletionRequest|EmbeddingChatRequest|EmbeddingBatchChatRequest|EmbeddingChatInputRequest|"
+    "EmbeddingBatchChatInputRequest|ClassificationCompletionRequest|ClassificationChatRequest|"
+    "PoolingCompletionRequest|PoolingChatRequest.padding"
+)
+def test_padding(post: Callable[..., tuple[int, Any]], schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, answer = post(schema, padding="max_length")
+    assert (status, answer["error"]["param"]) == (400, "padding"), "the tokenizer has no padding token"
+    plain = post(schema, padding="do_not_pad")[1]["usage"]["prompt_tokens"]
+    text = fake_pooling.requests[-1].prompt_token_ids
+    monkeypatch.setattr(Tokenizer, "pad_token_id", property(lambda _: 7))
+    status, answer = post(schema, padding="max_length")
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens"] == 64 > plain
+    assert fake_pooling.requests[-1].prompt_token_ids == [*text, *[7] * (64 - len(text))]
 
 
 @pytest.mark.field("CohereEmbedRequest.priority", "*.priority")

@@ -89,11 +89,6 @@ DIFFERENCES = (
         {"choices.0.message.content": None, "choices.0.message.tool_calls": size(1)},
     ),
     Difference(
-        "a call that is cut off",
-        (f"{CHAT}/test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required",),
-        {"choices.0.finish_reason": "length", "choices.0.message.tool_calls": GONE},
-    ),
-    Difference(
         "scores of a model with three labels",
         (f"{POOLING}/classify/test_online.py::test_score[", f"{POOLING}/classify/test_online.py::test_rerank["),
         refused(),

@@ -84,3 +84,9 @@ def test_a_named_call_is_its_arguments() -> None:
     assert read(Named("walk"), ' {"a": "}"}\n') == [ToolCall(0, "walk"), Arguments(0, '{"a": "}"}')]
     assert read(Named("walk"), '{"a": "') == [ToolCall(0, "walk"), Arguments(0, '{"a": "')]
     assert read(Named("walk"), "no") == [Content("no")]
+
+
+@pytest.mark.parametrize("text", ["[", ' [ {"na', '[{"name": "wa'])
+def test_a_call_that_is_cut_off_before_its_name_is_dropped(text: str) -> None:
+    assert read(Required(), text) == []
+    assert read(Named("walk"), " ") == []
