@@ -241,7 +241,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The pairs to merge, best first. The space between the two is not the first character."""
     merges = _need(metadata, "merges")
     pairs = [(left, right) for left, _, right in map(str.partition, merges, repeat(" "))]
-    if "" in map(itemgetter(0), pairs) or "" in map(itemgetter(1), pairs):
+    if "" in map(itemgetter(0), pairs):
         cuts = ((merge, merge.find(" ", 1)) for merge in merges)
         pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
     return pairs
