@@ -78,7 +78,9 @@ class InstantBackend:
 def build(config: EngineConfig, usage: Any = "server") -> BuiltEngine:
     """The real engine, whose backend is not."""
     words = tokens(config.model.model)
-    module = SimpleNamespace(CAPABILITIES=CAPABILITIES, create=lambda *_, **__: InstantBackend(words))
+    module = SimpleNamespace(
+        CAPABILITIES=CAPABILITIES, check=lambda _: None, create=lambda *_, **__: InstantBackend(words)
+    )
     engine_build.load_backend = lambda _: module
     return engine_build.build_engine(replace(config, load=replace(config.load, load_format="dummy")), usage)
 

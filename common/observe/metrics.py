@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -142,11 +142,13 @@ class _Parents:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"vllm:{name}", help, (*LABELS, *labels), registry=registry)
 
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", help, LABELS, registry=registry, buckets=buckets)
+        def histogram(name: str, help: str, bounds: tuple[float, ...]) -> _Histogram:
+            created = _Histogram(f"vllm:{name}", help, bounds)
+            registry.register(created)
+            return created
 
-        def seconds(name: str, help: str, buckets: tuple[float, ...] = _REQUEST_SECONDS) -> Histogram:
-            return histogram(f"{name}_seconds", f"{help} Seconds.", buckets)
+        def seconds(name: str, help: str, bounds: tuple[float, ...] = _REQUEST_SECONDS) -> _Histogram:
+            return histogram(f"{name}_seconds", f"{help} Seconds.", bounds)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences with a first token.")
         self.by_source = counter(
@@ -159,10 +161,7 @@ class _Parents:
             "iteration_tokens_total", "Prompt tokens computed plus tokens generated, per engine step.", _STEP_TOKENS
         )
         self.first_token = seconds("time_to_first_token", "Arrival to first token.", _FIRST_TOKEN_SECONDS)
-        self.inter_token = _WeightedHistogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens of a sequence. Seconds.", _TOKEN_SECONDS
-        )
-        registry.register(self.inter_token)
+        self.inter_token = seconds("inter_token_latency", "Time between tokens of a sequence.", _TOKEN_SECONDS)
         self.per_token = seconds(
             "request_time_per_output_token", "Mean time per token after the first; 0 without one.", _TOKEN_SECONDS
         )
@@ -250,29 +249,32 @@ class _ReplicaSeries:
             self._max_tokens.observe(sequence.max_tokens)
 
 
-class _WeightedSeries:
-    """Observations of one label set, each with a weight."""
+class _HistogramSeries:
+    """Observations of one label set. Only one thread observes."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float, times: int) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
 
-class _WeightedHistogram(Collector):
-    """A histogram that observes a value many times at once; the library's takes one observation per call."""
+class _Histogram(Collector):
+    """A histogram without locks that observes a value many times at once.
+
+    The library's takes 2.4 us per observation, of which a request makes 15.
+    """
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
         self._name, self._help, self._bounds = name, help, bounds
-        self._series: dict[tuple[str, ...], _WeightedSeries] = {}
+        self._series: dict[tuple[str, ...], _HistogramSeries] = {}
 
-    def labels(self, *labels: str) -> _WeightedSeries:
+    def labels(self, *labels: str) -> _HistogramSeries:
         """Return the series of a label set."""
-        return self._series.setdefault(labels, _WeightedSeries(self._bounds))
+        return self._series.setdefault(labels, _HistogramSeries(self._bounds))
 
     def collect(self) -> Iterator[Metric]:
         names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]

@@ -16,9 +16,9 @@ Array = npt.NDArray[Any]
 
 _BASE: Final = 0x9E3779B97F4A7C15  # odd, so that powers of it have inverses modulo 2**64
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
-_FILTER_BITS: Final = 23
-_GUESS_BITS: Final = 22
-_CHUNK_TOKENS: Final = 1 << 16  # bounds the memory of temporaries
+_FILTER_BITS: Final = 22
+_GUESS_BITS: Final = 21
+_CHUNK_TOKENS: Final = 1 << 14  # bounds the memory of temporaries
 _NEVER: Final = np.iinfo(np.int32).max
 
 
@@ -43,7 +43,7 @@ def merges_from_scores(
         raise ValueError(f"{len(tokens)} tokens, {len(scores)} scores and {len(mergeable)} types")
     able = np.asarray(mergeable, np.bool_)
     vocabulary = _HashedVocabulary(tokens)
-    splits = _splits(vocabulary, able)
+    splits = vocabulary.splits(able)
     best = np.argsort(-np.asarray(scores, np.float64), kind="stable")
     rank = np.empty(len(tokens), np.int32)
     rank[best] = np.arange(len(tokens), dtype=np.int32)
@@ -56,14 +56,54 @@ def merges_from_scores(
 
 
 class _HashedVocabulary:
-    """All tokens in one text, and their ids by hash."""
+    """Tokens by a polynomial hash of their text: the sum of (character + 1) * base**position."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        self.text = _HashedText("".join(tokens))
-        self.ends = np.cumsum(self.lengths)
-        self.starts = self.ends - self.lengths
-        self.ids = _Ids(self.text.hashes(self.starts, self.ends))
+        self._ends = np.cumsum(self.lengths)
+        self._starts = self._ends - self.lengths
+        self._text = np.frombuffer("".join(tokens).encode("utf-32-le", "surrogatepass"), np.uint32)
+        longest = int(self.lengths.max(initial=0))
+        self._power = _powers(_BASE, longest + 1)
+        self._inverse = _powers(pow(_BASE, -1, 1 << 64), longest + 1)
+        self._hashes = np.concatenate([self._prefixes(chunk)[2] for chunk in _chunks(len(tokens))])
+        self.ids = _Ids(self._hashes)
+
+    def joined(self, left: Array, right: Array) -> Array:
+        """Hashes of the texts of two tokens together."""
+        hashes: Array = self._hashes[right] * self._power[self.lengths[left]]
+        hashes += self._hashes[left]
+        return hashes
+
+    def splits(self, mergeable: Array) -> _Splits:
+        """Return every split of a mergeable token into two tokens."""
+        parts: list[tuple[Array, Array, Array]] = []
+        for chunk in _chunks(len(self.lengths)):
+            length, left, _ = self._prefixes(chunk)
+            candidate = self.ids.possible(left)
+            candidate &= np.repeat(mergeable[chunk], self.lengths[chunk])
+            candidate &= length > 0
+            at = np.flatnonzero(candidate)
+            union = np.repeat(np.arange(chunk.start, chunk.stop), self.lengths[chunk])[at]
+            left = left[at]
+            right = (self._hashes[union] - left) * self._inverse[length[at]]
+            known = np.flatnonzero(self.ids.possible(right))
+            union, pair = union[known], (self.ids.of(left[known]), self.ids.of(right[known]))
+            known = np.flatnonzero((pair[0] >= 0) & (pair[1] >= 0))
+            parts.append((union[known], pair[0][known], pair[1][known]))
+        return _Splits(*(np.concatenate(column) for column in zip(*parts)))
+
+    def _prefixes(self, chunk: slice) -> tuple[Array, Array, Array]:
+        """For each character of some tokens: length and hash of the part before it; hashes of the whole tokens."""
+        sizes, first = self.lengths[chunk], self._starts[chunk]
+        begin, end = first[0], self._ends[chunk][-1]
+        length = np.arange(end - begin) - np.repeat(first - begin, sizes)
+        terms = self._power[length]
+        terms *= self._text[begin:end] + np.uint64(1)
+        sums = np.zeros(len(terms) + 1, np.uint64)
+        np.cumsum(terms, out=sums[1:])
+        before = sums[first - begin]
+        return length, sums[:-1] - np.repeat(before, sizes), sums[self._ends[chunk] - begin] - before
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +116,6 @@ class _Splits:
 
     def take(self, index: Array) -> _Splits:
         return _Splits(self.union[index], self.left[index], self.right[index])
-
-
-def _splits(vocabulary: _HashedVocabulary, mergeable: Array) -> _Splits:
-    """Return every split of a mergeable token into two tokens."""
-    text, ids, starts, ends = vocabulary.text, vocabulary.ids, vocabulary.starts, vocabulary.ends
-    parts: list[tuple[Array, Array, Array]] = []
-    for first in range(0, len(starts), _CHUNK_TOKENS):
-        chunk = slice(first, first + _CHUNK_TOKENS)
-        begin, sizes = starts[first], vocabulary.lengths[chunk]
-        left = text.prefixes(starts[chunk], sizes)  # for each character of a token: the part before it
-        candidate = np.repeat(mergeable[chunk], sizes) & ids.possible(left)
-        candidate[starts[chunk][sizes > 0] - begin] = False  # the empty prefix
-        at = np.flatnonzero(candidate)
-        union = np.repeat(np.arange(first, first + len(sizes)), sizes)[at]
-        left, right = left[at], text.hashes(at + begin, ends[union])
-        known = ids.possible(right)
-        union, pair = union[known], (ids.of(left[known]), ids.of(right[known]))
-        known = (pair[0] >= 0) & (pair[1] >= 0)
-        parts.append((union[known], pair[0][known], pair[1][known]))
-    return _Splits(*(np.concatenate(column) for column in zip(*parts)))
 
 
 class _UsedSplits:
@@ -119,7 +139,7 @@ class _UsedSplits:
         every, size = self._splits, len(self._lengths)
         self._left, self._right = (np.arange(size) for _ in range(2))
         lengths = self._lengths[every.union]
-        by_length = np.argsort(lengths, kind="stable")
+        by_length = np.argsort(lengths.astype(np.min_scalar_type(lengths.max(initial=0))), kind="stable")
         longer = np.flatnonzero(np.diff(lengths[by_length])) + 1
         chosen = [self._level(index) for index in np.split(by_length, longer)]
         used = every.take(np.sort(np.concatenate(chosen)))
@@ -129,19 +149,19 @@ class _UsedSplits:
     def _level(self, index: Array) -> Array:
         """Return the indices of used splits among those of tokens of one length, and record them."""
         every = self._splits
-        index = index[self._known[every.left[index]] & self._known[every.right[index]]]
-        at = self._vocabulary.starts[every.union[index]] + self._lengths[every.left[index]]
-        left, right = every.left[index], every.right[index]
+        union, left, right = every.union[index], every.left[index], every.right[index]
+        kept = np.flatnonzero(self._known[left] & self._known[right])
+        index, union, left, right = index[kept], union[kept], left[kept], right[kept]
         chosen = []
         while len(index):
-            alone = _occur_once(every.union[index]) | (np.maximum(self._merged[left], self._merged[right]) < 0)
+            alone = _occur_once(union) | (np.maximum(self._merged[left], self._merged[right]) < 0)
             chosen.append(index[alone])
-            self._known[every.union[index[alone]]] = True
-            kept = np.flatnonzero(~self._known[every.union[index]])
-            index, at, left, right = index[kept], at[kept], left[kept], right[kept]
+            self._known[union[alone]] = True
+            kept = np.flatnonzero(~self._known[union])
+            index, union, left, right = index[kept], union[kept], left[kept], right[kept]
             left, right, limit = self._undo(left, right)
-            kept = np.flatnonzero(~self._merges_before(limit, at, left, right))
-            index, at, left, right = index[kept], at[kept], left[kept], right[kept]
+            kept = np.flatnonzero(~self._merges_before(limit, left, right))
+            index, union, left, right = index[kept], union[kept], left[kept], right[kept]
         used = np.concatenate(chosen) if chosen else index
         union = every.union[used]
         self._left[union], self._right[union] = every.left[used], every.right[used]
@@ -157,9 +177,9 @@ class _UsedSplits:
         limit = np.where(undone, of_left, of_right + 1)
         return np.where(undone, self._right[left], left), np.where(undone, right, self._left[right]), limit
 
-    def _merges_before(self, limit: Array, at: Array, left: Array, right: Array) -> Array:
-        """Return whether left and right, with the border at a place in the text, are merged before the limit."""
-        hashes = self._vocabulary.text.hashes(at - self._lengths[left], at + self._lengths[right])
+    def _merges_before(self, limit: Array, left: Array, right: Array) -> Array:
+        """Return whether left and right, beside each other, are merged before the limit."""
+        hashes = self._vocabulary.joined(left, right)
         before = np.zeros(len(hashes), np.bool_)
         possible = np.flatnonzero(self._vocabulary.ids.possible(hashes))
         before[possible] = self._across[self._vocabulary.ids.of(hashes[possible])] < limit[possible]
@@ -171,28 +191,6 @@ def _occur_once(values: Array) -> Array:
     differs = np.concatenate([[True], values[1:] != values[:-1], [True]])
     once: Array = differs[1:] & differs[:-1]
     return once
-
-
-class _HashedText:
-    """Polynomial hash of any substring: the sum of (character + 1) * base**position, shifted back to position 0."""
-
-    def __init__(self, text: str) -> None:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        self._sums = np.zeros(len(codes) + 1, np.uint64)
-        np.cumsum((codes + np.uint64(1)) * _powers(_BASE, len(codes)), out=self._sums[1:])
-        self._back = _powers(pow(_BASE, -1, 1 << 64), len(self._sums))
-
-    def hashes(self, start: Array, end: Array) -> Array:
-        """Hashes of the substrings [start, end); equal substrings have equal hashes at any position."""
-        hashes: Array = (self._sums[end] - self._sums[start]) * self._back[start]
-        return hashes
-
-    def prefixes(self, start: Array, length: Array) -> Array:
-        """Hashes of all prefixes (from length 0) of consecutive substrings, concatenated."""
-        positions = slice(start[0], start[-1] + length[-1])
-        hashes: Array = self._sums[positions] - np.repeat(self._sums[start], length)
-        hashes *= np.repeat(self._back[start], length)
-        return hashes
 
 
 class _Ids:
@@ -219,6 +217,10 @@ class _Ids:
         at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
         positions[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
         return positions
+
+
+def _chunks(tokens: int) -> list[slice]:
+    return [slice(first, min(first + _CHUNK_TOKENS, tokens)) for first in range(0, tokens, _CHUNK_TOKENS)]
 
 
 def _powers(base: int, count: int) -> Array:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +40,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-_MATCHED_WHOLE: Final = frozenset({int(TokenType.CONTROL), int(TokenType.USER_DEFINED)})
+_MATCHED_WHOLE: Final = (int(TokenType.CONTROL), int(TokenType.USER_DEFINED))
 
 ROLE_KEYS: Final = {
     "bos_token": "bos_token_id",
@@ -65,10 +67,10 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
             "name the original model's folder with --tokenizer"
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
+    types = np.asarray(metadata.get("tokenizer.ggml.token_type") or [], np.int64)
     byte_level = kind == "gpt2"
-    if not byte_level:
-        types = types or [TokenType.NORMAL] * len(tokens)
+    if not byte_level and not len(types):
+        types = np.full(len(tokens), TokenType.NORMAL)
     if kind in ("llama", "gemma4"):
         tokens = _lookup_spelling(tokens, types)
     elif kind == "bert":
@@ -89,11 +91,11 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         _pair_ends(backend, bos, eos, sep)
     else:
         add_ends(backend, bos, eos)
-    return TokenizerParts(backend, special, _chat_templates(metadata))
+    return TokenizerParts(backend, special, _chat_templates(metadata), highest_id=len(tokens) - 1)
 
 
 def _byte_level(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Array, special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
     rule = str(metadata.get("tokenizer.ggml.pre", "default"))
     split = SPLITS.get(rule)
@@ -103,7 +105,7 @@ def _byte_level(
             "name the original model's folder with --tokenizer"
         )
     model = models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
+        vocab=dict(zip(tokens, range(len(tokens)))),
         merges=_merges(metadata),
         ignore_merges=rule in IGNORE_MERGES,
     )
@@ -114,14 +116,13 @@ def _byte_level(
 
 
 def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Array, special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
-    kinds = np.asarray(types)
     merges = merges_from_scores(
         tokens,
         _need(metadata, "scores"),
-        (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED),
-        (kinds == TokenType.BYTE) | (kinds == TokenType.UNKNOWN),
+        (types == TokenType.NORMAL) | (types == TokenType.UNUSED),
+        (types == TokenType.BYTE) | (types == TokenType.UNKNOWN),
     )
     backend = tokenizers.Tokenizer(_byte_fallback_model(tokens, merges, special))
     normal: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
@@ -135,7 +136,7 @@ def _sentencepiece(
 
 
 def _merged_text(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Array, special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
     """Merged pairs over text with marked spaces; lines are merged apart from the runs of newlines between them."""
     merges = _merges(metadata)
@@ -162,7 +163,7 @@ def _byte_fallback_model(
 
 
 def _wordpiece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Array, special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=special["unk_token"]))
@@ -176,17 +177,16 @@ def _wordpiece(
 
 
 def _unigram(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Array, special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
     """A unigram model. Only ordinary tokens keep their scores, since an unknown character costs 10 below the worst."""
-    kinds = np.asarray(types)
-    scores = np.where(kinds == TokenType.NORMAL, np.asarray(_need(metadata, "scores"), np.float64), 0.0)
+    scores = np.where(types == TokenType.NORMAL, np.asarray(_need(metadata, "scores"), np.float64), 0.0)
     worst = scores.min(initial=0.0)
-    scores[(kinds == TokenType.BYTE) | (kinds == TokenType.UNUSED)] = worst
+    scores[(types == TokenType.BYTE) | (types == TokenType.UNUSED)] = worst
     model = models.Unigram(
         list(zip(tokens, scores.tolist())),
         unk_id=metadata.get("tokenizer.ggml.unknown_token_id", 2),
-        byte_fallback=bool(np.any(kinds == TokenType.BYTE)),
+        byte_fallback=bool(np.any(types == TokenType.BYTE)),
     )
     backend = tokenizers.Tokenizer(model)
     if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
@@ -200,7 +200,7 @@ def _unigram(
     return backend
 
 
-_Build = Callable[[Mapping[str, Any], Sequence[str], Sequence[int], Mapping[str, str]], tokenizers.Tokenizer]
+_Build = Callable[[Mapping[str, Any], Sequence[str], Array, Mapping[str, str]], tokenizers.Tokenizer]
 _KINDS: Final[dict[str, _Build]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
@@ -239,32 +239,40 @@ def _pair_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None, 
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The pairs to merge, best first. The space between the two is not the first character."""
-    cuts = ((merge, merge.find(" ", 1)) for merge in _need(metadata, "merges"))
-    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    merges = _need(metadata, "merges")
+    pairs = [(left, right) for left, _, right in map(str.partition, merges, repeat(" "))]
+    if "" in map(itemgetter(0), pairs):
+        cuts = ((merge, merge.find(" ", 1)) for merge in merges)
+        pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    return pairs
 
 
 def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
     return bool(metadata.get(f"tokenizer.ggml.{key}", default))
 
 
-def _wordpiece_spelling(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+def _wordpiece_spelling(tokens: Sequence[str], types: Array) -> list[str]:
     """Spell words without the file's leading mark, and the continuations of words with ##."""
     return [
         token.removeprefix(SPACE_MARK)
         if token.startswith(SPACE_MARK) or kind == TokenType.CONTROL or (token[:1] == "[" and token[-1:] == "]")
         else f"##{token}"
-        for token, kind in zip(tokens, types)
+        for token, kind in zip(tokens, types.tolist())
     ]
 
 
-def _lookup_spelling(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+def _lookup_spelling(tokens: Sequence[str], types: Array) -> list[str]:
     """Spell tokens as they are looked up: user-defined ones with real spaces, all others with space marks.
 
     User-defined tokens are matched in the raw text, others after spaces became marks; some files spell tokens that are
     runs of spaces with real ones.
     """
-    spelled = [SPACE_MARK * len(token) if token[:1] == " " and not token.strip(" ") else token for token in tokens]
-    for i in np.flatnonzero(np.asarray(types) == TokenType.USER_DEFINED).tolist():
+    spelled = list(tokens)
+    blank = np.fromiter(map(str.isspace, tokens), np.bool_, len(tokens))
+    for i in np.flatnonzero(blank).tolist():
+        if not tokens[i].strip(" "):
+            spelled[i] = SPACE_MARK * len(tokens[i])
+    for i in np.flatnonzero(types == TokenType.USER_DEFINED).tolist():
         spelled[i] = tokens[i].replace(SPACE_MARK, " ")
     return spelled
 
@@ -272,7 +280,7 @@ def _lookup_spelling(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
 def _add_tokens(
     backend: tokenizers.Tokenizer,
     tokens: Sequence[str],
-    types: Sequence[int],
+    types: Array,
     special: Mapping[str, str],
     model_name: str,
     byte_level: bool,
@@ -286,13 +294,15 @@ def _add_tokens(
     roles = set(special.values())
     trims = re.search("phi-?3", model_name, re.IGNORECASE) is not None
     added: list[AddedToken] = []
-    for token, kind in zip(tokens, types):
-        if kind in _MATCHED_WHOLE or token in roles:
-            is_special = kind != TokenType.USER_DEFINED or token in roles
-            if not is_special or alphabet is None or alphabet.issuperset(token):
-                rstrip = trims and token not in _UNTRIMMED
-                added.append(AddedToken(token, special=is_special, normalized=False, rstrip=rstrip))
-    if not types:
+    types = types[: len(tokens)]
+    matched = np.isin(types, _MATCHED_WHOLE) | np.fromiter(map(roles.__contains__, tokens), np.bool_, len(types))
+    for i, kind in zip(np.flatnonzero(matched).tolist(), types[matched].tolist()):
+        token = tokens[i]
+        is_special = kind != TokenType.USER_DEFINED or token in roles
+        if not is_special or alphabet is None or alphabet.issuperset(token):
+            rstrip = trims and token not in _UNTRIMMED
+            added.append(AddedToken(token, special=is_special, normalized=False, rstrip=rstrip))
+    if not len(types):
         added = [AddedToken(token, special=True, normalized=False) for token in sorted(roles)]
     backend.add_tokens(added)  # in one call: every call rebuilds the matcher
 

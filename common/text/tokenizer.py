@@ -57,6 +57,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # role -> text, such as "bos_token" -> "<s>"
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source; usually only "default"
     max_tokens: int | None = None  # reject texts of surely more tokens without tokenising them whole
+    highest_id: int | None = None  # but of added tokens, if known
 
     def with_context(self, max_tokens: int) -> Tokenizer:
         """Return a copy that rejects texts longer than `max_tokens` tokens."""
@@ -188,7 +189,7 @@ class Tokenizer:
         Added tokens with larger ids, such as an image placeholder, become ordinary text. Raises ModelError if the base
         vocabulary, or a special token added to every text, has a larger id.
         """
-        highest = _highest_id(self.backend)
+        highest = _highest_id(self.backend) if self.highest_id is None else self.highest_id
         added = self.backend.get_added_tokens_decoder()
         kept = {id for id in added if id < vocab}
         fitted = self if len(kept) == len(added) else replace(self, backend=_with_added(self.backend, kept))
@@ -245,7 +246,7 @@ def load_tokenizer(
     `gguf_metadata`: metadata of the .gguf file, if already open. Raises ModelError if files are missing or unreadable.
     """
     parts = read_gguf(gguf_metadata) if gguf_metadata is not None else _read(source, revision, token, download_dir)
-    return Tokenizer(parts.backend, parts.special_tokens, parts.chat_templates)
+    return Tokenizer(parts.backend, parts.special_tokens, parts.chat_templates, highest_id=parts.highest_id)
 
 
 def _read(source: str | Path, revision: str | None, token: str | None, download_dir: str | None) -> TokenizerParts:

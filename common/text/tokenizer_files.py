@@ -32,6 +32,7 @@ class TokenizerParts:
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # role ("bos_token") -> text
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source
+    highest_id: int | None = None  # but of added tokens; None if the file does not tell without reading every token
 
 
 def add_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:

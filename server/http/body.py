@@ -283,8 +283,9 @@ class RequestBody(BaseModel):
         if undeclared:
             yield from (Ignored(_joined(path, name), "unknown") for name in undeclared)
             undeclared.clear()
+        given = self.model_fields_set
         for name, field in _examined_fields(type(self)):
-            if name in self.model_fields_set:
+            if name in given:
                 yield from _ignored_within(getattr(self, name), field, _joined(path, name))
 
     @classmethod

@@ -485,8 +485,9 @@ def awkward():
 
 @pytest.mark.parametrize("metadata", list(awkward()))
 def test_no_id_exceeds_the_vocabulary(metadata):
-    backend = read_gguf(metadata).backend
-    size = len(metadata["tokenizer.ggml.tokens"])
+    parts = read_gguf(metadata)
+    backend, size = parts.backend, len(metadata["tokenizer.ggml.tokens"])
+    assert parts.highest_id == max(backend.get_vocab(with_added_tokens=False).values())
     assert max(backend.get_vocab(with_added_tokens=True).values()) < size
     for text in [*CORPUS, *SPACED, *random_texts(50)]:
         assert max(backend.encode(text).ids, default=0) < size, text
@@ -506,7 +507,7 @@ def large(count):
 
 
 def test_a_large_vocabulary_is_read_without_a_call_per_token():
-    """Columns of arrays, not rows: 262,144 tokens take 0.7 s so, and took 12.7 s with calls per added token."""
+    """Columns of arrays, not rows: 262,144 tokens take about 0.8 s so, and took 12.7 s with calls per added token."""
     metadata = large(262_144)
     calls = 0
 
@@ -576,9 +577,31 @@ def test_no_pair_is_left_out_where_a_byte_begins_a_token():
     assert merges_from_scores(tokens, scores, able, fallbacks) == pairs
 
 
+def test_merges_of_a_file_are_cut_at_the_first_space_that_is_not_their_first_character():
+    metadata = byte_level()
+    metadata["tokenizer.ggml.tokens"] += [" ", " e", " ee", "e ", "e e"]
+    metadata["tokenizer.ggml.token_type"] += [int(TokenType.NORMAL)] * 5
+    for merges, pairs in (
+        (["h e", "  e"], [["h", "e"], [" ", "e"]]),
+        (["h e", "e  "], [["h", "e"], ["e", " "]]),
+        (["h e", " e e"], [["h", "e"], [" e", "e"]]),
+    ):
+        state = json.loads(read_gguf({**metadata, "tokenizer.ggml.merges": merges}).backend.to_str())
+        assert state["model"]["merges"] == pairs
+
+
 def test_merges_of_an_empty_vocabulary():
     assert merges_from_scores(["a"], [0.0], [True]) == []
     assert merges_from_scores(["a", "b", "ab"], [0.0] * 3, [True, True, False]) == []
+
+
+def test_model_with_fewer_tokens_than_the_file_is_rejected_without_a_look_at_every_token(monkeypatch):
+    tokenizer = load_tokenizer("", gguf_metadata=byte_level())
+    monkeypatch.setattr("pagoda.common.text.tokenizer._highest_id", None)
+    size = len(byte_level()["tokenizer.ggml.tokens"])
+    assert tokenizer.with_vocab(size).vocab_size == size
+    with pytest.raises(ModelError, match=f"ids up to {size - 1}, but the model's vocabulary has {size - 1} entries"):
+        tokenizer.with_vocab(size - 1)
 
 
 @pytest.mark.parametrize(
@@ -591,6 +614,7 @@ def test_merges_of_an_empty_vocabulary():
         ({k: v for k, v in byte_level().items() if not k.endswith("merges")}, "lacks tokenizer.ggml.merges"),
         ({k: v for k, v in sentencepiece().items() if not k.endswith("scores")}, "lacks tokenizer.ggml.scores"),
         ({**byte_level(), "tokenizer.ggml.merges": ["x nowhere"]}, "is inconsistent"),
+        ({**byte_level(), "tokenizer.ggml.merges": ["he"]}, "is inconsistent"),
         ({**sentencepiece(), "tokenizer.ggml.scores": [0.0]}, "279 tokens, 1 scores and 279 types"),
         ({**sentencepiece(), "tokenizer.ggml.token_type": [1, 1]}, "279 tokens, 279 scores and 2 types"),
     ],
