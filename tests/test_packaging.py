@@ -93,7 +93,7 @@ def imported(folders: tuple[str, ...]) -> set[str]:
 def test_what_an_extra_installs_is_imported(extra: str) -> None:
     """By the product; what the extras of developers install, by tests, tools or benchmarks."""
     requirements = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-    used = imported(CHECKS if extra in ("dev", "clients") else PRODUCT)
+    used = imported(CHECKS if extra == "dev" else PRODUCT)
     unused = [name for name in names(requirements) if MODULES.get(name, name.replace("-", "_")) not in used]
     assert [name for name in unused if name not in NOT_IMPORTED] == []
 
