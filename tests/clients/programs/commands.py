@@ -14,7 +14,7 @@ HOME = Path(tempfile.mkdtemp(prefix="pagoda-client-"))
 BIN = Path(sys.executable).parent
 
 
-def works(name: str, *command: str, expect: str = "", task: str = "", limit: float = 300, **variables: str) -> None:
+def works(name: str, *command: str, expect: str = "", task: str = "", limit: float = 600, **variables: str) -> None:
     """Add a check that the command ends with 0 and prints `expect`, in a folder and with a home of its own.
 
     `task`: what it prints where the model failed, not the request.
