@@ -1,6 +1,7 @@
 """vLLM's interface of tool and reasoning parser plugins: the base classes, their registries and the messages.
 
-Plugins import these names from vLLM's module paths, see server.vllm_compat.modules. `server.parsers.vllm_plugin` runs them.
+Plugins import these names from vLLM's module paths, see server.vllm_compat.modules;
+`server.parsers.vllm_plugin` runs them.
 """
 
 from __future__ import annotations

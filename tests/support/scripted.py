@@ -22,7 +22,7 @@ class ScriptedParser:
         self._events = list(events)
         self._keep = keep
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
         count = min(len(text), max(0, len(self._events) - self._keep))
         events, self._events = self._events[:count], self._events[count:]
         return events
