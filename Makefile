@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
+.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -41,6 +41,10 @@ types: $(VENV)/.dev
 	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.kernels_pallas -p pagoda.server
 
 unit: $(VENV)/.dev $(MODEL)
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+# The same with coverage, which slows the tests down by a third.
+coverage: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term
 
 # Every kernel and step program for every kind of TPU, through the TPU's compiler: many minutes.

@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
+
+if TYPE_CHECKING:  # the help of `serve` lists the formats, and tokenizers take time to import
+    from pagoda.common.text.tokenizer import Tokenizer
 
 TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "apertus": ("json_calls", "APERTUS"),

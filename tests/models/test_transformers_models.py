@@ -153,8 +153,9 @@ def described(folder: Path, *, trust: bool = False, **changes: Any) -> Transform
 
 class PagedTransformers(PagedModel):
     def __init__(self, saved: OnDisk, dtype: str = "float32") -> None:
+        self.numerics = numerics(dtype)
         with torch.inference_mode():
-            self.decoder = TransformersDecoder(saved.spec, saved.weights(), numerics(dtype), tiny.TOKENS)
+            self.decoder = TransformersDecoder(saved.spec, saved.weights(), self.numerics, tiny.TOKENS)
         self.layout = kv_layout(saved.spec, BLOCK)
 
 
@@ -453,7 +454,7 @@ REFUSED = [
         {"attention_types": [[["global", "local"], 1]]},
         "its attention does not go through transformers' attention interface",
     ),
-    ("CodeGenForCausalLM", {"rotary_dim": 4}, r"0 of 2 layers attend through transformers' attention interface"),
+    ("GPTNeoXJapaneseForCausalLM", {}, r"0 of 2 layers attend through transformers' attention interface"),
     ("JambaForCausalLM", {}, "it has recurrent layers, whose state is not a KV cache"),
     ("DogeForCausalLM", {}, "DogeAttention computes a mask or bias of attention by itself"),
     ("BertLMHeadModel", {}, "attends neither to all earlier tokens nor to a sliding window"),

@@ -11,7 +11,7 @@ from support.vllm_requests.differences import DIFFERENCES, Difference
 from support.vllm_requests.servers import SERVERS, SMOL, Fleet, name_of
 from support.vllm_requests.tables import CASES
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "coming-from-vllm.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "coming-from-vllm.md"
 
 REAL = [case for case in CASES if SERVERS[case.server].model == SMOL]
 FAKE = [case for case in CASES if SERVERS[case.server].model != SMOL]
