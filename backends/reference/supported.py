@@ -20,11 +20,11 @@ _PARTS: Final = SchemeSupport(
     "computes",
     "some rows are dequantised at a time, at every product, where others have kernels, else dequantises",
 )
-_REPACKED: Final = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4"})
-"""ggml's types that are repacked as numbers of 4 to 8 bits with scales, at 1.15 times the bytes at most."""
+_REPACKED: Final = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "NVFP4"})
+"""ggml's types that are repacked as numbers of 4 to 8 bits with scales, at 1.15 times the bytes at most.
 
-_IN_BLOCKS: Final = frozenset({"Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"})
-"""Others that stay in blocks."""
+Others stay in blocks.
+"""
 
 
 def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
@@ -36,9 +36,9 @@ def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
             return _KERNEL
         case Blocks(kind) if kind.name in _REPACKED:
             return _KERNEL
-        case Blocks(kind) if kind.name in _IN_BLOCKS:
+        case Blocks():
             return _PARTS
         case Float8():
             return _FLOAT8
-        case Blocks() | Codes4():
+        case Codes4():
             return _DEQUANTISES

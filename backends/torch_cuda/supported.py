@@ -78,8 +78,12 @@ def packed_scheme(scheme: Scheme, experts: bool) -> KernelScheme | None:
 
 def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
     """Return what the backend does with matrices of a scheme; `experts`: those of mixtures of experts."""
-    if packed_scheme(scheme, experts) is None:
+    numbers = packed_scheme(scheme, experts)
+    if numbers is None:
         return _DEQUANTISES
+    if isinstance(scheme, Blocks):
+        bits = 8 if numbers == "int8" else 4
+        return SchemeSupport("computes", f"{'moe, weight-only' if experts else 'weight_only'}, numbers of {bits} bits")
     if experts:
         chip = ", where the chip multiplies FP8" if isinstance(scheme, Float8) else ""
         many = f"; more than 16 rows per expert: moe_w8a8{chip}" if _rounds_experts(scheme) else ""

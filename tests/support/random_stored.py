@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
+from pagoda.common.weights.gguf.dequantize import dequantize
 from pagoda.common.weights.quantization.tensors import (
     Activations,
     Blocks,
@@ -65,10 +66,16 @@ class Stored:
 
 def _blocks(scheme: Blocks, outputs: int, inputs: int, noise: np.random.Generator) -> QuantizedTensor:
     kind = scheme.kind
-    blocks = noise.integers(256, size=(outputs * inputs // kind.elements, kind.bytes), dtype=np.uint8)
+    count = outputs * inputs // kind.elements
+    blocks = noise.integers(256, size=(max(count, 64), kind.bytes), dtype=np.uint8)
     halves = (noise.uniform(0.01, 0.02, (len(blocks), 2)) * [1, 4]).astype(np.float16)
-    blocks[:, :4] = halves.view(np.uint8)  # two float16 factors begin a block of Q4_1 and Q4_K
-    return QuantizedTensor(scheme, blocks.reshape(outputs, -1), np.empty(0, np.float32), ())
+    blocks[:, :4] = halves.view(np.uint8)  # float16 factors begin a block of most types
+    with np.errstate(all="ignore"):
+        peaks = np.abs(dequantize(blocks.reshape(-1), kind, (len(blocks), kind.elements))).max(-1)
+    sane = blocks[(peaks > 0.01) & (peaks < 100)]
+    assert len(sane)
+    data = np.resize(sane, (count, kind.bytes)).reshape(outputs, -1)
+    return QuantizedTensor(scheme, data, np.empty(0, np.float32), ())
 
 
 ROW, BLOCK = Activations("float8", "row"), Activations("float8", 128)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.errors import WeightError
+from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.gguf.architectures import LAYOUTS, generation_config, hf_config
 from pagoda.common.weights.gguf.dequantize import stored_dtype
 from pagoda.common.weights.gguf.file import GgufFile, GgufTensor
-from pagoda.common.weights.quantization.tensors import Blocks, Scheme, Value
+from pagoda.common.weights.quantization.tensors import Blocks, Floats, Scheme, Value, scaled
 
 
 class GgufCheckpoint:
@@ -43,7 +44,7 @@ class GgufCheckpoint:
         """Tensors that are Hugging Face weights. Raises WeightError for one unknown in this architecture."""
         result = []
         for name, info in self.file.tensors.items():
-            if self._drafts(name):
+            if self._drafts(name) or self._scaled(name) is not None:
                 continue
             try:
                 target = self._layout.rename(name)
@@ -56,6 +57,12 @@ class GgufCheckpoint:
             if target is not None:
                 result.append(info)
         return tuple(result)
+
+    def _scaled(self, name: str) -> str | None:
+        """Return the weight that a scale belongs to, or None. `.input_scale` is that of activations, and not used."""
+        stem, _, suffix = name.rpartition(".")
+        weight = f"{stem}.weight"
+        return weight if suffix in ("scale", "input_scale") and weight in self.file.tensors else None
 
     def _kept(self, tensors: Iterable[GgufTensor]) -> Iterator[str]:
         """Yield the names of the tensors whose blocks stay as they are."""
@@ -143,7 +150,33 @@ class GgufCheckpoint:
                 continue
             partner = self._layout.partner(info.name)
             second = None if partner is None else self._value(partner)
-            yield from self._layout.restore(info.name, self._value(info.name), self._config, second)
+            restored = self._layout.restore(info.name, self._value(info.name), self._config, second)
+            scales = self._scales(info.name, partner)
+            yield from restored if scales is None else self._times(restored, info, scales)
+
+    def _scales(self, name: str, partner: str | None) -> Floats | None:
+        """Return what the values of a tensor are multiplied by: a number, or one per expert; None without any.
+
+        NVFP4's matrices have those. Raises WeightError for a matrix that is joined from two with different ones.
+        """
+        own, other = (None if each is None else self._stored_scales(each) for each in (name, partner))
+        if partner is not None and not np.array_equal(*(np.ones(1) if each is None else each for each in (own, other))):
+            raise WeightError(f"{self.file.path}: tensors {name} and {partner} have different scales; convert it again")
+        return own
+
+    def _stored_scales(self, name: str) -> Floats | None:
+        scale = f"{name.removesuffix('.weight')}.scale"
+        return to_float32(self.file.tensor(scale)).reshape(-1) if scale in self.file.tensors else None
+
+    def _times(
+        self, tensors: Iterable[tuple[str, Value]], info: GgufTensor, scales: Floats
+    ) -> Iterator[tuple[str, Value]]:
+        targets = self._num_targets(info)
+        if scales.size not in (1, targets):
+            stem = info.name.removesuffix(".weight")
+            raise WeightError(f"{self.file.path}: tensor {stem}.scale has {scales.size} scales for {targets} matrices")
+        for (name, value), scale in zip(tensors, np.broadcast_to(scales, targets), strict=True):
+            yield name, scaled(value, float(scale))
 
     def _value(self, name: str) -> Value:
         return self.file.blocks(name) if name in self._blocks else self.file.tensor(name)

@@ -1,7 +1,7 @@
 """Dequantise ggml's block formats to float32.
 
 Common types have numpy kernels that work in cache-sized chunks; others go through the `gguf` package, imported on
-demand. Every kernel is bit-identical to `gguf.quants.dequantize`. The formats:
+demand. Every kernel is bit-identical to `gguf.quants.dequantize`, which lacks Q1_0. The formats:
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,20 @@ def _mxfp4(blocks: Bytes, out: Floats) -> None:
     out *= np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
 
 
+def _nvfp4(blocks: Bytes, out: Floats) -> None:
+    nvfp4_codes(blocks, out)
+    out[...] = _E2M1_DOUBLED[out.astype(np.uint8)]
+    groups = out.reshape(-1, 4, 16)
+    groups *= np.float32(0.5) * nvfp4_scales(blocks)[..., None]
+
+
+def _q1_0(blocks: Bytes, out: Floats) -> None:
+    out[...] = np.unpackbits(blocks[:, 2:18], axis=1, bitorder="little")
+    out *= 2
+    out -= 1
+    out *= half(blocks, 0)
+
+
 _E2M1_DOUBLED = np.array([sign * size for sign in (1, -1) for size in (0, 1, 2, 3, 4, 6, 8, 12)], np.float32)
 
 # Numbers and scales of blocks [n, bytes]. Numbers are unsigned, in order, written to `out` [n, elements] of any type.
@@ -119,6 +133,34 @@ def nibbles(quants: Bytes, out: npt.NDArray[Any], fifth_bit: Bytes | None = None
         high |= bits[:, 16:]
     out[:, :16] = low
     out[:, 16:] = high
+
+
+def nibble_pairs(quants: Bytes) -> Bytes:
+    """Return the numbers [n, 2 m] of bytes [n, m]: the lower half of each, then its upper one."""
+    return np.stack((quants & 15, quants >> 4), -1).reshape(len(quants), -1)
+
+
+def nvfp4_codes(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    quants, codes = blocks[:, 4:36].reshape(-1, 4, 8), out.reshape(-1, 4, 2, 8)
+    codes[:, :, 0] = quants & 15
+    codes[:, :, 1] = quants >> 4
+
+
+def nvfp4_scales(blocks: Bytes) -> Floats:
+    """Return the four scales of each block [n, 4]."""
+    return UNSIGNED_E4M3[blocks[:, :4]]
+
+
+def _unsigned_e4m3() -> Floats:
+    bits = np.arange(256, dtype=np.uint8)
+    exponents, mantissas = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
+    values = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(1 + mantissas / 8, exponents - 7))
+    values[0x7F] = 0
+    return values.astype(np.float32)
+
+
+UNSIGNED_E4M3: Final = _unsigned_e4m3()
+"""The value of each byte as a scale of NVFP4: float8_e4m3fn without its sign, and 0 for its NaN."""
 
 
 def q4_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
@@ -177,6 +219,8 @@ _KERNELS: dict[BlockType, Callable[[Bytes, Floats], None]] = {
     BlockType(13, "Q5_K", 256, 176): _q5_k,
     BlockType(14, "Q6_K", 256, 210): _q6_k,
     BlockType(39, "MXFP4", 32, 17): _mxfp4,
+    BlockType(40, "NVFP4", 64, 36): _nvfp4,
+    BlockType(41, "Q1_0", 128, 18): _q1_0,
 }
 _KNOWN = {kind.number: kind for kind in (*_PLAIN, *_KERNELS)}
 
@@ -185,7 +229,7 @@ def block_type(number: int) -> BlockType | None:
     """Return ggml's type of this number, None if unknown. Raises WeightError if that requires the `gguf` package."""
     if number in _KNOWN:
         return _KNOWN[number]
-    gguf = _import_gguf(number)
+    gguf = import_gguf(number)
     try:
         kind = gguf.GGMLQuantizationType(number)
     except ValueError:
@@ -230,7 +274,7 @@ def can_dequantize(kind: BlockType) -> bool:
 
 
 def _gguf_kernel(kind: BlockType) -> Callable[[Bytes, Floats], None]:
-    gguf = _import_gguf(kind.number)
+    gguf = import_gguf(kind.number)
     quantisation = gguf.GGMLQuantizationType(kind.number)
 
     def kernel(blocks: Bytes, out: Floats) -> None:
@@ -239,7 +283,8 @@ def _gguf_kernel(kind: BlockType) -> Callable[[Bytes, Floats], None]:
     return kernel
 
 
-def _import_gguf(number: int) -> Any:
+def import_gguf(number: int | str) -> Any:
+    """Return the `gguf` package, which knows more about a type, by its number or name. Raise WeightError without it."""
     try:
         import gguf
         import gguf.quants

@@ -19,14 +19,18 @@ from pagoda.common.weights.gguf.dequantize import (
     Bytes,
     Floats,
     half,
+    nibble_pairs,
     nibbles,
+    nvfp4_codes,
+    nvfp4_scales,
     q4_k_numbers,
     q5_k_numbers,
     q6_k_numbers,
     q6_k_scales,
     scales_and_minima,
 )
-from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, QuantizedTensor
+from pagoda.common.weights.gguf.grids import GRID_FORMATS, GridFormat
+from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
 
 _CHUNK: Final = 1 << 18  # elements converted at a time
 _INT4_ZERO: Final = 8  # stored with numbers of 4 bits
@@ -36,7 +40,7 @@ _INT4_ZERO: Final = 8  # stored with numbers of 4 bits
 class GroupFormat:
     """How a block type becomes numbers with scales: what `as_groups` returns for it."""
 
-    scheme: Int4 | Int8 | Mxfp4
+    scheme: Int4 | Int8 | Mxfp4 | Nvfp4
     numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # unsigned numbers of blocks [n, bytes] -> out [n, elements]
     scales: Callable[[Bytes], Floats]  # blocks -> [n, groups]
     bits: int  # of the unsigned numbers
@@ -57,6 +61,80 @@ def _signed_bytes(blocks: Bytes, out: npt.NDArray[Any]) -> None:
     out[...] = blocks[:, 2:34]
 
 
+def _q2_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    quants, numbers = blocks[:, 16:80].reshape(-1, 2, 32), out.reshape(-1, 2, 4, 32)
+    for quarter in range(4):
+        numbers[:, :, quarter] = (quants >> 2 * quarter & 3) + _INT4_ZERO
+
+
+def _q2_k_offsets(blocks: Bytes) -> Floats:
+    return -half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+
+
+def _q3_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    """-4 to 3, of which the higher ones have the third bit."""
+    high, low, numbers = blocks[:, None, :32], blocks[:, 32:96].reshape(-1, 2, 32), out.reshape(-1, 2, 4, 32)
+    halves = np.arange(2, dtype=np.uint8)[:, None] * 4
+    for quarter in range(4):
+        numbers[:, :, quarter] = (low >> 2 * quarter & 3) + ((high >> halves + quarter & 1) << 2) + (_INT4_ZERO - 4)
+
+
+def _q3_k_scales(blocks: Bytes) -> Floats:
+    """6 bits each: the lower 4 of all, then the upper 2."""
+    first, last = blocks[:, 96:104], blocks[:, 104:108]
+    low = np.concatenate((first & 15, first >> 4), 1)
+    high = np.concatenate([last >> 2 * quarter & 3 for quarter in range(4)], 1)
+    return half(blocks, 108) * ((low | high << 4).astype(np.float32) - 32)
+
+
+def _tq1_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    """-1 to 1: five digits of base 3 to a byte, the last four bytes with four."""
+    start = 0
+    for first, last, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        for digit in range(digits):
+            shifted = blocks[:, first:last] * np.uint8(3**digit)  # modulo 256
+            stop = start + last - first
+            out[:, start:stop] = (shifted.astype(np.uint16) * 3 >> 8) + (_INT4_ZERO - 1)
+            start = stop
+
+
+def _tq2_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    quants, numbers = blocks[:, :64].reshape(-1, 2, 32), out.reshape(-1, 2, 4, 32)
+    for quarter in range(4):
+        numbers[:, :, quarter] = (quants >> 2 * quarter & 3) + (_INT4_ZERO - 1)
+
+
+def _q1_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    out[...] = 2 * np.unpackbits(blocks[:, 2:18], axis=1, bitorder="little") + (_INT4_ZERO - 1)
+
+
+def _iq4_nl_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    nibbles(blocks[:, 2:18], out)
+    out[...] = IQ4_VALUES.view(np.uint8)[out]
+
+
+def _iq4_xs_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+    nibbles(blocks[:, 8:].reshape(-1, 16), out.reshape(-1, 32))
+    out[...] = IQ4_VALUES.view(np.uint8)[out]
+
+
+def _iq4_xs_scales(blocks: Bytes) -> Floats:
+    high = blocks[:, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    scales = nibble_pairs(blocks[:, 4:8]) | high.reshape(-1, 8) << 4
+    return half(blocks, 0) * (scales.astype(np.float32) - 32)
+
+
+def _of_grid(form: GridFormat) -> GroupFormat:
+    def numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
+        out[...] = form.numbers(blocks).view(np.uint8)
+
+    return GroupFormat(Int8((1, form.group)), numbers, form.scales, 8)
+
+
+IQ4_VALUES: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+"""Values of the 4 bits of IQ4_NL and IQ4_XS."""
+
+
 def _powers(blocks: Bytes) -> Floats:
     """Return powers of two from their exponents plus 127. Exponents of 255, which no writer uses, are infinite."""
     powers: Floats = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
@@ -64,6 +142,7 @@ def _powers(blocks: Bytes) -> Floats:
 
 
 _INT4, _INT8 = Int4((1, 32)), Int8((1, 32))
+_INT4_16: Final = Int4((1, 16))
 _FORMATS: Final[Mapping[str, GroupFormat]] = {
     "Q4_0": GroupFormat(_INT4, lambda b, out: nibbles(b[:, 2:18], out), lambda b: half(b, 0), 4, _INT4_ZERO),
     "Q4_1": GroupFormat(
@@ -80,6 +159,17 @@ _FORMATS: Final[Mapping[str, GroupFormat]] = {
     "Q6_K": GroupFormat(Int8((1, 16)), q6_k_numbers, q6_k_scales, 6, 32),
     "Q8_0": GroupFormat(_INT8, _signed_bytes, lambda b: half(b, 0), 8),
     "MXFP4": GroupFormat(Mxfp4(), lambda b, out: nibbles(b[:, 1:], out), _powers, 4),
+    "NVFP4": GroupFormat(Nvfp4(), nvfp4_codes, nvfp4_scales, 4),
+    "Q1_0": GroupFormat(Int4((1, 128)), _q1_0_numbers, lambda b: half(b, 0), 4, _INT4_ZERO),
+    "TQ1_0": GroupFormat(Int4((1, 256)), _tq1_0_numbers, lambda b: half(b, 52), 4, _INT4_ZERO),
+    "TQ2_0": GroupFormat(Int4((1, 256)), _tq2_0_numbers, lambda b: half(b, 64), 4, _INT4_ZERO),
+    "Q2_K": GroupFormat(
+        _INT4_16, _q2_k_numbers, lambda b: half(b, 80) * (b[:, :16] & 15), 4, _INT4_ZERO, _q2_k_offsets
+    ),
+    "Q3_K": GroupFormat(_INT4_16, _q3_k_numbers, _q3_k_scales, 4, _INT4_ZERO),
+    "IQ4_NL": GroupFormat(_INT8, _iq4_nl_numbers, lambda b: half(b, 0), 8),
+    "IQ4_XS": GroupFormat(_INT8, _iq4_xs_numbers, _iq4_xs_scales, 8),
+    **{name: _of_grid(form) for name, form in GRID_FORMATS.items()},
 }
 
 
@@ -88,10 +178,24 @@ def group_format(kind: BlockType) -> GroupFormat | None:
     return _FORMATS.get(kind.name)
 
 
-def as_groups(tensor: QuantizedTensor) -> QuantizedTensor | None:
-    """Return blocks as `Int4`, `Int8` or `Mxfp4` numbers with scales per group of 16 or 32; None for other types.
+def write_values(blocks: Bytes, kind: BlockType, out: Floats) -> None:
+    """Write the values of blocks [n, bytes] of a type whose groups are `Int4` or `Int8` to `out` [n, elements]."""
+    form = _FORMATS[kind.name]
+    group = form.scheme.group[1]
+    assert isinstance(group, int)
+    numbers = np.empty((len(blocks), kind.elements), np.uint8)
+    form.numbers(blocks, numbers)
+    numbers -= np.uint8(form.zero)
+    groups = out.reshape(len(blocks), -1, group)
+    np.multiply(numbers.view(np.int8).reshape(groups.shape), form.scales(blocks)[..., None], out=groups)
+    if form.offsets is not None:
+        groups += form.offsets(blocks)[..., None]
 
-    The numbers take 4 bits of Q4_0, Q4_1, Q4_K and MXFP4, 8 of the others.
+
+def as_groups(tensor: QuantizedTensor) -> QuantizedTensor | None:
+    """Return blocks as `Int4`, `Int8`, `Mxfp4` or `Nvfp4` numbers with scales per group; None for types unknown here.
+
+    The numbers take 4 or 8 bits.
     """
     assert isinstance(tensor.scheme, Blocks), "only blocks are converted"
     kind = tensor.scheme.kind

@@ -20,11 +20,12 @@ from pagoda.backends.reference.memory import held_bytes
 from pagoda.backends.reference.model.linear import linear
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.quantized.block_kernels import _KERNELS, dequantize_blocks
+from pagoda.backends.reference.model.quantized.block_kernels import dequantize_blocks
 from pagoda.backends.reference.model.quantized.blocks import BlockMatrix, BlockTable
 from pagoda.backends.reference.model.quantized.compiled import lanes
 from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import Weight
+from pagoda.common.errors import WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
@@ -35,7 +36,7 @@ from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor, 
 from pagoda.common.weights.rules import apply_rules
 
 FLOAT32 = Numerics(torch.float32, torch.float32)
-TYPES = [kind for kind in sorted(gguf.quants._type_traits, key=int) if kind is not Type.BF16]
+TYPES = [*(kind for kind in sorted(gguf.quants._type_traits, key=int) if kind is not Type.BF16), Type.Q1_0]
 
 
 @cache
@@ -60,15 +61,15 @@ def matrix(kind: Type, *shape: int, seed: int = 0) -> QuantizedTensor:
     return QuantizedTensor(Blocks(known), blocks[chosen].reshape(*rows, -1), np.empty(0, np.float32), ())
 
 
-@pytest.mark.parametrize("name", _KERNELS)
+@pytest.mark.parametrize("name", [kind.name for kind in TYPES])
 def test_kernels_equal_those_of_the_file_reader(name: str) -> None:
     kind = block_type(int(Type[name]))
     assert kind is not None
     blocks = np.random.default_rng(0).integers(0, 256, (300, kind.bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = dequantize(blocks.reshape(-1), kind, (300, kind.elements))
-    got = torch.empty(300, kind.elements)
-    dequantize_blocks(torch.from_numpy(blocks), kind, got)
+        got = torch.empty(300, kind.elements)
+        dequantize_blocks(torch.from_numpy(blocks), kind, got)
     np.testing.assert_array_equal(got.numpy(), expected)
 
 
@@ -105,8 +106,15 @@ LLAMA = {"context_length": 64, "attention.layer_norm_rms_epsilon": 1e-5, "rope.f
 EXPERTS = {"expert_count": 2, "expert_used_count": 1}
 
 
-def write(path: Path, types: Mapping[str, Type], default: Type, width: int = 256, experts: int = 0) -> None:
-    """A Llama of two layers with random blocks. `types`: of the tensors whose names end so."""
+def write(
+    path: Path,
+    types: Mapping[str, Type],
+    default: Type,
+    width: int = 256,
+    experts: int = 0,
+    scales: Mapping[str, list[float]] | None = None,
+) -> None:
+    """A Llama of two layers with random blocks. `types`, `scales`: of the tensors whose names end so."""
     writer, vocab, ffn, keys = gguf.GGUFWriter(path, "llama"), 320, 2 * width, width // 2
     sizes = {"block_count": 2, "embedding_length": width, "feed_forward_length": ffn}
     heads = {"attention.head_count": 4, "attention.head_count_kv": 2}
@@ -136,6 +144,11 @@ def write(path: Path, types: Mapping[str, Type], default: Type, width: int = 256
             writer.add_tensor(f"{name}.weight", noise.normal(1, 0.1, shape).astype(np.float32))
         else:
             writer.add_tensor(f"{name}.weight", matrix(kind, *shape, seed=number).data, raw_dtype=kind)
+            if (
+                scale := next((scale for end, scale in (scales or {}).items() if name.endswith(end)), None)
+            ) is not None:
+                writer.add_tensor(f"{name}.scale", np.array(scale, np.float32))
+                writer.add_tensor(f"{name}.input_scale", np.ones(len(scale), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -156,6 +169,33 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("experts", [0, 2])
+def test_scales_of_matrices(experts: int, tmp_path: Path) -> None:
+    """As files of NVFP4 have them: one of each matrix, of each expert."""
+    stacks = {"ffn_up_exps": [0.25, 2.0], "ffn_down_exps": [3.0, 0.5]}
+    factors = {"attn_q": [0.5], **(stacks if experts else {"ffn_up": [0.25]})}
+    write(tmp_path / "plain.gguf", {}, Type.NVFP4, experts=experts)
+    write(tmp_path / "scaled.gguf", {}, Type.NVFP4, experts=experts, scales=factors)
+    plain, found = (dict(open_checkpoint(tmp_path / name).tensors()) for name in ("plain.gguf", "scaled.gguf"))
+    wanted = {"q_proj": [0.5]} | ({"w3": stacks["ffn_up_exps"], "w2": stacks["ffn_down_exps"]} if experts else {})
+    wanted |= {} if experts else {"up_proj": [0.25]}
+    assert plain.keys() == found.keys()
+    for name, value in found.items():
+        scale = next((scale for part, scale in wanted.items() if f".{part}." in name), [1.0])
+        expert = int(name.split(".experts.")[1].split(".")[0]) if ".experts." in name and len(scale) > 1 else 0
+        before, after = (
+            each.dequantize() if isinstance(each, QuantizedTensor) else each for each in (plain[name], value)
+        )
+        np.testing.assert_array_equal(after, before * np.float32(scale[expert]), err_msg=name)
+    spec, weights = read(tmp_path / "scaled.gguf")
+    ids = [5, 17, 3, 80, 41, 2]
+    ours, theirs = PagedModel(spec, weights, 8).logits(ids), NaiveModel(spec, weights, max_len=8).logits(ids)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    write(tmp_path / "bad.gguf", {}, Type.NVFP4, experts=experts, scales={"attn_q": [0.5, 1.0]})
+    with pytest.raises(WeightError, match=r"bad.gguf: tensor blk.0.attn_q.scale has 2 scales for 1 matrices"):
+        dict(open_checkpoint(tmp_path / "bad.gguf").tensors())
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", **FILES[name])
@@ -166,8 +206,16 @@ def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path) ->
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
+IN_BLOCKS = [kind for kind in TYPES if kind.name.startswith(("IQ", "TQ", "Q1", "Q2", "Q3"))]
+SIZED = (Type.Q8_0, *IN_BLOCKS)
+
+
 @pytest.mark.skipif(not lanes(), reason="elsewhere blocks are dequantised at load")
-@pytest.mark.parametrize(("types", "default"), [(MIXED, Type.Q4_K), ({}, Type.Q8_0)], ids=["Q4_K_M", "Q8_0"])
+@pytest.mark.parametrize(
+    ("types", "default"),
+    [(MIXED, Type.Q4_K), *(({}, kind) for kind in SIZED)],
+    ids=["Q4_K_M", *(kind.name for kind in SIZED)],
+)
 @pytest.mark.parametrize("experts", [0, 2])
 def test_weights_take_little_more_memory_than_the_file(
     types: dict[str, Type], default: Type, experts: int, tmp_path: Path
@@ -193,4 +241,4 @@ def held_tensors() -> dict[int, int]:
 
 def test_every_type_is_in_a_file() -> None:
     quantised = {kind for kind, (elements, _) in GGML_QUANT_SIZES.items() if elements > 1}
-    assert quantised - set(TYPES) <= {Type.Q8_1, Type.Q8_K, Type.Q1_0}, "which gguf cannot dequantise"
+    assert quantised - set(TYPES) == {Type.Q8_1, Type.Q8_K}, "of activations, which files do not have"

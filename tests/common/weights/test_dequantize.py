@@ -13,11 +13,11 @@ from gguf.constants import GGML_QUANT_SIZES
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.gguf.dequantize import block_type, dequantize, stored_dtype
-from pagoda.common.weights.gguf.groups import as_groups, group_format
-from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, QuantizedTensor
+from pagoda.common.weights.gguf.groups import as_groups, group_format, write_values
+from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
 
 DEQUANTISABLE = sorted(gguf.quants._type_traits, key=int)
-OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.MXFP4)
+OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.MXFP4, Type.NVFP4)
 
 
 def _blocks(kind: Type, rows: int, blocks_per_row: int) -> np.ndarray:
@@ -69,9 +69,14 @@ def test_empty_tensor() -> None:
 
 GROUPS = {
     **dict.fromkeys((Type.Q4_0, Type.Q4_1, Type.Q4_K), Int4((1, 32))),
-    **dict.fromkeys((Type.Q5_0, Type.Q5_1, Type.Q5_K, Type.Q8_0), Int8((1, 32))),
-    Type.Q6_K: Int8((1, 16)),
+    **dict.fromkeys((Type.Q5_0, Type.Q5_1, Type.Q5_K, Type.Q8_0, Type.IQ4_NL, Type.IQ4_XS), Int8((1, 32))),
+    **dict.fromkeys((Type.Q2_K, Type.Q3_K), Int4((1, 16))),
+    **dict.fromkeys((Type.TQ1_0, Type.TQ2_0), Int4((1, 256))),
+    **dict.fromkeys((Type.IQ1_S, Type.IQ2_XXS, Type.IQ3_XXS, Type.IQ3_S), Int8((1, 32))),
+    **dict.fromkeys((Type.Q6_K, Type.IQ1_M, Type.IQ2_XS, Type.IQ2_S), Int8((1, 16))),
+    Type.Q1_0: Int4((1, 128)),
     Type.MXFP4: Mxfp4(),
+    Type.NVFP4: Nvfp4(),
 }
 
 
@@ -99,6 +104,10 @@ def test_blocks_become_numbers_with_scales(kind: Type) -> None:
     assert got.data.size == expected.size // (1 if isinstance(got.scheme, Int8) else 2)
     if kind not in (Type.Q4_1, Type.Q4_K):
         np.testing.assert_array_equal(got.dequantize(), expected)
+        if not isinstance(got.scheme, Mxfp4 | Nvfp4):
+            written = np.empty((2 * 3 * stored.shape[2] // known.bytes, known.elements), np.float32)
+            write_values(stored.reshape(-1, known.bytes), known, written)
+            np.testing.assert_array_equal(written.reshape(expected.shape), expected)
         return
     error = np.abs(got.dequantize() - expected).reshape(*got.scales.shape, -1).max(-1)
     ends = np.stack([got.offsets + number * got.scales for number in (-8, 7)])
@@ -107,10 +116,24 @@ def test_blocks_become_numbers_with_scales(kind: Type) -> None:
 
 
 def test_other_blocks_do_not() -> None:
-    known = block_type(int(Type.IQ4_NL))
+    """Types of activations, which no file has."""
+    for kind in (Type.Q8_1, Type.Q8_K):
+        known = block_type(int(kind))
+        assert known is not None
+        assert group_format(known) is None
+        assert as_groups(QuantizedTensor(Blocks(known), _blocks(kind, 2, 3), np.empty(0, np.float32), ())) is None
+
+
+def test_one_bit_is_a_sign() -> None:
+    """Q1_0, of which the gguf package knows the size only: a float16 and 128 bits, the lowest of a byte first."""
+    known = block_type(int(Type.Q1_0))
     assert known is not None
-    assert group_format(known) is None
-    assert as_groups(QuantizedTensor(Blocks(known), _blocks(Type.IQ4_NL, 2, 3), np.empty(0, np.float32), ())) is None
+    assert (known.elements, known.bytes) == GGML_QUANT_SIZES[Type.Q1_0]
+    signs = np.random.default_rng(0).integers(0, 2, (3, 128), dtype=np.uint8)
+    scales = np.array([[0.5], [-2.0], [0.0]], np.float16)
+    data = np.concatenate([scales.view(np.uint8), np.packbits(signs, axis=1, bitorder="little")], 1)
+    expected = np.where(signs, 1, -1) * scales.astype(np.float32)
+    np.testing.assert_array_equal(dequantize(data.reshape(-1), known, (3, 128)), expected)
 
 
 def test_unknown_number() -> None:

@@ -1,4 +1,7 @@
-"""Dequantise ggml's block formats by torch, with all threads; the same values as `common.weights.gguf.dequantize`."""
+"""Dequantise ggml's block formats; the same values as `common.weights.gguf.dequantize`.
+
+Types without a kernel here are converted to numbers with scales first, in numpy.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,23 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pagoda.common.weights.gguf.dequantize import BlockType
+from pagoda.common.weights.gguf.dequantize import UNSIGNED_E4M3, BlockType
+from pagoda.common.weights.gguf.groups import IQ4_VALUES, group_format, write_values
 from pagoda.common.weights.quantization.tensors import E2M1
 
 
 def dequantize_blocks(blocks: Tensor, kind: BlockType, out: Tensor) -> None:
     """Write the values of blocks uint8 [n, bytes] to `out` float32 [n, elements]. `has_kernel` of their type."""
-    _KERNELS[kind.name](blocks, out)
+    kernel = _KERNELS.get(kind.name)
+    if kernel is None:
+        write_values(blocks.numpy(), kind, out.numpy())
+    else:
+        kernel(blocks, out)
 
 
 def has_kernel(kind: BlockType) -> bool:
     """Return whether blocks of this type can be dequantised here."""
-    return kind.name in _KERNELS
+    return kind.name in _KERNELS or group_format(kind) is not None
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
@@ -52,6 +60,11 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
 def _mxfp4(blocks: Tensor, out: Tensor) -> None:
     values = torch.from_numpy(E2M1)[_nibbles(blocks[:, 1:]).int()]
     torch.ldexp(2 * values, blocks[:, :1].int() - 128, out=out)  # 2 * values: the largest power is infinite else
+
+
+def _nvfp4(blocks: Tensor, out: Tensor) -> None:
+    codes, scales = _nibbles(blocks[:, 4:].reshape(-1, 8)).int(), torch.from_numpy(UNSIGNED_E4M3)[blocks[:, :4].int()]
+    torch.mul(torch.from_numpy(E2M1)[codes], scales.view(-1, 1), out=out.view(-1, 16))
 
 
 def _nibbles(quants: Tensor) -> Tensor:
@@ -132,10 +145,7 @@ def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
     torch.mul(values, scales[..., None], out=out.view(-1, 8, 32))
 
 
-_IQ4: Final = torch.tensor(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
-)
-"""Values of the 4 bits of IQ4_NL and IQ4_XS."""
+_IQ4: Final = torch.from_numpy(IQ4_VALUES).float()
 
 _KERNELS: Final[Mapping[str, Callable[[Tensor, Tensor], None]]] = {
     "Q4_0": _q4_0,
@@ -151,4 +161,5 @@ _KERNELS: Final[Mapping[str, Callable[[Tensor, Tensor], None]]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
 }
