@@ -15,8 +15,8 @@ from pagoda.common.errors import ModelError
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, to_bfloat16, to_float32
 from pagoda.common.weights.quantization.config import EMBEDDINGS
-from pagoda.common.weights.quantization.on_the_fly import is_matrix, quantize, scheme_of, symmetric_int4
-from pagoda.common.weights.quantization.tensors import Array, Int4, QuantizedTensor, Value
+from pagoda.common.weights.quantization.on_the_fly import is_matrix, quantize, rounded_int4, scheme_of
+from pagoda.common.weights.quantization.tensors import Array, Floats, Int4, QuantizedTensor, Value
 from pagoda.common.weights.rules import TensorUse
 from pagoda.common.weights.safetensors import write_safetensors
 
@@ -27,6 +27,9 @@ SHARD_BYTES: Final = 2 << 30
 """Bytes of a weight file, which is in memory until it is complete."""
 
 _WEIGHT: Final = ".weight"
+_ZERO: Final = 8
+"""Zero point of the numbers without offsets."""
+
 _FORMATS: Final = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
 _TOKEN: Final = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _GROUPS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -79,7 +82,7 @@ def write_quantized(
     `uses`: see `tensor_uses`. Memory: a weight file of `shard_bytes` and one tensor. Raise ModelError for a stack of
     experts in one tensor, which the format does not have, or a model without a matrix to quantise.
     """
-    group = _group_size(params) if method == "int4" else 0
+    rounding = _Rounding.of(method, params)
     writer, quantised, ignored = _ShardWriter(folder, shard_bytes), [], ["lm_head"]
     for name, value in tensors:
         module = name.removesuffix(_WEIGHT)
@@ -92,7 +95,7 @@ def write_quantized(
                 f"quantise them while loading, with pagoda serve --quantization {method}"
             )
         if matrix and use.by_rows and module != name and scheme_of(method, array.shape[1]) is not None:
-            for part, values in _parts(module, _quantised(array, method, group), method):
+            for part, values in rounding.tensors(module, array):
                 writer.add(part, values)
             quantised.append(module)
             continue
@@ -102,7 +105,7 @@ def write_quantized(
     if not quantised:
         raise ModelError("the model has no matrix that can be quantised; serve it as it is")
     writer.finish()
-    return Exported(writer.num_bytes, tuple(quantised), tuple(ignored), _config(method, group, ignored))
+    return Exported(writer.num_bytes, tuple(quantised), tuple(ignored), rounding.config(ignored))
 
 
 def copy_other_files(source: Path, folder: Path) -> None:
@@ -115,43 +118,66 @@ def copy_other_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / relative)
 
 
-def _group_size(params: Mapping[str, Param]) -> int:
-    """Return the largest group size that fits every matrix, besides those that none fits."""
-    schemes = [scheme_of("int4", param.shape[-1]) for param in params.values() if is_matrix(param)]
-    return min((scheme.group[1] for scheme in schemes if isinstance(scheme, Int4)), default=1)
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """How matrices are rounded, and what is stored of them."""
 
+    method: str
+    group: int  # inputs of an int4 group
+    symmetric: bool  # int4 has no zero points
 
-def _quantised(array: Array, method: str, group: int) -> QuantizedTensor:
-    if method == "int4":
-        return symmetric_int4(array, group)
-    scheme = scheme_of(method, array.shape[1])
-    assert scheme is not None, "methods of 8 bits fit any matrix"
-    return quantize(array, scheme)
+    @classmethod
+    def of(cls, method: str, params: Mapping[str, Param]) -> _Rounding:
+        """Return that of a model: one int4 group size, the largest that fits every matrix besides those none fits.
 
+        Experts have no zero points: few versions of few engines multiply such.
+        """
+        matrices = [param for param in params.values() if is_matrix(param)]
+        schemes = [scheme_of("int4", param.shape[-1]) for param in matrices]
+        group = min((scheme.group[1] for scheme in schemes if isinstance(scheme, Int4)), default=1)
+        symmetric = method != "int4" or any(".experts." in param.name for param in matrices)
+        return cls(method, group, symmetric)
 
-def _parts(module: str, tensor: QuantizedTensor, method: str) -> Iterator[tuple[str, Array]]:
-    """Yield the tensors that a layer's weight is stored in."""
-    if method == "int4":  # two numbers a byte, first input in the lower half, are eight a word in the same order
+    def tensors(self, module: str, array: Array) -> Iterator[tuple[str, Array]]:
+        """Yield the tensors that the weight of a layer is stored in."""
+        if self.method != "int4":
+            scheme = scheme_of(self.method, array.shape[1])
+            assert scheme is not None, "methods of 8 bits fit any matrix"
+            tensor = quantize(array, scheme)
+            yield f"{module}.weight", tensor.data
+            yield f"{module}.weight_scale", tensor.scales
+            return
+        tensor = rounded_int4(array, self.group, symmetric=self.symmetric)
+        # Two numbers a byte, first input in the lower half, are eight a word in the same order.
         yield f"{module}.weight_packed", np.ascontiguousarray(tensor.data).view("<i4")
         yield f"{module}.weight_scale", to_bfloat16(tensor.scales)
         yield f"{module}.weight_shape", np.array(tensor.shape, np.int64)
-        return
-    yield f"{module}.weight", tensor.data
-    yield f"{module}.weight_scale", tensor.scales
+        if tensor.offsets is not None:
+            yield f"{module}.weight_zero_point", _packed_zeros(tensor.offsets, tensor.scales)
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """Return the quantization_config of a model whose layers `ignored` stay dense."""
+        weights = dict(_GROUPS[self.method]["weights"])
+        if self.method == "int4":
+            weights |= {"group_size": self.group, "symmetric": self.symmetric}
+        layers = {**_GROUPS[self.method], "weights": weights, "output_activations": None, "targets": ["Linear"]}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": _FORMATS[self.method],
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": layers},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
 
 
-def _config(method: str, group: int, ignored: Sequence[str]) -> dict[str, Any]:
-    weights = {**_GROUPS[method]["weights"], **({"group_size": group} if method == "int4" else {})}
-    layers = {**_GROUPS[method], "weights": weights, "output_activations": None, "targets": ["Linear"]}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": _FORMATS[method],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": layers},
-        "ignore": list(ignored),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+def _packed_zeros(offsets: Floats, scales: Floats) -> Array:
+    """Return zero points int32 [O / 8, groups], those of eight outputs to a word, of offsets and scales [O, groups]."""
+    zeros = np.rint(_ZERO - offsets / scales).astype(np.uint8).T
+    nibbles = np.pad(zeros, ((0, 0), (0, -zeros.shape[1] % 8)))
+    words = np.ascontiguousarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4).view("<i4")
+    return np.ascontiguousarray(words.T)
 
 
 def _is_table(use: TensorUse) -> bool:

@@ -151,16 +151,18 @@ def quantize(array: Array, scheme: Scheme) -> QuantizedTensor:
     )
 
 
-def symmetric_int4(array: Array, group: int) -> QuantizedTensor:
-    """Return a matrix [O, I] in int4 without offsets. `group` divides I.
+def rounded_int4(array: Array, group: int, *, symmetric: bool) -> QuantizedTensor:
+    """Return a matrix [O, I] in int4 as checkpoints have it: offsets are zero points 0 to 15, or none if `symmetric`.
 
-    Of several scales per group the one with the smallest squared error counts; the error of the group's sum counts
-    beside those of its values. Scales are bfloat16.
+    `group` divides I. Of several scales and zero points per group those with the smallest squared error count; the
+    error of the group's sum counts beside those of its values. Scales are bfloat16.
     """
-    rows = max(1, _CHUNK // array.shape[1])
-    parts = [_round_symmetric(to_float32(array[start : start + rows]), group) for start in range(0, len(array), rows)]
+    rows, rounding = max(1, _CHUNK // array.shape[1]), _round_symmetric if symmetric else _round_asymmetric
+    parts = [rounding(to_float32(array[start : start + rows]), group) for start in range(0, len(array), rows)]
     data, scales = (np.concatenate(each) for each in zip(*((part.data, part.scales) for part in parts)))
-    return QuantizedTensor(Int4((1, group)), data, scales, (1, group))
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    joined = np.concatenate(offsets) if offsets else None
+    return QuantizedTensor(Int4((1, group), offsets=joined is not None), data, scales, (1, group), joined)
 
 
 def _group_shape(scheme: Scheme, outputs: int, inputs: int) -> tuple[int, int]:
@@ -216,20 +218,46 @@ def _round_int4(wide: Floats, group: int) -> _Rounded:
 
 def _round_symmetric(wide: Floats, group: int) -> _Rounded:
     """Round to numbers -8 to 7 times the best of several scales per group."""
-    grouped = wide.reshape(len(wide), -1, group)
-    high, low = grouped.max(-1), grouped.min(-1)
-    best = np.full(high.shape, np.inf, np.float32)
-    scales, codes = np.ones_like(high), np.full(grouped.shape, _MIDDLE, np.uint8)
+    best = _Best(wide.reshape(len(wide), -1, group))
+    high, low = best.exact.max(-1), best.exact.min(-1)
     for share in _SHARES:
-        scale = _bfloat16(np.maximum(high / 7, low / -8) * np.float32(share))
-        scale = np.where(scale > 0, scale, np.float32(1))
-        numbers = np.clip(np.rint(grouped / scale[..., None]), -_MIDDLE, _MIDDLE - 1)
-        errors = numbers * scale[..., None] - grouped
+        best.consider(np.maximum(high / 7, low / -8) * np.float32(share), np.float32(_MIDDLE))
+    return _Rounded(_pairs(best.codes.reshape(wide.shape)), best.scales)
+
+
+def _round_asymmetric(wide: Floats, group: int) -> _Rounded:
+    """Round to numbers 0 to 15 less a zero point 0 to 15, times a scale: the best of several of both per group."""
+    best = _Best(wide.reshape(len(wide), -1, group))
+    high, low = np.maximum(best.exact.max(-1), 0), np.minimum(best.exact.min(-1), 0)
+    for share in _SHARES:
+        step = (high - low) / np.float32(_HIGHEST) * np.float32(share)
+        middle = _HIGHEST / np.float32(2) - (high + low) / np.float32(2) / np.where(step > 0, step, np.float32(1))
+        for zero in (np.floor(middle), np.ceil(middle)):
+            best.consider(step, np.clip(zero, 0, _HIGHEST))
+    return _Rounded(_pairs(best.codes.reshape(wide.shape)), best.scales, (_MIDDLE - best.zeros) * best.scales)
+
+
+class _Best:
+    """The best of the roundings of groups [O, groups, group] that were considered."""
+
+    def __init__(self, exact: Floats) -> None:
+        self.exact, shape = exact, exact.shape[:2]
+        self.scales, self.zeros = np.ones(shape, np.float32), np.full(shape, _MIDDLE, np.float32)
+        self.codes = np.full(exact.shape, _MIDDLE, np.uint8)
+        self._costs = np.full(shape, np.inf, np.float32)
+
+    def consider(self, scales: Floats, zeros: Floats | np.float32) -> None:
+        """Round with these scales [O, groups], as bfloat16, and zero points; keep what is better."""
+        scales = _bfloat16(scales)
+        scales = np.where(scales > 0, scales, np.float32(1))
+        zeros = np.broadcast_to(zeros, scales.shape)
+        codes = _nearest(self.exact / scales[..., None], zeros)
+        errors = (codes - zeros[..., None]) * scales[..., None] - self.exact
         cost = np.square(errors).sum(-1) + np.float32(_SUM_WEIGHT) * np.square(errors.sum(-1))
-        better = cost < best
-        best, scales = np.where(better, cost, best), np.where(better, scale, scales)
-        codes = np.where(better[..., None], (numbers + _MIDDLE).astype(np.uint8), codes)
-    return _Rounded(_pairs(codes.reshape(wide.shape)), scales)
+        better = cost < self._costs
+        self._costs, self.scales = np.where(better, cost, self._costs), np.where(better, scales, self.scales)
+        self.zeros = np.where(better, zeros, self.zeros)
+        np.copyto(self.codes, codes.astype(np.uint8), where=better[..., None])
 
 
 def _bfloat16(values: Floats) -> Floats:

@@ -17,7 +17,7 @@ from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.dtypes import BFLOAT16, as_uint, to_float32
 from pagoda.common.weights.quantization.export import write_quantized
-from pagoda.common.weights.quantization.on_the_fly import quantize, scheme_of, symmetric_int4
+from pagoda.common.weights.quantization.on_the_fly import quantize, rounded_int4, scheme_of
 from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import tensor_uses
@@ -89,20 +89,47 @@ def test_int4_is_packed_as_the_format_says(model: Path, tmp_path: Path) -> None:
     tensors = stored(out)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (config["format"], config["ignore"]) == ("pack-quantized", ["lm_head"])
-    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64  # of 128 inputs, too
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert (weights["group_size"], weights["symmetric"]) == (64, False)  # of 128 inputs, too
     for name in (name for name in dense if name.endswith("_proj.weight")):
-        module = name.removesuffix("weight")
-        words, scales = tensors[f"{module}weight_packed"], tensors[f"{module}weight_scale"]
-        assert (words.dtype, scales.dtype) == (np.int32, BFLOAT16)
-        assert tensors[f"{module}weight_shape"].tolist() == list(dense[name].shape)
-        numbers = (words[..., None] >> np.arange(0, 32, 4) & 15).reshape(dense[name].shape) - 8
-        values = numbers * np.repeat(to_float32(scales), 64, 1)
-        np.testing.assert_array_equal(values, symmetric_int4(dense[name], 64).dequantize())
-        steps = np.abs(values - dense[name]) / np.repeat(to_float32(scales), 64, 1)
-        assert np.median(steps) < 0.3
-        assert steps.max() < 3
-        errors = np.abs(values - dense[name]).mean() / np.abs(dense[name]).mean()
-        assert errors < 0.13
+        module, shape = name.removesuffix("weight"), dense[name].shape
+        words, scales, zeros = (tensors[f"{module}weight_{part}"] for part in ("packed", "scale", "zero_point"))
+        assert (words.dtype, scales.dtype, zeros.dtype) == (np.int32, BFLOAT16, np.int32)
+        assert tensors[f"{module}weight_shape"].tolist() == list(shape)
+        numbers = (words[..., None] >> np.arange(0, 32, 4) & 15).reshape(shape)
+        points = (zeros[:, None] >> np.arange(0, 32, 4)[:, None] & 15).reshape(-1, zeros.shape[1])[: shape[0]]
+        steps = np.repeat(to_float32(scales), 64, 1)
+        values = (numbers - np.repeat(points, 64, 1)) * steps
+        np.testing.assert_array_equal(values, rounded_int4(dense[name], 64, symmetric=False).dequantize())
+        assert np.median(np.abs(values - dense[name]) / steps) < 0.3
+        assert (np.abs(values - dense[name]) / steps).max() < 3
+        assert np.abs(values - dense[name]).mean() / np.abs(dense[name]).mean() < 0.12
+        np.testing.assert_array_equal(quantised(out)[name].dequantize(), values)
+
+
+def test_zero_points_fit_what_is_not_around_zero() -> None:
+    """The error of symmetric numbers is twice that, where half of them are not used."""
+    values = np.random.default_rng(0).uniform(-0.02, 0.1, (24, 128)).astype(np.float32)
+    errors = [np.abs(rounded_int4(values, 64, symmetric=kind).dequantize() - values).mean() for kind in (True, False)]
+    assert errors[1] < 0.62 * errors[0]
+    flat = np.concatenate([np.zeros((1, 64)), np.full((1, 64), 0.5), np.full((1, 64), -0.25)]).astype(np.float32)
+    np.testing.assert_allclose(rounded_int4(flat, 64, symmetric=False).dequantize(), flat, rtol=0.02)
+
+
+def test_int4_experts_have_no_zero_points(tmp_path: Path) -> None:
+    wide = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+    tiny.Tiny("mixtral", "MixtralForCausalLM", wide).save(tmp_path / "dense")
+    out = convert(tmp_path / "dense", tmp_path / "out", "int4", "--skip-tokenizer-init")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    read = quantised(out)
+    assert sum(".experts." in name for name in read) == 2 * 2 * 3
+    for name, tensor in read.items():
+        assert tensor.offsets is None
+        np.testing.assert_array_equal(
+            tensor.dequantize(), rounded_int4(dense[name], 64, symmetric=True).dequantize(), err_msg=name
+        )
 
 
 def test_experts_are_quantised_one_by_one_and_routers_are_not(tmp_path: Path) -> None:
