@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         spec=resolved.spec,
         limits=resolved.limits,
         layout=resolved.layout,
-        cache=resolved.config.cache,
+        cache=resolved.cache,
         dtype=resolved.dtype,
         sampling=sampler_options(resolved.config),
         parallel=ParallelSizes(tensor, data),

@@ -34,12 +34,14 @@ from pagoda.common.config.defaults import (
     resolve_limits,
 )
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.groups.cache import CacheConfig, CacheDType
 from pagoda.common.config.groups.model import PRE_QUANTIZED
 from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models import token_classifier
 from pagoda.common.models.family import AnswerFormat, Family
+from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.registry import (
     FLOAT16_OVERFLOWS,
     overridden,
@@ -104,6 +106,13 @@ class Resolved:
     pooling: PoolingInfo | None
     parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The settings of the KV cache, its data type resolved."""
+        cache = self.config.cache
+        quantization = None if self.runner is not None else self.quantization
+        return replace(cache, cache_dtype=_cache_dtype(cache, quantization, self.spec, self.backend))
 
     @property
     def runtime_quantization(self) -> str | None:
@@ -209,6 +218,7 @@ def resolve(
         derived=(
             *resolved.rows,
             ResolvedRow("dtype", dtype, "model", dtype_reason),
+            *_cache_rows(config.cache, None if runner is not None else quantization, spec, backend),
             ResolvedRow("backend", backend, "platform default", "the first that can run on this machine"),
             implementation_row(config, spec),
             executor_row(config, backend),
@@ -217,9 +227,49 @@ def resolve(
             *model_rows(config, checkpoint, generation, quantization),
         ),
     )
+    _log_cache(result)
     if quantization is None:
         _check_schemes(backend, config.model.runtime_quantization, result.schemes)
     return result
+
+
+def _cache_dtype(
+    cache: CacheConfig, quantization: QuantizationConfig | None, spec: AnySpec, backend: str
+) -> CacheDType:
+    """Return the data type of the KV cache; of auto fp8 where the checkpoint says so and the backend has it."""
+    if cache.cache_dtype != "auto" or quantization is None or not quantization.fp8_cache:
+        return cache.cache_dtype
+    return "fp8" if backend in ("torch_cuda", "jax_tpu") and isinstance(spec, ModelSpec) and _plain(spec) else "auto"
+
+
+def _cache_rows(
+    cache: CacheConfig, quantization: QuantizationConfig | None, spec: AnySpec, backend: str
+) -> Iterator[ResolvedRow]:
+    dtype = _cache_dtype(cache, quantization, spec, backend)
+    if dtype != cache.cache_dtype:
+        yield ResolvedRow("kv_cache_dtype", dtype, "model", "the checkpoint has an FP8 KV cache")
+
+
+def _plain(spec: ModelSpec) -> bool:
+    """Whether every backend with 8-bit caches has one for a model: keys and values of each layer's own."""
+    attentions = [mixer for mixer in spec.mixers if isinstance(mixer, Attention)]
+    latent = any(isinstance(mixer, LatentAttention) for mixer in spec.mixers)
+    shared = any(mixer.shares_cache_of is not None or mixer.blocks is not None for mixer in attentions)
+    return not (spec.block_owners or latent or shared)
+
+
+def _log_cache(resolved: Resolved) -> None:
+    """Log that the KV cache is fp8 as the checkpoint says, or that it is not."""
+    quantization = resolved.quantization
+    if quantization is None or not quantization.fp8_cache or resolved.config.cache.cache_dtype != "auto":
+        return
+    if resolved.cache.cache_dtype == "fp8":
+        logger.info("KV cache: fp8, as the checkpoint says; --kv-cache-dtype bfloat16 keeps the model's data type")
+    else:
+        logger.info(
+            "KV cache: the model's data type; %s has no fp8 cache for it, which the checkpoint asks for",
+            resolved.backend,
+        )
 
 
 def _check_schemes(backend: str, method: str | None, schemes: Mapping[str, Scheme]) -> None:

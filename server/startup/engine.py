@@ -323,7 +323,7 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         spec=resolved.spec,
         limits=resolved.limits,
         layout=resolved.layout,
-        cache=config.cache,
+        cache=resolved.cache,
         dtype=resolved.dtype,
         sampling=sampling,
         parallel=resolved.parallel_sizes,

@@ -113,7 +113,7 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     weights = apply_rules(family.rules, shapes, tensors, family.ignored)
     if resolved.quantizes_on_host:
         return quantized(weights, resolved.schemes)
-    used = config.cache.cache_dtype in ("fp8", "fp8_e4m3") and not config.cache.calculate_kv_scales
+    used = resolved.cache.cache_dtype in ("fp8", "fp8_e4m3") and not resolved.cache.calculate_kv_scales
     return chain(weights, kv_scale_weights(kv_scales, sources(family.rules, shapes), used=used))
 
 

@@ -358,6 +358,68 @@ def test_another_quantization_is_refused(folders: Saved, kind: str, method: str,
         answer(getattr(folders, kind), quantization=method)
 
 
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.setting("--kv-cache-dtype")
+@pytest.mark.parametrize(
+    ("backend", "scheme", "flag", "found"),
+    [
+        ("torch_cuda", SCHEME, "auto", "fp8"),
+        ("jax_tpu", SCHEME, "auto", "fp8"),
+        ("torch_cuda", SCHEME, "bfloat16", "bfloat16"),
+        ("torch_cuda", {**SCHEME, "strategy": "attn_head"}, "auto", "auto"),
+        ("torch_cuda", {**SCHEME, "num_bits": 4}, "auto", "auto"),
+        ("reference", SCHEME, "auto", "auto"),
+    ],
+)
+def test_the_cache_is_fp8_where_the_checkpoint_says_so(
+    backend: str,
+    scheme: dict[str, Any],
+    flag: str,
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if backend not in (*IMPLEMENTATIONS, "reference"):
+        pytest.skip("not installed")
+    monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
+    config = compressed_tensors(kv_cache_scheme=scheme)
+    folder, _ = write_quantized(write_model(tmp_path / "dense"), tmp_path / "quantised", config, "channel")
+    args = EngineArgs(str(folder), backend=backend, kv_cache_dtype=flag, max_model_len=64)
+    with caplog.at_level("INFO"):
+        resolved = resolve(args.create_engine_config(), "llm")
+    assert resolved.cache.cache_dtype == found
+    shown = next(row for row in resolved.rows if row.name == "kv_cache_dtype")
+    assert shown.value == found
+    logged = [message for message in caplog.messages if message.startswith("KV cache: ")]
+    if flag != "auto" or scheme is not SCHEME:
+        assert not logged
+    elif found == "fp8":
+        assert logged == [
+            "KV cache: fp8, as the checkpoint says; --kv-cache-dtype bfloat16 keeps the model's data type"
+        ]
+    else:
+        assert "reference has no fp8 cache" in logged[0]
+
+
+@pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
+def test_scales_of_a_checkpoints_cache_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With auto as with fp8; the scale is far from the values, so that it shows."""
+    monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
+    config = compressed_tensors(kv_cache_scheme=SCHEME)
+    folder, _ = write_quantized(write_model(tmp_path / "dense"), tmp_path / "quantised", config, "channel")
+    tensors = load_file(folder / "model.safetensors")
+    scales = {f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor([40.0]) for layer in (0, 1) for part in "kv"}
+    save_file(tensors | scales, folder / "model.safetensors")
+    settings = {"backend": "torch_cuda", "enforce_eager": True, "quantization": None}
+    auto = answer(folder, **settings)
+    assert same(auto, answer(folder, **settings, kv_cache_dtype="fp8"))
+    save_file(tensors, folder / "model.safetensors")
+    assert not same(auto, answer(folder, **settings), 1e-4)
+
+
 @pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
 def test_torch_cuda_serves_a_quantised_checkpoint(folders: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")

@@ -46,8 +46,8 @@ class CacheConfig:
     )
     cache_dtype: CacheDType = option(
         "auto",
-        "Data type of the KV cache: auto uses the model's data type, fp8 is fp8_e4m3, int8 needs "
-        "--calculate-kv-scales.",
+        "Data type of the KV cache: auto uses the model's data type, or fp8 if a quantised checkpoint's config says so "
+        "and the backend has it; fp8 is fp8_e4m3, int8 needs --calculate-kv-scales.",
         flag="kv-cache-dtype",
         refused_values=_OTHER_DTYPES,
     )

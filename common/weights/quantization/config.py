@@ -74,6 +74,7 @@ class QuantizationConfig:
     separator: str = "."  # between a module and the last part of a tensor's name
     suffix: str = f".{WEIGHT}"  # of a joined weight's name
     aliases: tuple[str, ...] = ()  # other values of --quantization that name the method
+    fp8_cache: bool = False  # it was calibrated with a KV cache of float8, a scale per layer
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -78,7 +78,10 @@ def read(section: Section) -> QuantizationConfig:
         raise section.refused("config_groups is missing")
     layers = tuple(_layer_group(groups.part(name), section.get("format")) for name in groups.values)
     unused = frozenset({_INPUT_SCALE, "input_zero_point", _INPUT_GLOBAL}).difference(*(layer.parts for layer in layers))
-    return QuantizationConfig("compressed-tensors", layers, section.names("ignore"), _join, unused)
+    cache = section.part("kv_cache_scheme")
+    fp8_cache = (cache.get("type"), cache.get("num_bits"), cache.get("strategy", "tensor")) == ("float", 8, "tensor")
+    ignored = section.names("ignore")
+    return QuantizationConfig("compressed-tensors", layers, ignored, _join, unused, fp8_cache=fp8_cache)
 
 
 def _layer_group(group: Section, default: object) -> CompressedLayers:

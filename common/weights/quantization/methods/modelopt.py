@@ -64,7 +64,15 @@ def read(section: Section) -> QuantizationConfig:
         groups = (_layers(inner, ("Linear",)),)
     ignored = inner.patterns("ignore", "exclude_modules")
     unused = frozenset({_INPUT_SCALE}).difference(*(group.parts for group in groups))
-    return QuantizationConfig("modelopt", groups, ignored, _join, unused, aliases=_ALIASES.get(str(algorithm), ()))
+    aliases, fp8_cache = _ALIASES.get(str(algorithm), ()), _has_fp8_cache(section) or _has_fp8_cache(inner)
+    return QuantizationConfig("modelopt", groups, ignored, _join, unused, aliases=aliases, fp8_cache=fp8_cache)
+
+
+def _has_fp8_cache(section: Section) -> bool:
+    scheme = section.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        return (scheme.get("type"), scheme.get("num_bits"), scheme.get("dynamic", False)) == ("float", 8, False)
+    return str(section.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
 def _layers(section: Section, targets: tuple[str, ...]) -> ModeloptLayers:
