@@ -176,6 +176,11 @@ class Emitter:
         else:
             self.builder.store(value, self.builder.bitcast(address, VECTOR.as_pointer()), align=4)
 
+    def prefetch(self, address: Any) -> None:
+        """Ask for a cache line, into the second cache."""
+        hint = [ir.Constant(I32, value) for value in (0, 2, 1)]  # to read, locality, data
+        self.call("llvm.prefetch.p0", self.builder.bitcast(address, I8.as_pointer()), *hint, result=ir.VoidType())
+
     # Pairs of bfloat16 numbers, for processors with AVX512-BF16.
 
     def load_pairs(self, array: Any, index: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from llvmlite import ir
 
 from pagoda.backends.reference.native.attention import NEVER, PagedKernel, Shape, splat_int32, transposed
-from pagoda.backends.reference.native.emit import F32, I16, I32, I64, LANES, VECTOR, splat_int
+from pagoda.backends.reference.native.emit import F32, I32, I64, LANES, VECTOR
 from pagoda.backends.reference.native.jit import Kernel
 from pagoda.backends.reference.native.tiles import SIDE, Tiles, available
 

@@ -7,11 +7,11 @@ long each product takes. A row's sums have one order, whatever the number of row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
-from pagoda.backends.reference.native.emit import F32, I16, LANES, Emitter
+from pagoda.backends.reference.native.emit import F32, I16, I64, LANES, Emitter
 from pagoda.backends.reference.native.jit import Kernel
 from pagoda.backends.reference.native.tiles import SIDE, Tiles, available
 
@@ -23,6 +23,9 @@ PANELS: Final = 2
 
 _INPUTS: Final = 2 * SIDE
 _BLOCK: Final = 2 * SIDE
+_AHEAD: Final = 8
+"""Cache lines of the next panel that are asked for in each step of inputs."""
+
 _CACHED_BYTES: Final = 1 << 20
 """Of x, in a task's block of rows: half of the second cache."""
 
@@ -57,6 +60,7 @@ class _TileProduct:
         self.bias = e.pointer(6, F32) if bias else None
         panels = e.argument(7)
         self.tiles, self.sums = Tiles(e), e.variable(F32, _BLOCK * _BLOCK)
+        self.before = [e.variable(I64) for _ in range(2)]  # first row and panel of the sums
         pairs, _ = e.divmod(e.add(panels, PANELS - 1), PANELS)
         with e.tasks(before_return=self.tiles.release) as task:
             block, pair = e.divmod(task, pairs)
@@ -71,8 +75,7 @@ class _TileProduct:
         few = e.builder.icmp_signed("<=", rest, e.integer(SIDE))
         with e.builder.if_then(e.builder.icmp_signed("<", begin, whole)):
             self._configure(SIDE)
-            with e.loop(panel, last_panel) as number, e.loop(begin, whole, _BLOCK) as row:
-                self._square(row, number, e.integer(_BLOCK))
+            self._whole_blocks(begin, whole, panel, last_panel)
         with e.builder.if_then(e.builder.icmp_signed(">", rest, e.integer(0))), e.builder.if_else(few) as (less, more):
             with less:
                 self.tiles.configure([rest] * 5 + [SIDE] * 3)
@@ -80,14 +83,48 @@ class _TileProduct:
             with more:
                 self._configure(e.add(rest, -SIDE))
                 with e.loop(panel, last_panel) as number:
-                    self._square(whole, number, rest)
+                    self._square(whole, number, lambda step: None)
+                    self._write(whole, number, rest)
+
+    def _whole_blocks(self, begin: Any, end: Any, panel: Any, last: Any) -> None:
+        """Multiply blocks of 32 rows. The results of each are written while the next is multiplied.
+
+        The first block's place takes numbers without a meaning until then.
+        """
+        e = self.e
+        before = self.before
+        e.builder.store(begin, before[0])
+        e.builder.store(panel, before[1])
+        steps = self.width // _INPUTS
+        per_step = -(-_BLOCK // steps)
+        with e.loop(panel, last) as number, e.loop(begin, end, _BLOCK) as row:
+            written = [e.builder.load(each) for each in before]
+            ahead = e.mul(e.divmod(e.builder.sub(row, begin), _BLOCK)[0], steps * _AHEAD)
+
+            def beside(step: Any, written: Any = written, ahead: Any = ahead, number: Any = number) -> None:
+                for part in range(per_step):
+                    self._write_row(*written, e.least(e.add(e.mul(step, per_step), part), _BLOCK - 1))
+                self._fetch(e.add(number, 1), e.add(ahead, e.mul(step, _AHEAD)))
+
+            self._square(row, number, beside)
+            e.builder.store(row, before[0])
+            e.builder.store(number, before[1])
+        self._write(*(e.builder.load(each) for each in before), _BLOCK)
+
+    def _fetch(self, panel: Any, line: Any) -> None:
+        """Ask for some lines of a panel, if it has them."""
+        e = self.e
+        with e.builder.if_then(e.builder.icmp_signed("<", line, e.integer(self.width))):
+            start = e.mul(e.add(e.mul(panel, self.width), line), COLUMNS)
+            for number in range(_AHEAD):
+                e.prefetch(e.at(self.panels, e.add(start, number * COLUMNS)))
 
     def _configure(self, second: Any) -> None:
         """Set tiles for two by two: `second` rows in the lower ones."""
         self.tiles.configure([SIDE, SIDE, second, second, SIDE, second, SIDE, SIDE])
 
-    def _square(self, row: Any, panel: Any, rows: Any) -> None:
-        """Multiply up to 32 rows with one panel."""
+    def _square(self, row: Any, panel: Any, beside: Callable[[Any], None]) -> None:
+        """Store the sums of up to 32 rows with one panel. `beside`: builds what else each step does."""
         e, tiles = self.e, self.tiles
         for register in range(4):
             tiles.zero(register)
@@ -97,9 +134,9 @@ class _TileProduct:
                 self._load_panel(6 + part, panel, part, step)
             for register in range(4):
                 tiles.add_products(register, 4 + register // 2, 6 + register % 2)
+            beside(step)
         for register in range(4):
             self._keep(register, register // 2, register % 2)
-        self._write(row, panel, rows)
 
     def _flat(self, row: Any, rows: Any, panel: Any, last: Any) -> None:
         """Multiply up to 16 rows with one or two panels."""
@@ -144,16 +181,17 @@ class _TileProduct:
 
     def _write(self, first: Any, panel: Any, rows: Any) -> None:
         """Write results from a block of sums."""
+        with self.e.loop(0, rows) as row:
+            self._write_row(first, panel, row)
+
+    def _write_row(self, first: Any, panel: Any, row: Any) -> None:
         e = self.e
-        columns = [e.add(e.mul(panel, COLUMNS), part) for part in range(0, COLUMNS, LANES)]
-        bias = None if self.bias is None else [e.load(self.bias, column) for column in columns]
-        with e.loop(0, rows) as row:
-            start = e.mul(e.add(first, row), self.out_stride)
-            for part, column in enumerate(columns):
-                value = e.load(self.sums, e.add(e.mul(row, COLUMNS), part * LANES))
-                value = value if bias is None else e.builder.fadd(value, bias[part])
-                place = e.add(start, column)
-                if self.out.type.pointee == I16:
-                    e.store_bfloat16(value, self.out, place)
-                else:
-                    e.store(value, self.out, place)
+        start = e.mul(e.add(first, row), self.out_stride)
+        for part in range(0, COLUMNS, LANES):
+            column = e.add(e.mul(panel, COLUMNS), part)
+            value = e.load(self.sums, e.add(e.mul(row, COLUMNS), part))
+            value = value if self.bias is None else e.builder.fadd(value, e.load(self.bias, column))
+            if self.out.type.pointee == I16:
+                e.store_bfloat16(value, self.out, e.add(start, column))
+            else:
+                e.store(value, self.out, e.add(start, column))
