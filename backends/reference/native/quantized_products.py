@@ -21,12 +21,16 @@ from typing import Final, Literal
 
 from pagoda.backends.reference.native.ir_text import Function
 from pagoda.backends.reference.native.jit import Kernel
+from pagoda.backends.reference.native.tiles import TILE_BYTES, TILE_CONFIG_BYTES, TILE_ROWS_AT, TILE_WIDTHS_AT
 
 QUAD: Final = 4
 """Inputs per instruction and output."""
 
 ROW_BLOCKS: Final = (8, 4, 2, 1)
 """Rows that are multiplied with a vector of weights once it is in a register."""
+
+MATRIX_ROWS: Final = 16
+"""Rows that a matrix tile of the processor (AMX) multiplies. They take the same sums."""
 
 FACTOR_BYTES: Final = 16
 """Of a row's group: its scale, the first value of its integer sums, its scale times the sum of its numbers."""
@@ -71,7 +75,7 @@ class Argument(IntEnum):
     TILES = auto()
     TILE_STEP = auto()  # tiles of a task
     TILE_TASKS = auto()  # tasks of a panel of rows
-    PANEL = auto()  # rows of a panel, a multiple of ROW_BLOCKS[0]
+    PANEL = auto()  # rows of a panel, a multiple of MATRIX_ROWS
     TASKS = auto()
 
 
@@ -91,11 +95,19 @@ class ProductForm:
     e2m1: bool = False  # 4 bits are a float; else an integer
     precise: bool = False  # activations of 16 bits, as two rows of 8
     lanes: Literal[8, 16] = 16
+    matrix_tiles: bool = False  # 16 rows at a time by AMX; needs 16 lanes and a constant number of chunks of 32
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """ROW_BLOCKS, with both rows of an activation in one block."""
-        return ROW_BLOCKS[:-1] if self.precise else ROW_BLOCKS
+        """Rows that are multiplied at a time; both rows of an activation are in one block."""
+        vectors = ROW_BLOCKS[:-1] if self.precise else ROW_BLOCKS
+        return (MATRIX_ROWS, *vectors) if self.matrix_tiles else vectors
+
+    @property
+    def matrix_inputs(self) -> int:
+        """Inputs that one product of matrix tiles sums over: whole tiles where a group has them."""
+        assert self.chunks is not None
+        return self.chunk * (2 if self.chunks % 2 == 0 else 1)
 
     @property
     def chunk_bytes(self) -> int:
@@ -129,6 +141,8 @@ def module(form: ProductForm) -> str:
             for real in _BYTES
         ),
     ]
+    if form.matrix_tiles:
+        declarations += _matrix_declarations(form)
     functions = [_rounding(form, attributes), *(_tile(form, rows, attributes) for rows in form.row_blocks)]
     return "\n".join([*declarations, *functions, _kernel(form, attributes)])
 
@@ -243,6 +257,8 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
                 f.do('call void asm sideeffect "", "~{memory}"()')
         return sums
 
+    scratch = _matrix_scratch(f) if rows == MATRIX_ROWS else ""
+
     def group(index: str, carried: Sequence[str]) -> list[str]:
         offset = f.let(f"mul i64 {index}, {FACTOR_BYTES}")
         factors = [f.at(row, offset) for row in factors_of]
@@ -251,7 +267,9 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
             first = f.splat("i32", f.load("i32", f.at(factors[row], 4)), lanes) if form.zero else "zeroinitializer"
             firsts += [first, *["zeroinitializer"] * (parts - 1)]
         begin = f.let(f"mul i64 {index}, {chunks}")
-        if form.chunks == 1:
+        if rows == MATRIX_ROWS:
+            sums = _matrix_sums(f, form, scratch, begin, inputs, firsts)
+        elif form.chunks == 1:
             sums = chunk(begin, firsts)
         else:
             sums = f.loop(begin, f.let(f"add i64 {begin}, {chunks}"), chunk, [(ints, first) for first in firsts])
@@ -288,6 +306,66 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
         f.do(f"call void @llvm.masked.store.v{lanes}{_SUFFIX[form.out]}.p0({arguments})")
     f.do("ret void")
     return f.text
+
+
+_MATRIX_CONFIG: Final = "@matrix_config"
+_SUMS, _NUMBERS, _WEIGHTS = range(3)
+"""Registers of matrix tiles."""
+
+
+def _matrix_declarations(form: ProductForm) -> list[str]:
+    """Return the tile instructions, and the shapes of the three tiles."""
+    config = bytearray(TILE_CONFIG_BYTES)
+    config[0] = 1  # palette
+    quads = form.matrix_inputs // QUAD
+    for register, rows, width in ((_SUMS, MATRIX_ROWS, 64), (_NUMBERS, MATRIX_ROWS, 4 * quads), (_WEIGHTS, quads, 64)):
+        config[TILE_WIDTHS_AT + 2 * register], config[TILE_ROWS_AT + register] = width, rows
+    values = ", ".join(f"i8 {value}" for value in config)
+    return [
+        f"{_MATRIX_CONFIG} = internal constant [{len(config)} x i8] [{values}], align 64",
+        "declare void @llvm.x86.ldtilecfg(ptr)",
+        "declare void @llvm.x86.tilerelease()",
+        "declare void @llvm.x86.tilezero(i8)",
+        "declare void @llvm.x86.tileloadd64(i8, ptr, i64)",
+        "declare void @llvm.x86.tilestored64(i8, ptr, i64)",
+        "declare void @llvm.x86.tdpbsud(i8, i8, i8)",
+    ]
+
+
+def _matrix_scratch(f: Function) -> str:
+    """Return memory for a tile of sums, then one of weights."""
+    return f.let(f"alloca [{2 * TILE_BYTES} x i8], align 64")
+
+
+def _matrix_sums(
+    f: Function, form: ProductForm, scratch: str, begin: str, stride: str, firsts: Sequence[str]
+) -> list[str]:
+    """Return the sums of a group of 16 rows. `begin`: its first chunk; `stride`: bytes of a row of numbers."""
+    assert form.chunks is not None
+    ints, inputs = f"<{form.lanes} x i32>", form.matrix_inputs
+    per_product = inputs // form.chunk
+    f.do(f"call void @llvm.x86.tilezero(i8 {_SUMS})")
+    for step in range(form.chunks // per_product):
+        chunk = f.let(f"add i64 {begin}, {step * per_product}")
+        numbers = f.at("%numbers", f.let(f"mul i64 {chunk}, {form.chunk}"))
+        weights = f.at("%weights", f.let(f"mul i64 {chunk}, {form.chunk_bytes}"))
+        if form.bits < 8:
+            weights = _unpacked(f, form, weights, f.at(scratch, TILE_BYTES), per_product)
+        f.do(f"call void @llvm.x86.tileloadd64(i8 {_NUMBERS}, ptr {numbers}, i64 {stride})")
+        f.do(f"call void @llvm.x86.tileloadd64(i8 {_WEIGHTS}, ptr {weights}, i64 {4 * form.lanes})")
+        f.do(f"call void @llvm.x86.tdpbsud(i8 {_SUMS}, i8 {_NUMBERS}, i8 {_WEIGHTS})")
+    f.do(f"call void @llvm.x86.tilestored64(i8 {_SUMS}, ptr {scratch}, i64 {4 * form.lanes})")
+    sums = [f.load(ints, f.at(scratch, 4 * form.lanes * row)) for row in range(MATRIX_ROWS)]
+    return [f.let(f"add {ints} {sum_}, {first}") for sum_, first in zip(sums, firsts)] if form.zero else sums
+
+
+def _unpacked(f: Function, form: ProductForm, weights: str, into: str, chunks: int) -> str:
+    """Store numbers of fewer than 8 bits as bytes, and return where."""
+    for chunk in range(chunks):
+        for quad, vector in enumerate(_weights(f, form, f.at(weights, chunk * form.chunk_bytes))):
+            place = f.at(into, (chunk * form.chunk // QUAD + quad) * 4 * form.lanes)
+            f.store(f"<{form.lanes} x i32>", vector, place)
+    return into
 
 
 def _weights(f: Function, form: ProductForm, tile: str) -> Iterator[str]:
@@ -355,6 +433,8 @@ def _kernel(form: ProductForm, attributes: str) -> str:
     rows, groups, outputs = words[Argument.ROWS], words[Argument.GROUPS], words[Argument.OUTPUTS]
     stride = words[Argument.OUT_STRIDE]
     chunks = words[Argument.CHUNKS] if form.chunks is None else str(form.chunks)
+    if form.matrix_tiles:
+        f.do(f"call void @llvm.x86.ldtilecfg(ptr {_MATRIX_CONFIG})")
     all_chunks = f.let(f"mul i64 {groups}, {chunks}")
     inputs = f.let(f"mul i64 {all_chunks}, {form.chunk}")
     row_factors = f.let(f"mul i64 {groups}, {FACTOR_BYTES}")
@@ -418,5 +498,7 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         f.loop(first, last, one)
 
     f.claim(f.at("%words", 8 * Argument.TASKS_CLAIMED), words[Argument.TASKS], task)
+    if form.matrix_tiles:
+        f.do("call void @llvm.x86.tilerelease()")
     f.do("ret void")
     return f.text

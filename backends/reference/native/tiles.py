@@ -23,8 +23,8 @@ ROW_BYTES: Final = 64
 TILE_BYTES: Final = SIDE * ROW_BYTES
 REGISTERS: Final = 8
 
-_CONFIG_BYTES: Final = 64
-_WIDTHS_AT, _ROWS_AT = 16, 48
+TILE_CONFIG_BYTES: Final = 64
+TILE_WIDTHS_AT, TILE_ROWS_AT = 16, 48
 """Where a configuration has the bytes per row (16 bits each) and the rows (8 bits each) of the registers."""
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -47,12 +47,12 @@ class Tiles:
     """Tile instructions of the kernel that an emitter builds. Registers are numbered 0 to 7."""
 
     def __init__(self, emitter: Emitter) -> None:
-        self._e, self._config = emitter, emitter.variable(I8, _CONFIG_BYTES)
+        self._e, self._config = emitter, emitter.variable(I8, TILE_CONFIG_BYTES)
         e = emitter
-        for at in range(0, _CONFIG_BYTES, 8):
+        for at in range(0, TILE_CONFIG_BYTES, 8):
             e.builder.store(I64(1 if at == 0 else 0), self._place(at, I64))  # palette 1
         for register in range(REGISTERS):
-            e.builder.store(I16(ROW_BYTES), self._place(_WIDTHS_AT + 2 * register, I16))
+            e.builder.store(I16(ROW_BYTES), self._place(TILE_WIDTHS_AT + 2 * register, I16))
 
     def _place(self, at: int, kind: Any) -> Any:
         return self._e.builder.bitcast(self._e.at(self._config, at), kind.as_pointer())
@@ -61,7 +61,7 @@ class Tiles:
         """Set the rows of each register, i64 or int; clears all registers."""
         e = self._e
         for register, count in enumerate(rows):
-            e.builder.store(e.builder.trunc(e.integer(count), I8), self._place(_ROWS_AT + register, I8))
+            e.builder.store(e.builder.trunc(e.integer(count), I8), self._place(TILE_ROWS_AT + register, I8))
         self._do("ldtilecfg", self._config)
 
     def release(self) -> None:

@@ -22,10 +22,11 @@ from pagoda.backends.reference.model.quantized.groups import ScaledMatrix
 
 if importlib.util.find_spec("llvmlite"):
     from pagoda.backends.reference.native import jit
+    from pagoda.backends.reference.native import tiles as matrix_tiles
     from pagoda.backends.reference.native.quantized_products import (
         FACTOR_BYTES,
+        MATRIX_ROWS,
         QUAD,
-        ROW_BLOCKS,
         Argument,
         ProductForm,
         Real,
@@ -90,6 +91,7 @@ class CompiledLinear:
             e2m1=form.e2m1,
             precise=self.precise,
             lanes=width,
+            matrix_tiles=width == MATRIX_ROWS and chunk == _CHUNK and matrix_tiles.available("amx-int8"),
         )
         self.kernel, self.dtype, self.out = product(self.form), x, out
         self.order = None if matrix.order is None else torch.from_numpy(matrix.order.astype(np.int64))
@@ -116,8 +118,8 @@ class CompiledLinear:
             words[field] = 0 if tensor is None else tensor.data_ptr()
         words[Argument.GROUPS], words[Argument.CHUNKS] = self.groups, chunks
         words[Argument.OUTPUTS], words[Argument.TILES] = self.outputs, self.tiles
-        panel = max(1, _PANEL_BYTES // self.padded // ROW_BLOCKS[0])
-        words[Argument.PANEL] = panel * ROW_BLOCKS[0]
+        panel = max(1, _PANEL_BYTES // self.padded // MATRIX_ROWS)
+        words[Argument.PANEL] = panel * MATRIX_ROWS
         return words
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
