@@ -166,7 +166,7 @@ class _TileProduct:
     def _load_rows(self, register: int, row: Any, step: Any) -> None:
         e = self.e
         place = e.at(self.x, e.add(e.mul(row, self.stride), e.mul(step, _INPUTS)))
-        self.tiles.load(register, place, e.mul(self.stride, 2))
+        self.tiles.load(register, place, e.mul(self.stride, 2), once=True)
 
     def _load_panel(self, register: int, panel: Any, part: int, step: Any) -> None:
         """Load the weights of 16 outputs of a panel."""

@@ -71,9 +71,9 @@ class Tiles:
     def zero(self, register: int) -> None:
         self._do("tilezero", I8(register))
 
-    def load(self, register: int, address: Any, stride: Any) -> None:
-        """Load rows that are `stride` bytes apart."""
-        self._do("tileloadd64", I8(register), address, self._e.integer(stride))
+    def load(self, register: int, address: Any, stride: Any, *, once: bool = False) -> None:
+        """Load rows that are `stride` bytes apart. `once`: they need not stay in the first cache."""
+        self._do("tileloaddt164" if once else "tileloadd64", I8(register), address, self._e.integer(stride))
 
     def store(self, register: int, address: Any, stride: Any) -> None:
         """Store rows `stride` bytes apart."""
