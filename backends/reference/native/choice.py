@@ -53,7 +53,7 @@ def cache_file() -> Path:
 
 @cache
 def _choice(width: int, path: Path) -> bool:
-    key = f"{_processor()}, torch {torch.__version__}, {width} inputs"
+    key = f"{_processor()}, torch {torch.__version__}, {width} inputs, {products.instructions(width)}"
     known = _read(path)
     if key not in known:
         known[key] = faster(width)

@@ -18,7 +18,7 @@ from pagoda.common.engine.step import Int32
 
 _AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
 if TYPE_CHECKING or _AVAILABLE:
-    from pagoda.backends.reference.native import choice, paired_attention, products, rows
+    from pagoda.backends.reference.native import choice, paired_attention, products, rows, tile_attention
     from pagoda.backends.reference.native.attention import Shape, decode_kernel, prefill_kernel
     from pagoda.backends.reference.native.emit import LANES
     from pagoda.backends.reference.native.jit import Kernel, allocate
@@ -216,12 +216,16 @@ class PagedAttend:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        paired = paired_attention.supported(shape)
+        paired, tiled = paired_attention.supported(shape), tile_attention.supported(shape)
         self._decodes_paired = paired_attention.decodes(shape)
         self._decode = paired_attention.decode_kernel(shape) if self._decodes_paired else decode_kernel(shape)
         if self._decodes_paired:  # compiled before the first request, not with it
-            self._prefix = paired_attention.prefix_kernel(shape), paired_attention.decode_kernel(shape, resumes=True)
-        self._prefill = paired_attention.prompt_kernel(shape) if paired else prefill_kernel(shape)
+            prefix_kernel = tile_attention.prefix_kernel if tiled else paired_attention.prefix_kernel
+            self._prefix = prefix_kernel(shape), paired_attention.decode_kernel(shape, resumes=True)
+        if tiled:
+            self._prefill = tile_attention.prompt_kernel(shape)
+        else:
+            self._prefill = paired_attention.prompt_kernel(shape) if paired else prefill_kernel(shape)
         self.tile_tokens = shape.tile_tokens
 
     def __call__(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.native import tile_products
 from pagoda.backends.reference.native.emit import F32, I16, LANES, VECTOR, Emitter
 from pagoda.backends.reference.native.jit import Kernel, allocate, has_feature
 
@@ -25,6 +26,11 @@ _BLOCKS: Final = (12, 8, 4, 2, 1)
 def supported(columns: int) -> bool:
     """Whether the processor has the instructions; `columns`: inputs of the matrix, which are taken in pairs."""
     return has_feature("avx512bf16") and columns % 2 == 0
+
+
+def instructions(columns: int) -> str:
+    """Return what a supported product computes with."""
+    return "tiles" if tile_products.supported(columns) else "pairs"
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -53,7 +59,9 @@ class PackedProduct:
         self.panels, self.result = pack(weight), result
         self.padded = len(self.panels) * COLUMNS
         self.bias = None if bias is None else F.pad(bias.float(), (0, self.padded - self.outputs))
-        self._kernel = product_kernel(self.width, bfloat16=result == torch.bfloat16, bias=bias is not None)
+        self._tiled = tile_products.supported(self.width)
+        compiled = tile_products.tile_product_kernel if self._tiled else product_kernel
+        self._kernel = compiled(self.width, bfloat16=result == torch.bfloat16, bias=bias is not None)
         self._packed = self.panels.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -61,9 +69,14 @@ class PackedProduct:
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = allocate(x.shape[0], self.padded, dtype=self.result)
         panels, bias = self._packed
-        arguments = x.shape[0], x.data_ptr(), x.stride(0), panels, out.data_ptr(), self.padded, bias
-        self._kernel(arguments, len(self.panels), torch.get_num_threads())
+        arguments = x.shape[0], x.data_ptr(), x.stride(0), panels, out.data_ptr(), self.padded, bias, len(self.panels)
+        self._kernel(arguments, self._tasks(x.shape[0]), torch.get_num_threads())
         return out if self.padded == self.outputs else out[:, : self.outputs].contiguous()
+
+    def _tasks(self, rows: int) -> int:
+        if not self._tiled:
+            return len(self.panels)
+        return -(-rows // tile_products.task_rows(self.width)) * -(-len(self.panels) // tile_products.PANELS)
 
 
 class _Product:

@@ -21,12 +21,16 @@ from typing import Final, Literal
 
 from pagoda.backends.reference.native.ir_text import Function
 from pagoda.backends.reference.native.jit import Kernel
+from pagoda.backends.reference.native.tiles import TILE_BYTES, TILE_CONFIG_BYTES, TILE_ROWS_AT, TILE_WIDTHS_AT
 
 QUAD: Final = 4
 """Inputs per instruction and output."""
 
 ROW_BLOCKS: Final = (8, 4, 2, 1)
 """Rows that are multiplied with a vector of weights once it is in a register."""
+
+MATRIX_ROWS: Final = 16
+"""Rows that a matrix tile of the processor (AMX) multiplies. They take the same sums."""
 
 FACTOR_BYTES: Final = 16
 """Of a row's group: its scale, the first value of its integer sums, its scale times the sum of its numbers."""
@@ -71,7 +75,7 @@ class Argument(IntEnum):
     TILES = auto()
     TILE_STEP = auto()  # tiles of a task
     TILE_TASKS = auto()  # tasks of a panel of rows
-    PANEL = auto()  # rows of a panel, a multiple of ROW_BLOCKS[0]
+    PANEL = auto()  # rows of a panel, a multiple of MATRIX_ROWS
     TASKS = auto()
 
 
@@ -91,11 +95,24 @@ class ProductForm:
     e2m1: bool = False  # 4 bits are a float; else an integer
     precise: bool = False  # activations of 16 bits, as two rows of 8
     lanes: Literal[8, 16] = 16
+    matrix_groups: int = 0  # groups of a row, for AMX; 0: without. Needs 16 lanes and a constant number of chunks of 32
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """ROW_BLOCKS, with both rows of an activation in one block."""
-        return ROW_BLOCKS[:-1] if self.precise else ROW_BLOCKS
+        """Rows that are multiplied at a time; both rows of an activation are in one block."""
+        vectors = ROW_BLOCKS[:-1] if self.precise else ROW_BLOCKS
+        return (MATRIX_ROWS, *vectors) if self.matrix_groups else vectors
+
+    @property
+    def matrix_inputs(self) -> int:
+        """Inputs that one product of matrix tiles sums over: whole tiles where a group has them."""
+        return self.chunk * (2 if self.group % (2 * self.chunk) == 0 else 1)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        assert self.chunks is not None
+        return self.chunk * self.chunks
 
     @property
     def chunk_bytes(self) -> int:
@@ -129,7 +146,10 @@ def module(form: ProductForm) -> str:
             for real in _BYTES
         ),
     ]
-    functions = [_rounding(form, attributes), *(_tile(form, rows, attributes) for rows in form.row_blocks)]
+    functions = [_rounding(form, attributes), *(_tile(form, rows, attributes) for rows in ROW_BLOCKS)]
+    if form.matrix_groups:
+        declarations += _matrix_declarations(form)
+        functions.append(_matrix_tile(form, attributes))
     return "\n".join([*declarations, *functions, _kernel(form, attributes)])
 
 
@@ -212,15 +232,18 @@ def _rounding(form: ProductForm, attributes: str) -> str:
     return f.text
 
 
+def _tile_signature(form: ProductForm, rows: int) -> str:
+    return (
+        f"internal void @tile_{rows}(ptr %weights, ptr %scales, ptr %offsets, ptr %by, ptr %bias, ptr %numbers, "
+        f"ptr %factors, ptr %out, i64 %groups, i64 %chunks, i64 %stride, <{form.lanes} x i1> %mask)"
+    )
+
+
 def _tile(form: ProductForm, rows: int, attributes: str) -> str:
     """Return `tile_<rows>`: a tile's outputs for this many rows."""
     lanes = form.lanes
     ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
-    f = Function(
-        f"internal void @tile_{rows}(ptr %weights, ptr %scales, ptr %offsets, ptr %by, ptr %bias, ptr %numbers, "
-        f"ptr %factors, ptr %out, i64 %groups, i64 %chunks, i64 %stride, <{lanes} x i1> %mask)",
-        f"noinline {attributes}",
-    )
+    f = Function(_tile_signature(form, rows), f"noinline {attributes}")
     chunks = "%chunks" if form.chunks is None else str(form.chunks)
     inputs = f.let(f"mul i64 %groups, {f.let(f'mul i64 {chunks}, {form.chunk}')}")
     row_factors = f.let(f"mul i64 %groups, {FACTOR_BYTES}")
@@ -255,24 +278,44 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
             sums = chunk(begin, firsts)
         else:
             sums = f.loop(begin, f.let(f"add i64 {begin}, {chunks}"), chunk, [(ints, first) for first in firsts])
-        entries = f.let(f"mul i64 {index}, {lanes * 2}")
-        scale = _halves(f, f.at("%scales", entries), lanes) if form.grouped else ""
-        shift = _halves(f, f.at("%offsets", entries), lanes) if form.offsets else ""
-        totals = []
+        whole = []
         for row in range(rows):
             sum_ = sums[row * parts]
             for part in range(1, parts):
                 sum_ = f.let(f"add {ints} {sum_}, {sums[row * parts + part]}")
-            by = f.splat("float", f.load("float", factors[row]), lanes)
-            by = f.let(f"fmul {floats} {scale}, {by}") if form.grouped else by
-            total = _fma(f, lanes, f.let(f"sitofp {ints} {sum_} to {floats}"), by, carried[row])
-            if form.offsets:
-                row_sum = f.splat("float", f.load("float", f.at(factors[row], 8)), lanes)
-                total = _fma(f, lanes, shift, row_sum, total)
-            totals.append(total)
-        return totals
+            whole.append(sum_)
+        return _scaled(f, form, index, whole, factors, carried)
 
     totals = f.loop("0", "%groups", group, [(floats, "zeroinitializer")] * rows)
+    _write(f, form, totals)
+    return f.text
+
+
+def _scaled(
+    f: Function, form: ProductForm, index: str, sums: Sequence[str], factors: Sequence[str], totals: Sequence[str]
+) -> list[str]:
+    """Return totals with the integer sums of a group added. `factors`: of the group, by row."""
+    lanes = form.lanes
+    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+    entries = f.let(f"mul i64 {index}, {lanes * 2}")
+    scale = _halves(f, f.at("%scales", entries), lanes) if form.grouped else ""
+    shift = _halves(f, f.at("%offsets", entries), lanes) if form.offsets else ""
+    results = []
+    for sum_, of_row, total in zip(sums, factors, totals):
+        by = f.splat("float", f.load("float", of_row), lanes)
+        by = f.let(f"fmul {floats} {scale}, {by}") if form.grouped else by
+        result = _fma(f, lanes, f.let(f"sitofp {ints} {sum_} to {floats}"), by, total)
+        if form.offsets:
+            row_sum = f.splat("float", f.load("float", f.at(of_row, 8)), lanes)
+            result = _fma(f, lanes, shift, row_sum, result)
+        results.append(result)
+    return results
+
+
+def _write(f: Function, form: ProductForm, totals: Sequence[str]) -> None:
+    """Write the results of rows, and return from the function."""
+    lanes = form.lanes
+    floats = f"<{lanes} x float>"
     by, bias = f.load(floats, "%by"), "zeroinitializer"
     if form.biased:
         load = f"@llvm.masked.load.v{lanes}f32.p0(ptr %bias, i32 4, <{lanes} x i1> %mask, {floats} zeroinitializer)"
@@ -287,7 +330,85 @@ def _tile(form: ProductForm, rows: int, attributes: str) -> str:
         arguments = f"<{lanes} x {form.out}> {value}, ptr {place}, i32 {_BYTES[form.out]}, <{lanes} x i1> %mask"
         f.do(f"call void @llvm.masked.store.v{lanes}{_SUFFIX[form.out]}.p0({arguments})")
     f.do("ret void")
+
+
+_MATRIX_CONFIG: Final = "@matrix_config"
+_SUMS, _NUMBERS, _WEIGHTS = range(3)
+"""Registers of matrix tiles."""
+
+
+def _matrix_declarations(form: ProductForm) -> list[str]:
+    """Return the tile instructions, and the shapes of the three tiles."""
+    config = bytearray(TILE_CONFIG_BYTES)
+    config[0] = 1  # palette
+    quads = form.matrix_inputs // QUAD
+    for register, rows, width in ((_SUMS, MATRIX_ROWS, 64), (_NUMBERS, MATRIX_ROWS, 4 * quads), (_WEIGHTS, quads, 64)):
+        config[TILE_WIDTHS_AT + 2 * register], config[TILE_ROWS_AT + register] = width, rows
+    values = ", ".join(f"i8 {value}" for value in config)
+    return [
+        f"{_MATRIX_CONFIG} = internal constant [{len(config)} x i8] [{values}], align 64",
+        "declare void @llvm.x86.ldtilecfg(ptr)",
+        "declare void @llvm.x86.tilerelease()",
+        "declare void @llvm.x86.tilezero(i8)",
+        "declare void @llvm.x86.tileloadd64(i8, ptr, i64)",
+        "declare void @llvm.x86.tilestored64(i8, ptr, i64)",
+        "declare void @llvm.x86.tdpbsud(i8, i8, i8)",
+    ]
+
+
+def _matrix_tile(form: ProductForm, attributes: str) -> str:
+    """Return `tile_16`: as `_tile`, by AMX, with %weights of 8 bits.
+
+    The sums of a group are read while the next is multiplied: what a tile has stored must reach the cache first.
+    """
+    lanes, groups, group = form.lanes, form.matrix_groups, form.group
+    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+    f = Function(_tile_signature(form, MATRIX_ROWS), f"noinline {attributes}")
+    scratch = f.let(f"alloca [{2 * TILE_BYTES} x i8], align 64")
+
+    def sums_at(index: str) -> str:
+        return f.at(scratch, f.let(f"mul i64 {f.let(f'and i64 {index}, 1')}, {TILE_BYTES}"))
+
+    def multiply(index: str) -> None:
+        f.do(f"call void @llvm.x86.tilezero(i8 {_SUMS})")
+        for step in range(0, group, form.matrix_inputs):
+            inputs = f.let(f"add i64 {f.let(f'mul i64 {index}, {group}')}, {step}")
+            numbers, weights = f.at("%numbers", inputs), f.at("%weights", f.let(f"mul i64 {inputs}, {lanes}"))
+            f.do(f"call void @llvm.x86.tileloadd64(i8 {_NUMBERS}, ptr {numbers}, i64 {groups * group})")
+            f.do(f"call void @llvm.x86.tileloadd64(i8 {_WEIGHTS}, ptr {weights}, i64 {QUAD * lanes})")
+            f.do(f"call void @llvm.x86.tdpbsud(i8 {_SUMS}, i8 {_NUMBERS}, i8 {_WEIGHTS})")
+        f.do(f"call void @llvm.x86.tilestored64(i8 {_SUMS}, ptr {sums_at(index)}, i64 {4 * lanes})")
+
+    def add(index: str, totals: Sequence[str]) -> list[str]:
+        stored, entry = sums_at(index), f.at("%factors", f.let(f"mul i64 {index}, {FACTOR_BYTES}"))
+        factors = [f.at(entry, row * groups * FACTOR_BYTES) for row in range(MATRIX_ROWS)]
+        sums = [f.load(ints, f.at(stored, 4 * lanes * row)) for row in range(MATRIX_ROWS)]
+        if form.zero:
+            firsts = [f.splat("i32", f.load("i32", f.at(of_row, 4)), lanes) for of_row in factors]
+            sums = [f.let(f"add {ints} {sum_}, {first}") for sum_, first in zip(sums, firsts)]
+        return _scaled(f, form, index, sums, factors, totals)
+
+    def step(index: str, totals: Sequence[str]) -> list[str]:
+        multiply(index)
+        return add(f.let(f"sub i64 {index}, 1"), totals)
+
+    multiply("0")
+    totals = f.loop("1", str(groups), step, [(floats, "zeroinitializer")] * MATRIX_ROWS)
+    _write(f, form, add(str(groups - 1), totals))
     return f.text
+
+
+def _unpack(f: Function, form: ProductForm, tile: str, into: str) -> None:
+    """Store a tile's numbers of fewer than 8 bits as bytes."""
+    vector = QUAD * form.lanes
+
+    def chunk(index: str, _: Sequence[str]) -> list[str]:
+        first = f.at(into, f.let(f"mul i64 {index}, {form.chunk * form.lanes}"))
+        for quad, numbers in enumerate(_weights(f, form, f.at(tile, f.let(f"mul i64 {index}, {form.chunk_bytes}")))):
+            f.store(f"<{form.lanes} x i32>", numbers, f.at(first, quad * vector))
+        return []
+
+    f.loop("0", str(form.matrix_groups * form.group // form.chunk), chunk)
 
 
 def _weights(f: Function, form: ProductForm, tile: str) -> Iterator[str]:
@@ -346,6 +467,9 @@ def _kernel(form: ProductForm, attributes: str) -> str:
     """
     lanes, out_bytes, per_row = form.lanes, _BYTES[form.out], 2 if form.precise else 1
     f = Function("void @kernel(ptr %words)", attributes)
+    unpacked = ""
+    if form.matrix_groups and form.bits < 8:
+        unpacked = f.let(f"alloca [{form.matrix_groups * form.group * lanes} x i8], align 64")
     words = {field: f.load("i64", f.at("%words", 8 * field), 8) for field in Argument if field > Argument.TASKS_CLAIMED}
     pointers = {
         field: f.let(f"inttoptr i64 {word} to ptr")
@@ -355,6 +479,8 @@ def _kernel(form: ProductForm, attributes: str) -> str:
     rows, groups, outputs = words[Argument.ROWS], words[Argument.GROUPS], words[Argument.OUTPUTS]
     stride = words[Argument.OUT_STRIDE]
     chunks = words[Argument.CHUNKS] if form.chunks is None else str(form.chunks)
+    if form.matrix_groups:
+        f.do(f"call void @llvm.x86.ldtilecfg(ptr {_MATRIX_CONFIG})")
     all_chunks = f.let(f"mul i64 {groups}, {chunks}")
     inputs = f.let(f"mul i64 {all_chunks}, {form.chunk}")
     row_factors = f.let(f"mul i64 {groups}, {FACTOR_BYTES}")
@@ -378,25 +504,38 @@ def _kernel(form: ProductForm, attributes: str) -> str:
     tile_scales = f.let(f"mul i64 {groups}, {lanes * 2}")
     lane_numbers = _constant("i64", range(lanes))
 
+    def bytes_of(weights: str, rows: str) -> str:
+        """Return a tile with numbers of 8 bits, where matrix tiles multiply any of the rows."""
+        if not unpacked:
+            return weights
+
+        def unpack(_: str, __: Sequence[str]) -> list[str]:
+            _unpack(f, form, weights, unpacked)
+            return []
+
+        f.loop("0", f.least(f.let(f"udiv i64 {rows}, {MATRIX_ROWS}"), "1"), unpack)
+        return unpacked
+
     def tile(number: str, first_row: str, last_row: str) -> None:
         weights = f.at(pointers[Argument.WEIGHTS], f.let(f"mul i64 {number}, {tile_bytes}"))
         entries = f.let(f"mul i64 {number}, {tile_scales}")
         first = f.let(f"mul i64 {number}, {lanes}")
         floats_before = f.let(f"mul i64 {first}, 4")
-        matrix = [weights, *(f.at(pointers[field], entries) for field in (Argument.SCALES, Argument.OFFSETS))]
+        matrix = [f.at(pointers[field], entries) for field in (Argument.SCALES, Argument.OFFSETS)]
         matrix += [f.at(pointers[field], floats_before) for field in (Argument.FACTORS, Argument.BIAS)]
         left = f.splat("i64", f.let(f"sub i64 {outputs}, {first}"), lanes)
         mask = f.let(f"icmp slt <{lanes} x i64> {lane_numbers}, {left}")
         begin, count = first_row, f.let(f"sub i64 {last_row}, {first_row}")
         for size in form.row_blocks:
+            own_weights = bytes_of(weights, count) if size == MATRIX_ROWS else weights
             end = f.let(f"add i64 {first_row}, {f.let(f'and i64 {count}, {-size}')}")
 
-            def block(row: str, _: Sequence[str], size: int = size) -> list[str]:
+            def block(row: str, _: Sequence[str], size: int = size, own_weights: str = own_weights) -> list[str]:
                 of_x = f.let(f"udiv i64 {row}, {per_row}")
                 cell = f.let(f"add i64 {f.let(f'mul i64 {of_x}, {stride}')}, {first}")
                 own = [of_row(Argument.NUMBERS, row, inputs), of_row(Argument.ROW_FACTORS, row, row_factors)]
                 own.append(f.at(pointers[Argument.OUT], f.let(f"mul i64 {cell}, {out_bytes}")))
-                pointed = ", ".join(f"ptr {each}" for each in (*matrix, *own))
+                pointed = ", ".join(f"ptr {each}" for each in (own_weights, *matrix, *own))
                 sizes = f"i64 {groups}, i64 {words[Argument.CHUNKS]}, i64 {stride}, <{lanes} x i1> {mask}"
                 f.do(f"call void @tile_{size}({pointed}, {sizes})")
                 return []
@@ -418,5 +557,7 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         f.loop(first, last, one)
 
     f.claim(f.at("%words", 8 * Argument.TASKS_CLAIMED), words[Argument.TASKS], task)
+    if form.matrix_groups:
+        f.do("call void @llvm.x86.tilerelease()")
     f.do("ret void")
     return f.text

@@ -21,11 +21,11 @@ from torch import Tensor
 from pagoda.backends.reference.model.quantized.groups import ScaledMatrix
 
 if importlib.util.find_spec("llvmlite"):
-    from pagoda.backends.reference.native import jit
+    from pagoda.backends.reference.native import jit, tiles
     from pagoda.backends.reference.native.quantized_products import (
         FACTOR_BYTES,
+        MATRIX_ROWS,
         QUAD,
-        ROW_BLOCKS,
         Argument,
         ProductForm,
         Real,
@@ -77,6 +77,7 @@ class CompiledLinear:
         self.padding = -self.inputs % chunk
         padded = self.inputs + self.padding
         group = form.group if form.grouped else next(size for size in _GROUPS if padded % size == 0)
+        tiled = width == MATRIX_ROWS and chunk == _CHUNK and tiles.available("amx-int8")
         self.form = ProductForm(
             bits=form.bits,
             zero=form.zero,
@@ -90,12 +91,12 @@ class CompiledLinear:
             e2m1=form.e2m1,
             precise=self.precise,
             lanes=width,
+            matrix_groups=padded // group if tiled else 0,
         )
         self.kernel, self.dtype, self.out = product(self.form), x, out
         self.order = None if matrix.order is None else torch.from_numpy(matrix.order.astype(np.int64))
-        tiles = -(-self.outputs // width)
         self.groups, self.row_bytes = padded // group, padded + padded // group * FACTOR_BYTES
-        self.padded, self.tiles = padded, tiles
+        self.padded, self.tiles = padded, -(-self.outputs // width)
         self._arrays = _Packed.of(matrix, width, padded, chunk, None if bias is None else bias.float())
         self._words = self._constants(group // chunk)
 
@@ -116,8 +117,8 @@ class CompiledLinear:
             words[field] = 0 if tensor is None else tensor.data_ptr()
         words[Argument.GROUPS], words[Argument.CHUNKS] = self.groups, chunks
         words[Argument.OUTPUTS], words[Argument.TILES] = self.outputs, self.tiles
-        panel = max(1, _PANEL_BYTES // self.padded // ROW_BLOCKS[0])
-        words[Argument.PANEL] = panel * ROW_BLOCKS[0]
+        panel = max(1, _PANEL_BYTES // self.padded // MATRIX_ROWS)
+        words[Argument.PANEL] = panel * MATRIX_ROWS
         return words
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -184,14 +185,14 @@ class _Packed:
         if matrix.form.bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], -1).view(outputs, -1)
         numbers = F.pad(numbers, (0, padded - numbers.shape[1], 0, missing))
-        tiles = numbers.view(-1, width, padded // chunk, chunk // QUAD, QUAD).permute(0, 2, 3, 1, 4)
+        packed = numbers.view(-1, width, padded // chunk, chunk // QUAD, QUAD).permute(0, 2, 3, 1, 4)
         if matrix.form.bits < 8:
-            planes = [_side_by_side(tiles & 15, 4)]
+            planes = [_side_by_side(packed & 15, 4)]
             if matrix.form.bits > 4:
-                planes.append(_side_by_side(tiles >> 4, matrix.form.bits - 4))
-            tiles = torch.cat(planes, 2)
+                planes.append(_side_by_side(packed >> 4, matrix.form.bits - 4))
+            packed = torch.cat(planes, 2)
         return cls(
-            tiles.contiguous(),
+            packed.contiguous(),
             _tiled(matrix.scales, width),
             _tiled(matrix.offsets, width),
             F.pad(torch.from_numpy(matrix.factors), (0, missing)).contiguous(),
