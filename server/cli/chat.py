@@ -9,7 +9,7 @@ from typing import Final
 from pagoda.common.config.commands import OWN_SETTINGS, ChatConfig, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.http_client import ApiClient
-from pagoda.server.cli.terminal import MessageInput, TerminalCommand, TerminalReply, connect, show
+from pagoda.server.cli.terminal import Dialog, TerminalCommand, TerminalReply, connect
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["chat"]
@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
     chat: ChatConfig = build(ChatConfig, values, SETTINGS.values())
     client, model = connect(config)
     talk = TerminalConversation(chat.system_prompt or "")
-    typed = MessageInput(config, talk.commands())
-    if typed.interactive:
+    dialog = Dialog(config, talk.commands())
+    if dialog.interactive:
         print(f"{model} at {config.url}; /help lists the commands")
-    for message in typed.messages():
+    for message in dialog.messages():
         pieces = _answer(client, model, talk.with_message(message), config.max_tokens)
-        answer = show(pieces, interactive=typed.interactive)
+        answer = dialog.show(pieces)
         if answer is not None:
             talk.add(message, answer)
     return 0

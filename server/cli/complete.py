@@ -9,7 +9,7 @@ from typing import Final
 from pagoda.common.config.commands import OWN_SETTINGS, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.http_client import ApiClient
-from pagoda.server.cli.terminal import MessageInput, TerminalReply, connect, show
+from pagoda.server.cli.terminal import Dialog, TerminalReply, connect
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["complete"]
@@ -23,11 +23,11 @@ def run(args: argparse.Namespace) -> int:
     """Complete each text of the input, or the text of --quick. Returns 0. Raises ApiError."""
     config: ClientConfig = build(ClientConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
     client, model = connect(config)
-    typed = MessageInput(config)
-    if typed.interactive:
+    dialog = Dialog(config)
+    if dialog.interactive:
         print(f"{model} at {config.url}; /help lists the commands")
-    for prompt in typed.messages():
-        show(_completion(client, model, prompt, config.max_tokens), interactive=typed.interactive)
+    for prompt in dialog.messages():
+        dialog.show(_completion(client, model, prompt, config.max_tokens))
     return 0
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from pagoda.common.config.commands import ClientConfig
@@ -49,8 +51,46 @@ class TerminalCommand:
     run: Callable[[str], None]
 
 
-class MessageInput:
-    """The messages of a user: the text of --quick, or standard input, line by line.
+@dataclass(frozen=True, slots=True)
+class TerminalReply:
+    """A piece of an answer."""
+
+    text: str
+    reasoning: bool = False
+
+
+class CtrlC:
+    """Ctrl-C of an interactive program: one KeyboardInterrupt within `with ctrl_c:`, no effect elsewhere.
+
+    A second one, while the first is handled, therefore does not end the program.
+    """
+
+    def __init__(self) -> None:
+        self._raises = False
+
+    def __enter__(self) -> None:
+        self._raises = True
+
+    def __exit__(self, *_: object) -> None:
+        self._raises = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle SIGINT in this context, which the main thread enters."""
+        previous = signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _handle(self, _: int, frame: FrameType | None) -> None:
+        if self._raises:
+            self._raises = False
+            raise KeyboardInterrupt
+
+
+class Dialog:
+    """A dialog with a user, whose messages are the text of --quick, or standard input, line by line.
 
     On a terminal lines are edited and kept in a history, messages may have several lines, and commands are run.
     """
@@ -58,6 +98,7 @@ class MessageInput:
     def __init__(self, config: ClientConfig, commands: Mapping[str, TerminalCommand] | None = None) -> None:
         self._quick = config.quick
         self.interactive = config.quick is None and sys.stdin.isatty()
+        self._ctrl_c = CtrlC()
         help_command = TerminalCommand("/help", "lists the commands", lambda _: print(self._help()))
         self._commands = {"/help": help_command, **(commands or {})}
 
@@ -66,15 +107,36 @@ class MessageInput:
         if self._quick is not None:
             yield self._quick
         elif self.interactive:
-            with _editing():
+            with _editing(), self._ctrl_c.installed():
                 yield from self._typed()
         else:
             yield from filter(str.strip, _lines())
 
+    def show(self, pieces: Iterable[TerminalReply]) -> str | None:
+        """Print pieces as they arrive, reasoning dimmed. Return the content without reasoning.
+
+        On a terminal Ctrl-C stops the answer, and an error is printed; None if it came before any content.
+        """
+        content: list[str] = []
+        if not self.interactive:
+            _print_pieces(pieces, content)
+            return "".join(content)
+        try:
+            with self._ctrl_c:
+                _print_pieces(pieces, content)
+        except KeyboardInterrupt:
+            print("(stopped)")
+        except ApiError as error:
+            print(f"error: {error}")
+        else:
+            return "".join(content)
+        return "".join(content) or None
+
     def _typed(self) -> Iterator[str]:
         while True:
             try:
-                message = read_message()
+                with self._ctrl_c:
+                    message = read_message()
             except EOFError:
                 print()
                 return
@@ -151,35 +213,6 @@ def history_path() -> Path:
     """Return the file of the lines typed before."""
     folder = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     return Path(folder) / "pagoda" / "history"
-
-
-@dataclass(frozen=True, slots=True)
-class TerminalReply:
-    """A piece of an answer."""
-
-    text: str
-    reasoning: bool = False
-
-
-def show(pieces: Iterable[TerminalReply], *, interactive: bool = False) -> str | None:
-    """Print pieces as they arrive, reasoning dimmed. Return the content without reasoning.
-
-    `interactive`: Ctrl-C stops the answer, and an error is printed; None if it came before any content.
-    """
-    content: list[str] = []
-    try:
-        _print_pieces(pieces, content)
-    except KeyboardInterrupt:
-        if not interactive:
-            raise
-        print("(stopped)")
-    except ApiError as error:
-        if not interactive:
-            raise
-        print(f"error: {error}")
-    else:
-        return "".join(content)
-    return "".join(content) or None
 
 
 def _print_pieces(pieces: Iterable[TerminalReply], content: list[str]) -> None:

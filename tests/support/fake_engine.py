@@ -1,9 +1,9 @@
 """Engines over FakeBackend, for tests of everything above the engine. Run as a program, it is an engine process.
 
 The model's name says how it behaves: "fake" spells the alphabet (after z it ends), "fake:slow" takes its time,
-"fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang" never comes back from it,
-"fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has between [[ and ]],
-"fake:harmony" too, as a model of the family with that format.
+"fake:endless" too, for minutes, "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang"
+never comes back from it, "fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
+between [[ and ]], "fake:harmony" too, as a model of the family with that format.
 "fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
 """
 
@@ -39,6 +39,7 @@ WIDTH = 4
 CRASH_AT: int | None = 3
 """The step in which "fake:crash" fails."""
 MAX_LEN_SAY = 1024
+MAX_LEN_ENDLESS = 65_536
 
 
 def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
@@ -49,7 +50,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     if kind == "bug":
         raise KeyError("a bug")
     layout = full_layout(4)
-    max_len = MAX_LEN_SAY if kind in ("say", "harmony") else MAX_LEN
+    max_len = {"say": MAX_LEN_SAY, "harmony": MAX_LEN_SAY, "endless": MAX_LEN_ENDLESS}.get(kind, MAX_LEN)
     num_blocks = config.cache.num_gpu_blocks_override or max_len
     backend = FakeBackend(layout, num_blocks=num_blocks, next_token=NEXT.get(kind, alphabet))
     if kind == "crash":
@@ -118,7 +119,14 @@ def say(history: list[int]) -> int:
 
 _SCRIPT = re.compile(rb"\[\[(.*?)\]\].*?assistant:(?! )(?:</?think>\x1f)?", re.DOTALL)
 
-NEXT: dict[str, Callable[[list[int]], int]] = {"slow": slow, "exit": leave, "hang": hang, "say": say, "harmony": say}
+NEXT: dict[str, Callable[[list[int]], int]] = {
+    "slow": slow,
+    "endless": slow,
+    "exit": leave,
+    "hang": hang,
+    "say": say,
+    "harmony": say,
+}
 
 PROGRAM = (sys.executable, "-P", __file__)
 

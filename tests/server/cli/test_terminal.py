@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.watching import eventually
 
 from pagoda.server.cli import main
 from pagoda.server.cli.http_client import ApiClient
@@ -37,18 +38,31 @@ class Terminal:
 
     def until(self, text: str) -> str:
         """What was printed up to and including `text`."""
-        deadline = time.monotonic() + 30
+        assert self._wait(text, 60), f"no {text!r} in {self._read!r}"
+        shown, _, self._read = self._read.partition(text)
+        return shown + text
+
+    def discard_line(self) -> None:
+        """Press Ctrl-C at a prompt until it is answered: readline misses a signal that comes before it waits."""
+        for _ in range(60):
+            self.type(CTRL_C)
+            if self._wait("(Ctrl-D ends the program)\n> ", 2):
+                break
+        self.until("(Ctrl-D ends the program)\n> ")
+
+    def _wait(self, text: str, seconds: float) -> bool:
+        """True if `text` is printed within this time."""
+        deadline = time.monotonic() + seconds
         while text not in self._read:
-            ready = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
-            assert ready, f"no {text!r} in {self._read!r}"
+            if not select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
             try:
                 data = os.read(self._descriptor, 65536).decode()
             except OSError:
                 data = ""
             assert data, f"the program ended after {self._read!r}"
             self._read += re.sub(r"\x1b\[\?2004[hl]|\r", "", data)
-        shown, _, self._read = self._read.partition(text)
-        return shown + text
+        return True
 
 
 @contextmanager
@@ -68,7 +82,7 @@ def terminal(server: LiveServer, home: Path, command: str = "chat", *flags: str)
     os.close(theirs)
     try:
         yield Terminal(ours)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -156,22 +170,52 @@ def test_the_system_prompt_and_the_conversation(
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
-    with live_server("fake:slow") as server, terminal(server, tmp_path, "complete") as page:
+    with live_server("fake:endless") as server, terminal(server, tmp_path, "complete") as page:
         page.until(PROMPT)
-        page.type(f"never sent{CTRL_C}")
-        page.until(f"(Ctrl-D ends the program)\n{PROMPT}")
+        page.type("never sent")
+        page.until("never sent")
+        page.discard_line()
         page.type("a\n")
         page.until("bcd")
+        assert server.state.running
         page.type(CTRL_C)
-        assert "z" not in page.until(f"(stopped)\n{PROMPT}")
-        deadline = time.monotonic() + 10
-        while server.state.running:
-            assert time.monotonic() < deadline, "the request is aborted"
+        page.until(f"\n(stopped)\n{PROMPT}")
+        eventually(lambda: not server.state.running)
         page.type("p\n")
         page.until("bcd")
         page.type(CTRL_C)
-        page.until(PROMPT)
+        page.until(f"\n(stopped)\n{PROMPT}")
         page.type(CTRL_D)
+
+
+@pytest.mark.parametrize("at", ["(stopped)", "the conversation is empty"])
+def test_ctrl_c_between_answers_has_no_effect(
+    at: str, server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a second Ctrl-C, while an answer is stopped, nor one while a command is run ends the program."""
+    typed = iter(["one", "/clear", "two"])
+    shown: list[str] = []
+
+    def stream(client: ApiClient, path: str, body: dict[str, Any]) -> Iterator[Any]:
+        yield {"choices": [{"delta": {"content": "b"}}]}
+        signal.raise_signal(signal.SIGINT)
+        yield {"choices": [{"delta": {"content": "never shown"}}]}
+
+    def show(text: str = "", **_: Any) -> None:
+        shown.append(text)
+        if text == at:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(ApiClient, "stream", stream)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(typed, "/exit"))
+    monkeypatch.setattr("builtins.print", show)
+    before = signal.getsignal(signal.SIGINT)
+    assert main.main(["chat", "--url", f"{server.url}/v1"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    assert shown.count("(stopped)") == 2
+    assert "never shown" not in shown
 
 
 def test_an_error_does_not_end_the_conversation(server: LiveServer, tmp_path: Path) -> None:
