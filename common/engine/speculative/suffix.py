@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from pagoda.common.engine.speculative.proposer import DraftContext, Proposer
-from pagoda.common.engine.speculative.token_index import TokenIndex
+from pagoda.common.engine.speculative.token_index import TokenIndex, hashes_of
 from pagoda.common.engine.step import EMBEDDED
 
-LENGTHS: Final = (8, 4, 2)
-"""Suffixes that are looked up, the longest first; a shorter one only if those before have not occurred."""
+LENGTHS: Final = (2, 4, 8)
+"""Suffixes that are looked up, the longest first; a shorter one only if no longer one has occurred."""
 
 _OCCURRENCES: Final = 16
 """Occurrences of a suffix that are counted, at most: the newest."""
@@ -69,25 +70,27 @@ class SuffixProposer(Proposer):
             text.extend(context.outputs[known:])
         tail = text.tokens[-self._max_depth :].tolist()
         tail.extend(context.drafts)
-        own = self._best(text, tail, context.num_tokens)
-        past = max((self._best(part, tail, context.num_tokens) for part in self._past.parts), key=_score, default=own)
-        return (past if past.score > own.score else own).tokens
+        hashes = hashes_of(tail, LENGTHS)
+        best = _NOTHING
+        for searched in (text, *self._past.parts):
+            proposal = self._best(searched, tail, hashes, context.num_tokens)
+            if proposal.score > best.score:
+                best = proposal
+        return best.tokens
 
-    def _best(self, text: TokenIndex, tail: Sequence[int], most: int) -> _Proposal:
+    def _best(self, text: TokenIndex, tail: Sequence[int], hashes: Sequence[int], most: int) -> _Proposal:
         """Return the continuation of `tail` with the highest score, over the lengths of the suffix that is matched."""
-        for length in LENGTHS:
-            ends = []
-            for end in text.ends_of(tail, length):
-                ends.append(end)
-                if len(ends) == _OCCURRENCES:
-                    break
+        for index in range(len(hashes) - 1, -1, -1):
+            ends = list(islice(text.ends_of(tail, index, hashes[index]), _OCCURRENCES))
             if ends:
-                return self._of_occurrences(text, ends, tail, most)
+                return self._of_occurrences(text, ends, LENGTHS[index], tail, most)
         return _NOTHING
 
-    def _of_occurrences(self, text: TokenIndex, ends: list[int], tail: Sequence[int], most: int) -> _Proposal:
-        """Return the best proposal of the occurrences of a suffix: of all, or of those that match more than it."""
-        matched = [(text.match_length(end, tail, self._max_depth - 1), end) for end in ends]
+    def _of_occurrences(
+        self, text: TokenIndex, ends: list[int], least: int, tail: Sequence[int], most: int
+    ) -> _Proposal:
+        """Return the best proposal of the occurrences of `least` tokens: of all, or of those that match more."""
+        matched = [(text.match_length(end, tail, least, self._max_depth - 1), end) for end in ends]
         best = _NOTHING
         for length in sorted({length for length, _ in matched}, reverse=True):
             room = min(most, int(self._factor * length), self._max_depth - length)
