@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, make_batch
+from pagoda.backends.reference.execution import Embedded, make_batch, single_tokens
 from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
@@ -206,7 +206,8 @@ class ReferenceBackend:
     def _hidden_and_logits(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [T, D], and float32 logits [R, V] of the R tokens to be sampled."""
         assert self._decoder is not None
-        batch = make_batch(plan, self.layout)
+        records = isinstance(self._decoder, Decoder) and self._decoder.records(plan.num_tokens)
+        batch = make_batch(single_tokens(plan) if records else plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         hidden = self._decoder.hidden(token_ids, batch, self._caches, embedded)
