@@ -60,7 +60,6 @@ ContentFormat = Literal["auto", "openai", "string"]
 
 
 _OFFLOAD: Final = "weights are offloaded by cpu_offload_gb"
-_SPECULATION: Final = "speculative decoding is not in this version"
 REFUSED_KEYWORDS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params"), _OFFLOAD
@@ -68,7 +67,6 @@ REFUSED_KEYWORDS: Final[Mapping[str, str]] = {
     "enable_return_routed_experts": "the experts of a token are not reported",
     "return_sampling_mask": "the mask of sampled tokens is not reported",
     "quantization_config": "quantization has no settings beyond its method",
-    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
 }
 """Keyword of LLM without a setting -> reason."""
 

@@ -189,6 +189,7 @@ def resolve_limits(
         chunked,
         caching,
     )
+    speculative = config.extension.speculative
     limits = Limits(
         max_model_len=max_len,
         max_num_batched_tokens=tokens,
@@ -199,6 +200,8 @@ def resolve_limits(
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         policy=scheduler.policy,
         async_scheduling=scheduler.async_scheduling,
+        max_drafts=0 if speculative is None else speculative.num_speculative_tokens or 0,
+        max_draft_len=None if speculative is None else speculative.max_model_len,
     )
     return ResolvedLimits(limits, rows)
 

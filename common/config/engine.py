@@ -15,6 +15,7 @@ from pagoda.common.config.groups.observability import LoggingConfig, Observabili
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
+from pagoda.common.config.groups.speculative import SpeculativeConfig, speculative_of
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError
 
@@ -27,9 +28,25 @@ class ExtensionConfig:
 
     speculative_config: Mapping[str, Any] = option(
         {},
-        "Speculative decoding settings as JSON.",
+        "Speculative decoding settings as JSON: method (ngram, suffix, or one with a model), num_speculative_tokens, "
+        "model, prompt_lookup_min, prompt_lookup_max, disable_by_batch_size, max_model_len, suffix_decoding_*; "
+        "see docs/guides/speculative-decoding.md.",
         parse=json_object,
-        refused="speculative decoding is not in this version; drop it",
+    )
+    spec_method: str | None = option(
+        None,
+        "Method of speculative decoding; same as --speculative-config.method.",
+        maps_to=lambda method: {"speculative_config": {"method": method}},
+    )
+    spec_model: str | None = option(
+        None,
+        "Drafter of speculative decoding; same as --speculative-config.model.",
+        maps_to=lambda model: {"speculative_config": {"model": model}},
+    )
+    spec_tokens: int | None = option(
+        None,
+        "Drafts per sequence and step; same as --speculative-config.num_speculative_tokens.",
+        maps_to=lambda number: {"speculative_config": {"num_speculative_tokens": number}},
     )
     kv_transfer_config: Mapping[str, Any] = option(
         {}, "Settings of KV cache transfer between engines as JSON.", parse=json_object, refused=_NO_TRANSFER
@@ -62,6 +79,14 @@ class ExtensionConfig:
         "Serve token ids only; same as --skip-tokenizer-init.",
         maps_to=lambda on: {"skip_tokenizer_init": bool(on)},
     )
+
+    def __post_init__(self) -> None:
+        speculative_of(self.speculative_config)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """The settings of --speculative-config; None without speculation."""
+        return speculative_of(self.speculative_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +124,7 @@ class Limits:
     async_scheduling: bool = True
     max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
     device_drafts: bool = False  # drafts are guessed by a drafter model on the device
+    max_draft_len: int | None = None  # no drafts beyond this length of a sequence; None: up to max_model_len
 
     @property
     def max_decode_tokens(self) -> int:
@@ -120,6 +146,12 @@ class Limits:
             raise ConfigError("--scheduling-policy", f"{self.policy} is unknown; use fcfs or priority")
         if tokens < self.max_num_seqs:
             raise ConfigError("--max-num-batched-tokens", f"{tokens} is below --max-num-seqs {self.max_num_seqs}")
+        if self.max_drafts >= tokens:
+            raise ConfigError(
+                "--speculative-config",
+                f"num_speculative_tokens is {self.max_drafts}, but a step has {tokens} tokens; use fewer, or a larger "
+                "--max-num-batched-tokens",
+            )
         if self.chunked_prefill:
             return
         if tokens < self.max_model_len:

@@ -173,6 +173,7 @@ def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) ->
         "--cpu-offload-gb": config.cache.cpu_offload_gb > 0,
         "--quantization": model.runtime_quantization is not None,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
+        "--speculative-config": config.extension.speculative is not None,
     }
     for flag, is_set in refused.items():
         if is_set:

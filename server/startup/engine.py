@@ -37,6 +37,7 @@ from pagoda.common.backend import (
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.config.groups.speculative import SpeculativeConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
@@ -289,6 +290,7 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     config = resolved.config
     view = VllmConfigView(config, _planned(resolved), lambda: resolved.hf_config)
     options = backend_options(resolved, sampler_options(config, view, resolved.backend))
+    _check_method(config.extension.speculative)
     assembly = Assembly(scheduler_of(config), options)
     if config.cache.num_gpu_blocks_override is not None:
         stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
@@ -298,6 +300,12 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
         if num_blocks is not None:
             _fit(config, resolved.limits, resolved.layout, num_blocks)
     return assembly
+
+
+def _check_method(speculative: SpeculativeConfig | None) -> None:
+    """Raise ConfigError for a method of speculative decoding that is not implemented."""
+    if speculative is not None:
+        raise ConfigError("--speculative-config", f"method {speculative.method} is not in this version; drop it")
 
 
 def _planned(resolved: Resolved) -> EngineInfo:
