@@ -43,6 +43,7 @@ from pagoda.common.engine.batch_logits import BatchLogitsProcessor
 from pagoda.common.engine.core import MakeScheduler
 from pagoda.common.engine.sampling import LogitsProcessor, SamplerOptions
 from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.speculative.proposer import Drafter
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 
@@ -141,11 +142,14 @@ def _device(backend: str) -> tuple[Any, bool]:
     return torch.device("cuda" if on_gpu else "cpu"), on_gpu
 
 
-def scheduler_of(config: EngineConfig) -> MakeScheduler:
-    """Return the scheduler class, to be called with Limits and KvManager. Raise ConfigError if it is unsuitable."""
+def scheduler_of(config: EngineConfig, make_drafter: Callable[[], Drafter] | None = None) -> MakeScheduler:
+    """Return what makes schedulers, of --scheduler-cls if it is set. Raise ConfigError if that is unsuitable.
+
+    `make_drafter`: returns the drafter of each; None: no speculative decoding.
+    """
     name = config.scheduler.scheduler_cls
     if name is None:
-        return Scheduler
+        return Scheduler if make_drafter is None else lambda limits, kv: Scheduler(limits, kv, drafter=make_drafter())
     flag = "--scheduler-cls"
     scheduler = load(flag, name, SCHEDULERS)
     is_class = inspect.isclass(scheduler)
@@ -153,7 +157,12 @@ def scheduler_of(config: EngineConfig) -> MakeScheduler:
     if missing or not is_class:
         problem = f"it has no {', '.join(missing)}" if missing else "it is not a class"
         raise ConfigError(flag, f"{name} is not a scheduler, {problem}; subclass {Scheduler.__module__}.Scheduler")
-    return partial(scheduler, settings=config.extension.additional_config)
+    settings = config.extension.additional_config
+    if make_drafter is None:
+        return partial(scheduler, settings=settings)
+    if not issubclass(scheduler, Scheduler):
+        raise ConfigError(flag, f"{name} is no subclass of {Scheduler.__module__}.Scheduler; drop --speculative-config")
+    return lambda limits, kv: scheduler(limits, kv, settings=settings, drafter=make_drafter())
 
 
 def load(flag: str, name: str, group: str | None = None) -> Any:

@@ -17,7 +17,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeScheduler, make_kv_manager
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
+from pagoda.common.engine.messages import DraftStats, EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.step import StepPlan, StepResult
@@ -76,7 +76,10 @@ class ShardedScheduler:
 
     def schedule(self) -> ShardPlans | None:
         """Return the next step of every shard; None if no shard can compute anything."""
-        plans = tuple(shard.scheduler.schedule() for shard in self.shards)
+        schedulers = [shard.scheduler for shard in self.shards]
+        if any(isinstance(each, Scheduler) and each.awaits_drafts for each in schedulers):
+            return None
+        plans = tuple(each.schedule() for each in schedulers)
         return None if all(plan is None for plan in plans) else plans
 
     def token_masks(self, plan: ShardPlans) -> ShardMasks | None:
@@ -121,9 +124,10 @@ def _with_replica(output: EngineOutput, replica: int) -> EngineOutput:
 
 
 def _total_stats(replicas: list[EngineStats]) -> EngineStats:
-    summed = (name for name in EngineStats.__struct_fields__ if name != "replicas")
+    summed = (name for name in EngineStats.__struct_fields__ if name not in ("drafts", "replicas"))
     totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
-    return EngineStats(**totals, replicas=tuple(replicas))
+    drafts = [each.drafts for each in replicas if each.drafts is not None]
+    return EngineStats(**totals, drafts=sum(drafts, DraftStats()) if drafts else None, replicas=tuple(replicas))
 
 
 def sharded_core(

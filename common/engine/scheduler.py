@@ -151,13 +151,23 @@ class Scheduler:
             preemptions=self._preemptions,
             recompiles=self._recompiles,
             steps=self._steps,
+            drafts=None if self._drafter is None else self._drafter.stats(),
             last_step_tokens=last_step_tokens,
         )
 
     # --- planning ---
 
+    @property
+    def awaits_drafts(self) -> bool:
+        """True while no step is planned because the proposer waits for what becomes of the drafts in flight."""
+        if self._drafter is None or self._drafter.plans_ahead or not self._in_flight:
+            return False
+        return self._in_flight[-1].plan.num_drafts is not None
+
     def schedule(self) -> StepPlan | None:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
+        if self.awaits_drafts:
+            return None
         preemptions = self._preemptions
         budget = self._budget_running()
         if self.kv.snapshot_tokens:
@@ -404,6 +414,8 @@ class Scheduler:
         accepted = np.count_nonzero(token_ids >= 0, axis=1).astype(np.int32) - 1
         drafts = plan.num_drafts[live]
         self._batch.report_drafts(plan.rows[live], drafts, drafts - accepted[live])
+        if self._drafter is not None:
+            self._drafter.report(self._batch, plan.rows[live], drafts, accepted[live])
         lists = [ids[: max(count, 0)] for ids, count in zip(token_ids.tolist(), accepted.tolist())]
         return token_ids[np.arange(plan.num_seqs), accepted], lists
 
@@ -416,6 +428,8 @@ class Scheduler:
         else:
             self._free_row(request)
         request.status = status
+        if self._drafter is not None:
+            self._drafter.finish(request.request_id, request.outputs)
         self._num_masked -= request.mask_state is not None
         self._num_embedded -= request.embeds is not None
         del self._requests[request.request_id]

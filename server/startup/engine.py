@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -37,7 +38,7 @@ from pagoda.common.backend import (
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
-from pagoda.common.config.groups.speculative import SpeculativeConfig
+from pagoda.common.config.groups.speculative import HOST_METHODS
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
@@ -51,6 +52,9 @@ from pagoda.common.engine.kv_cache.sizing import (
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.speculative.draft_lengths import DraftLengths
+from pagoda.common.engine.speculative.ngram import NgramProposer
+from pagoda.common.engine.speculative.proposer import Drafter, Proposer
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
@@ -290,8 +294,7 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     config = resolved.config
     view = VllmConfigView(config, _planned(resolved), lambda: resolved.hf_config)
     options = backend_options(resolved, sampler_options(config, view, resolved.backend))
-    _check_method(config.extension.speculative)
-    assembly = Assembly(scheduler_of(config), options)
+    assembly = Assembly(scheduler_of(config, _drafter(resolved)), options)
     if config.cache.num_gpu_blocks_override is not None:
         stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
         _fit(config, resolved.limits, resolved.layout, stated)
@@ -302,10 +305,27 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     return assembly
 
 
-def _check_method(speculative: SpeculativeConfig | None) -> None:
-    """Raise ConfigError for a method of speculative decoding that is not implemented."""
-    if speculative is not None:
-        raise ConfigError("--speculative-config", f"method {speculative.method} is not in this version; drop it")
+_STEP_COSTS: Final = {"reference": 8, "torch_cuda": 256, "jax_tpu": 256}
+"""Backend -> what a step costs before its first token, in tokens; see common.engine.speculative.draft_lengths."""
+
+
+def _drafter(resolved: Resolved) -> Callable[[], Drafter] | None:
+    """Return what makes the drafter of --speculative-config; None without. Raise ConfigError for an unknown method."""
+    config = resolved.config.extension.speculative
+    if config is None:
+        return None
+    if config.method == "ngram":
+        make_proposer: Callable[[], Proposer] = partial(
+            NgramProposer, config.prompt_lookup_min, config.prompt_lookup_max
+        )
+    else:
+        raise ConfigError(
+            "--speculative-config", f"method {config.method} is not in this version; use {' or '.join(HOST_METHODS)}"
+        )
+    lengths = partial(
+        DraftLengths, resolved.limits.max_num_seqs, _STEP_COSTS[resolved.backend], config.disable_by_batch_size
+    )
+    return lambda: Drafter(make_proposer(), resolved.spec.vocab, lengths(), plans_ahead=False)
 
 
 def _planned(resolved: Resolved) -> EngineInfo:

@@ -31,6 +31,9 @@ class Replaying:
         self.contexts += contexts
         return [self._continue(context) for context in contexts]
 
+    def finish(self, request_id: str, outputs: Sequence[int]) -> None:
+        pass  # the texts stay known
+
     def _continue(self, context: DraftContext) -> list[int]:
         name = context.request_id
         text, start = self.texts[name], len(context.outputs) + len(context.drafts)

@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.messages import DraftStats
 from pagoda.common.engine.request import RunningBatch
+from pagoda.common.engine.speculative.draft_lengths import DraftCounts, DraftLengths
 from pagoda.common.engine.step import Int32
 
 logger = logging.getLogger(__name__)
@@ -41,17 +43,29 @@ class Proposer(Protocol):
         """Return the token ids that follow each context, at most `num_tokens`; none where it has no guess."""
         ...
 
+    def finish(self, request_id: str, outputs: Sequence[int]) -> None:
+        """Forget a request that has ended; `outputs`: all that it generated. It may never have been proposed for."""
+        ...
+
 
 class Drafter:
     """Asks a proposer until it returns a token id outside the vocabulary; from then on there are no drafts."""
 
-    def __init__(self, proposer: Proposer, vocab: int) -> None:
+    def __init__(
+        self, proposer: Proposer, vocab: int, lengths: DraftLengths | None = None, plans_ahead: bool = True
+    ) -> None:
+        """`lengths`: how many drafts pay; None: all that there is room for.
+
+        `plans_ahead`: False plans no step while one with drafts runs, whose tokens the proposer should know first.
+        """
         self.active = True
-        self._proposer, self._vocab = proposer, vocab
+        self.plans_ahead = plans_ahead
+        self._proposer, self._vocab, self._lengths = proposer, vocab, lengths
+        self._counts = DraftCounts()
 
     def propose(self, batch: RunningBatch, rows: Int32, limits: Limits) -> None:
         """Set the drafts of the next step in the batch: of `rows`, all that run. Other rows have none."""
-        room = draft_room(batch, rows, limits)
+        room = self._room(batch, rows, limits)
         rows, room = rows[room > 0], room[room > 0]
         inflight = batch.inflight[rows] > 0
         contexts = draft_contexts(batch, rows, room + inflight)
@@ -61,6 +75,32 @@ class Drafter:
             # The first guess of a row in flight is for the token that the step in flight samples.
             batch.drafts[rows] = np.where(inflight[:, None], ids[:, 1:], ids[:, :-1])
             batch.num_drafts[rows] = np.maximum(counts - inflight, 0)
+            self._counts.steps["drafted" if batch.num_drafts.any() else "no_match"] += 1
+
+    def _room(self, batch: RunningBatch, rows: Int32, limits: Limits) -> Int32:
+        """Return how many drafts each of `rows` may have: those that there is room for, and that pay."""
+        room = draft_room(batch, rows, limits)
+        if self._lengths is None or not room.any():
+            return room
+        paying = np.minimum(room, self._lengths.paying(batch, rows, limits.max_drafts))
+        if not paying.any():
+            self._counts.steps[self._lengths.state(len(rows))] += 1
+        return paying
+
+    def report(self, batch: RunningBatch, rows: Int32, drafts: Int32, accepted: Int32) -> None:
+        """Take note that of the `drafts` [n] of `rows` [n] the first `accepted` [n] were right."""
+        rows, drafts, accepted = rows[drafts > 0], drafts[drafts > 0], accepted[drafts > 0]
+        self._counts.add(drafts, accepted)
+        if self._lengths is not None:
+            self._lengths.report(batch, rows, drafts, accepted)
+
+    def finish(self, request_id: str, outputs: Sequence[int]) -> None:
+        """Forget a request that has ended, with all the `outputs` that it generated."""
+        self._proposer.finish(request_id, outputs)
+
+    def stats(self) -> DraftStats:
+        """Return the counters since the start."""
+        return self._counts.stats()
 
     def guess(self, contexts: Sequence[DraftContext], width: int) -> tuple[Int32, Int32]:
         """Return the guessed tokens int32 [n, width] of n contexts, row by row, and the number [n] of each.
@@ -96,7 +136,8 @@ def draft_room(batch: RunningBatch, rows: Int32, limits: Limits) -> Int32:
     total = batch.total[rows]
     single = (total - batch.computed[rows] == 1) & (total < batch.limit[rows])
     ready = single & (total - batch.inflight[rows] >= batch.drafts_from[rows])
-    room: Int32 = np.minimum(batch.limit[rows] - total - 1, limits.max_drafts) * ready
+    longest = batch.limit[rows] if limits.max_draft_len is None else np.minimum(batch.limit[rows], limits.max_draft_len)
+    room: Int32 = np.clip(longest - total - 1, 0, limits.max_drafts) * ready
     left = limits.max_num_batched_tokens - np.count_nonzero(single) - (np.cumsum(room) - room)
     room = np.clip(left, 0, room).astype(np.int32)
     return room

@@ -275,6 +275,9 @@ class Fixed:
     def __init__(self, *tokens: int) -> None:
         self.tokens, self.calls = list(tokens), 0
 
+    def finish(self, request_id, outputs):
+        pass
+
     def propose(self, contexts):
         self.calls += 1
         return [self.tokens for _ in contexts]
