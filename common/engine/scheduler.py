@@ -33,8 +33,8 @@ from pagoda.common.engine.request import (
     queue_rank,
     waiting_queue,
 )
-from pagoda.common.engine.speculative.device import DeviceDrafts, guess_room
-from pagoda.common.engine.speculative.proposer import Drafter
+from pagoda.common.engine.speculative.device import DeviceDrafts
+from pagoda.common.engine.speculative.proposer import DraftPlanner
 from pagoda.common.engine.step import GUESSED, Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, Bits
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, masks_after, refresh_masks
@@ -69,7 +69,7 @@ class Scheduler:
         kv: KvManager,
         settings: Mapping[str, Any] | None = None,  # --additional-config, for subclasses
         clock: Callable[[], float] = time.monotonic,
-        drafter: Drafter | None = None,  # proposes at most limits.max_drafts tokens; None: no drafts
+        drafter: DraftPlanner | None = None,  # proposes at most limits.max_drafts tokens; None: no drafts of the host
     ) -> None:
         limits.check()
         self.limits = limits
@@ -80,9 +80,9 @@ class Scheduler:
         self.waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
-        self._drafter: Drafter | DeviceDrafts | None = drafter if limits.max_drafts else None
-        if limits.device_drafts:
-            self._drafter = DeviceDrafts()
+        if limits.device_drafts and drafter is None:
+            drafter = DeviceDrafts()
+        self._drafter = drafter if limits.max_drafts else None
         self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
         self._prefills = False  # the newest step computes prompt tokens
         self._in_flight: deque[_InFlightStep] = deque()
@@ -323,7 +323,7 @@ class Scheduler:
         samples: Bool = (end if drafts is None else end - drafts) == batch.total[rows]
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
-        guesses = self._plan_guesses(rows, end, samples) if self.limits.device_drafts else None
+        guesses = self._plan_guesses(self._drafter, rows, end, samples) if self.limits.device_drafts else None
         plan = StepPlan(
             step=self._steps,
             starts=tuple(starts),
@@ -348,13 +348,14 @@ class Scheduler:
         self._steps += 1
         return plan
 
-    def _plan_guesses(self, rows: Int32, end: Int32, samples: Bool) -> Int32 | None:
+    def _plan_guesses(self, drafter: DraftPlanner | None, rows: Int32, end: Int32, samples: Bool) -> Int32 | None:
         """Return how many tokens the drafter guesses after each sequence [S], as far as blocks are free for them.
 
         `end` [S]: the sequence's tokens after the step. None: no sequence has guesses.
         """
+        assert isinstance(drafter, DeviceDrafts), "drafts are guessed on the device"
         batch = self._batch
-        guesses = guess_room(batch, rows, end, samples, self.limits.max_drafts)
+        guesses = drafter.guesses(batch, rows, end, samples, self.limits)
         for i in np.flatnonzero((guesses > 0) & (end + guesses > batch.capacity[rows])).tolist():
             row = int(rows[i])
             if not self._allocate(row, int(end[i] + guesses[i])):

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.request import RunningBatch
-from pagoda.common.engine.speculative.proposer import draft_room
+from pagoda.common.engine.speculative.proposer import DraftPlanner, draft_room
 from pagoda.common.engine.step import GUESSED, Bool, Int32
 
 
-class DeviceDrafts:
+class DeviceDrafts(DraftPlanner):
     """Gives a row, as the drafts of its next step, the guesses that follow its newest one."""
 
-    active: Final = True
-
     def propose(self, batch: RunningBatch, rows: Int32, limits: Limits) -> None:
-        """Set the drafts of the next step in the batch: of `rows`, all that run. Other rows have none."""
+        room = draft_room(batch, rows, limits)
         batch.num_drafts[:] = 0
-        batch.num_drafts[rows] = np.minimum(draft_room(batch, rows, limits), batch.num_guesses[rows])
+        batch.num_drafts[rows] = np.minimum(room, batch.num_guesses[rows])
         batch.drafts[rows] = GUESSED
+        if batch.num_drafts.any():
+            self._counts.steps["drafted"] += 1
+        elif room.any() and self._lengths is not None:
+            self._counts.steps[self._lengths.state(len(rows))] += 1
 
+    def guesses(self, batch: RunningBatch, rows: Int32, end: Int32, samples: Bool, limits: Limits) -> Int32:
+        """Return how many tokens to guess after each sequence of a step [S]: as many as may be its next drafts.
 
-def guess_room(batch: RunningBatch, rows: Int32, end: Int32, samples: Bool, most: int) -> Int32:
-    """Return how many tokens, of `most`, the drafter may guess after each sequence of a step [S], within its length.
-
-    `end` [S]: tokens of each sequence after the step, drafts included; `samples` bool [S].
-    """
-    room: Int32 = np.clip(batch.limit[rows] - end - 2, 0, most) * samples  # one token is sampled before the guesses
-    return room.astype(np.int32)
+        `end` [S]: tokens of each sequence after the step, drafts included; `samples` bool [S].
+        """
+        longest = batch.limit[rows]
+        if limits.max_draft_len is not None:
+            longest = np.minimum(longest, limits.max_draft_len)
+        # One token is sampled before the guesses, and the last token of a sequence is never a draft.
+        room = np.clip(longest - end - 2, 0, limits.max_drafts) * samples
+        if self._lengths is not None and room.any():
+            room = np.minimum(room, self._lengths.paying(batch, rows, limits.max_drafts))
+        return room.astype(np.int32)
