@@ -66,16 +66,22 @@ _MTP: Final[Mapping[str, str]] = {
 _LAYERS_KEY: Final = "num_nextn_predict_layers"
 
 
+def language_drafter(config: Mapping[str, Any], vocab: int) -> DrafterFamily:
+    """Return the language model of a config.json as the drafter of a model with `vocab` tokens. Raises ModelError."""
+    spec, family = spec_from_config(config)
+    if spec.vocab != vocab:
+        raise ModelError(
+            f"the drafter's vocabulary has {spec.vocab} tokens, the model's {vocab}; use a drafter with the same "
+            "tokenizer"
+        )
+    return DrafterFamily(LanguageDrafter(spec), family.rules, family.ignored)
+
+
 def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], target: ModelSpec) -> DrafterFamily:
-    """Return the drafter that a checkpoint's config.json and tensor names describe. Raises ModelError."""
-    if method == "draft_model":
-        spec, family = spec_from_config(config)
-        if spec.vocab != target.vocab:
-            raise ModelError(
-                f"the drafter's vocabulary has {spec.vocab} tokens, the model's {target.vocab}; use a drafter with the "
-                "same tokenizer"
-            )
-        return DrafterFamily(LanguageDrafter(spec), family.rules, family.ignored)
+    """Return the drafter that a checkpoint's config.json and tensor names describe. Raises ModelError.
+
+    `method`: one whose drafter reads hidden states of the target.
+    """
     module, name = _BUILDERS[method]
     builder: Builder = getattr(import_module(f"{__package__}.families.drafters.{module}"), name)
     reader = HfConfig(text_model(config).config, label=f"drafter of method {method}")
@@ -85,7 +91,10 @@ def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], t
 
 
 def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: ModelSpec, family: Family) -> DrafterFamily:
-    """Return the layers for multi-token prediction of a model's own checkpoint. Raises ModelError if it has none."""
+    """Return the layers for multi-token prediction of a model's own checkpoint. Raises ModelError if it has none.
+
+    `names`: of all its tensors; empty if they are not known yet.
+    """
     text = text_model(config).config
     architecture = architecture_of(text)
     if architecture not in _MTP:
@@ -98,6 +107,6 @@ def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: Model
         raise ModelError(f"method mtp: {_LAYERS_KEY} is {count}; one layer is supported, use another method")
     how = getattr(import_module(f"{__package__}.families.drafters.mtp"), _MTP[architecture])
     drafter: DrafterFamily = how(target, family)
-    if not any(name.startswith(drafter.only) for name in names):
+    if names and not any(name.startswith(drafter.only) for name in names):
         raise ModelError(f"method mtp: the checkpoint has no tensors {drafter.only}*; use one that has, or drop it")
     return drafter
