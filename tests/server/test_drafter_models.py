@@ -8,15 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from support.tiny_folder import CONFIG, tensors, write_model
 
 from pagoda import LLM, SamplingParams
-from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.drafter_family import drafter_of, mtp_drafter
-from pagoda.common.models.drafters import AttendedInputs, FeatureDrafter, HeadsDrafter, JoinedInputs, StagesDrafter
-from pagoda.common.models.registry import spec_from_config
-from pagoda.common.models.speculators import read_speculators
+from pagoda.common.errors import ConfigError, ModelError, WeightError
 
 PROMPTS = ["The capital of", "abababab", "x"]
 SETTINGS: dict[str, Any] = {"backend": "reference", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
@@ -33,7 +29,9 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -
 
 def random_of(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndarray]:
     noise = np.random.default_rng(seed)
-    return {name: noise.normal(scale=shape[-1] ** -0.5, size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: noise.normal(scale=shape[-1] ** -0.5, size=shape).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
 WIDTH, VOCAB = CONFIG["hidden_size"], CONFIG["vocab_size"]
@@ -48,8 +46,14 @@ def eagle(folder: Path, **config: Any) -> Path:
 
 
 def eagle3_weights(attention: str) -> dict[str, np.ndarray]:
-    weights = {name.replace("layers.0.", attention): value for name, value in LAYER.items() if name.startswith("layers.")}
-    wide = {name: (value.shape[0], 2 * WIDTH) for name, value in weights.items() if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    weights = {
+        name.replace("layers.0.", attention): value for name, value in LAYER.items() if name.startswith("layers.")
+    }
+    wide = {
+        name: (value.shape[0], 2 * WIDTH)
+        for name, value in weights.items()
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+    }
     weights |= random_of({**wide, "fc.weight": (WIDTH, 3 * WIDTH), "lm_head.weight": (100, WIDTH)})
     norms = {f"{attention}hidden_norm.weight", "norm.weight"}
     weights |= {name: np.ones(WIDTH, np.float32) for name in norms}
@@ -142,3 +146,50 @@ def test_outputs_are_those_without_a_drafter(kind: str, target: Path, plain: lis
     settings["num_speculative_tokens"] = 3
     llm = LLM(model=str(target), speculative_config=settings, **SETTINGS)
     assert outputs(llm) == plain
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "vocabulary": ("draft_model", {"vocab_size": 300}, {}, ModelError, "has 300 tokens, the model's 257"),
+    "width": ("eagle", {"hidden_size": 64}, {}, ModelError, "hidden_size is 64, but the model's is 32"),
+    "unknown key": ("eagle", {"rotates_twice": True}, {}, ModelError, "rotates_twice"),
+    "layers": ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {}, ModelError, "has 3"),
+    "type": ("speculators", {"speculators_model_type": "dflash"}, {}, ModelError, "'dflash' is not supported"),
+    "key of the format": ("speculators", {"fuses": 1}, {}, ModelError, "key fuses is unknown"),
+    "too many": ("medusa", {}, {"num_speculative_tokens": 4}, ConfigError, "the drafter guesses 3 tokens"),
+    "number": ("eagle", {}, {"num_speculative_tokens": None}, ConfigError, "needs num_speculative_tokens"),
+    "ranks": ("medusa", {}, {"draft_tensor_parallel_size": 2}, ConfigError, "a drafter runs on one device"),
+    "quantisation": ("medusa", {}, {"quantization": "fp8"}, ConfigError, "as its checkpoint has them"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(name: str, target: Path, tmp_path: Path):
+    kind, config, changes, error, message = REFUSED[name]
+    write = (lambda folder, **config: write_model(folder, **config)) if kind == "draft_model" else DRAFTERS[kind]
+    folder = write(tmp_path / kind, **config)
+    settings = {"method": METHODS.get(kind, kind), "model": str(folder), "num_speculative_tokens": 3, **changes}
+    with pytest.raises(error, match=message):
+        LLM(model=str(target), speculative_config=settings, **SETTINGS)
+
+
+def test_a_drafter_without_a_tensor_is_refused(target: Path, tmp_path: Path):
+    folder = eagle(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 3}
+    with pytest.raises(WeightError, match=r"lacks .*mlp.up_proj.weight"):
+        LLM(model=str(target), speculative_config=settings, **SETTINGS)
+
+
+@pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"enable_prompt_embeds": True}])
+def test_settings_without_drafter_models_are_refused(changes: dict[str, Any], target: Path, tmp_path: Path):
+    settings = {"method": "medusa", "model": str(medusa(tmp_path))}
+    with pytest.raises(ConfigError):
+        LLM(model=str(target), speculative_config=settings, **(SETTINGS | changes))
+
+
+def test_the_speculators_format_states_the_number_of_drafts(target: Path, tmp_path: Path):
+    settings = {"model": str(speculators(tmp_path))}
+    llm = LLM(model=str(target), speculative_config={**settings, "num_speculative_tokens": None}, **SETTINGS)
+    assert llm.llm_engine.vllm_config.scheduler_config is not None
