@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.drafting import DraftRunner, resolve_guesses
-from pagoda.backends.reference.execution import Embedded, make_batch
+from pagoda.backends.reference.execution import Embedded, make_batch, single_tokens
 from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.drafters import load_drafter
@@ -153,7 +153,7 @@ class ReferenceBackend:
         assert spec is not None, "it has a drafter"
         target = self._decoder if isinstance(self._decoder, Decoder) else None
         drafter = load_drafter(spec, weights, target, self.numerics, max_len)
-        self._drafts = DraftRunner(spec, drafter, self.layout, len(self.spec.caches))
+        self._drafts = DraftRunner(spec, drafter, self.layout, len(self.spec.caches), self.limits.max_drafts)
         self._weight_bytes += drafter.num_bytes
 
     def update_weights(self, weights: Iterable[Weight]) -> None:
@@ -232,7 +232,8 @@ class ReferenceBackend:
     def _compute(self, plan: StepPlan) -> Computed:
         """Run the layers, and the head on the tokens to be sampled."""
         assert self._decoder is not None
-        batch = make_batch(plan, self.layout)
+        records = isinstance(self._decoder, Decoder) and not self._captured and self._decoder.records(plan.num_tokens)
+        batch = make_batch(single_tokens(plan) if records else plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         captured = None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import make_batch
+from pagoda.backends.reference.execution import make_batch, single_tokens
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.drafters import DraftDecoder, DraftInput, Guessed
 from pagoda.common.engine.kv_cache.spec import KvLayout
@@ -23,8 +23,11 @@ from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter
 class DraftRunner:
     """Runs a drafter after each step. Its caches are those of the layout from number `offset` on."""
 
-    def __init__(self, spec: DrafterSpec, decoder: DraftDecoder, layout: KvLayout, offset: int) -> None:
+    def __init__(
+        self, spec: DrafterSpec, decoder: DraftDecoder, layout: KvLayout, offset: int, max_drafts: int
+    ) -> None:
         self.decoder = decoder
+        self._most = 2 + max_drafts  # tokens that a generating sequence has in a pass
         self._layout, self._offset = layout, offset
         self._reads_tokens_alone = isinstance(spec, LanguageDrafter)
         self._has_caches = bool(spec.caches)
@@ -93,6 +96,9 @@ class DraftRunner:
         """Run the drafter; guess after the sequences that want more than `number` guesses."""
         last = torch.from_numpy((step.query_start[1:][wanted > number] - 1).astype(np.int64))
         token_ids = torch.from_numpy(step.token_ids.astype(np.int64))
+        counts = np.diff(step.query_start)
+        if counts.max() <= self._most and self.decoder.records(step.num_tokens):
+            step = single_tokens(replace(step, num_drafts=counts - 1))
         batch = make_batch(step, self._layout, self._views)
         given = DraftInput(token_ids, batch, self._caches, features, last)
         return self.decoder.next(given, number) if number else self.decoder.first(given)

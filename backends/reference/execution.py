@@ -8,7 +8,7 @@ gathered. Prompts to pool are concatenated without padding; those of one length 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -221,6 +221,25 @@ def make_batch(plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = N
     longer = np.flatnonzero(lengths != 1)
     num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
     return StepBatch(torch.from_numpy(positions), sequences, views, states, num_decodes, plan.context)
+
+
+def single_tokens(plan: StepPlan) -> StepPlan:
+    """Return a plan whose tokens are sequences of their own, if some have drafts and none has a prompt's chunk.
+
+    Each token writes its key and value before any attends, so the layers compute the same. For `make_batch` only:
+    what is sampled is of `plan`.
+    """
+    lengths = np.diff(plan.query_start)
+    if plan.num_drafts is None or (lengths != 1 + plan.num_drafts).any():
+        return plan
+    owner = np.repeat(np.arange(plan.num_seqs), lengths)
+    return replace(
+        plan,
+        rows=plan.rows[owner],
+        query_start=np.arange(plan.num_tokens + 1, dtype=np.int32),
+        context=(plan.context - plan.query_start[:-1])[owner] + np.arange(plan.num_tokens, dtype=np.int32),
+        block_tables=tuple(table[owner] for table in plan.block_tables),
+    )
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

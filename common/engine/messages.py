@@ -89,8 +89,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_def
 
 
 DRAFT_STATES: Final = ("drafted", "no_match", "acceptance", "batch_size")
-"""What became of a step in which a sequence could have drafts: it has some, the proposer had no guess, none would pay at
-the acceptance so far, or too many sequences run for --speculative-config.disable_by_batch_size."""
+"""What became of a step in which a sequence could have drafts: it has some, the proposer had no guess, none would pay
+at the acceptance so far, or too many sequences run for --speculative-config.disable_by_batch_size."""
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

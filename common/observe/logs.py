@@ -15,7 +15,7 @@ from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagoda.common.engine.messages import EngineStats
+    from pagoda.common.engine.messages import DraftStats, EngineStats
 
 ROOT: Final = "pagoda"
 FOREIGN_ROOT: Final = "vllm"
@@ -116,6 +116,7 @@ class Totals:
     time: float  # monotonic seconds
     prompt_tokens: float
     generation_tokens: float
+    drafts: DraftStats | None = None  # None: no speculative decoding
 
 
 def stats_line(before: Totals, now: Totals, stats: EngineStats) -> str | None:
@@ -130,4 +131,20 @@ def stats_line(before: Totals, now: Totals, stats: EngineStats) -> str | None:
         f"Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: {generation:.1f} tokens/s, "
         f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs, "
         f"KV cache usage: {100.0 * stats.kv_usage:.1f}%, Prefix cache hit rate: {hit_rate:.1f}%"
+        + _drafts_of(before.drafts, now.drafts, seconds)
+    )
+
+
+def _drafts_of(before: DraftStats | None, now: DraftStats | None, seconds: float) -> str:
+    """Return the part of the line on speculative decoding; empty without it."""
+    if now is None:
+        return ""
+    drafts = now if before is None else now.since(before)
+    if not drafts.tokens:
+        return ", Drafts: none"
+    by_position = ", ".join(f"{count / drafts.drafts:.2f}" for count in drafts.accepted)
+    return (
+        f", Mean acceptance length: {drafts.mean_length:.2f}, Drafted: {drafts.tokens / seconds:.1f} tokens/s, "
+        f"Accepted: {drafts.num_accepted / seconds:.1f} tokens/s "
+        f"({100.0 * drafts.num_accepted / drafts.tokens:.1f}%), by position: {by_position}"
     )

@@ -122,7 +122,7 @@ class Metrics:
 
     def totals(self) -> Totals:
         """Return the current token counters, for the periodic log line."""
-        return Totals(time.monotonic(), self._prompted, self._generated)
+        return Totals(time.monotonic(), self._prompted, self._generated, self.stats.drafts)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return all metrics and their content type: OpenMetrics if the Accept header lists it, else Prometheus' text

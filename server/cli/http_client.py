@@ -46,6 +46,11 @@ class ApiClient:
         with self._request("GET", "/models", None) as response:
             return list(json.load(response)["data"])
 
+    def text(self, path: str) -> str:
+        """Return the body of a GET. Raises ApiError."""
+        with self._request("GET", path, None) as response:
+            return response.read().decode()
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed answer. Raises ApiError, also for an error event in the stream."""
         with self._request("POST", path, {**body, "stream": True}) as response:

@@ -56,6 +56,7 @@ from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import Drafter, DraftPlanner, Proposer
+from pagoda.common.engine.speculative.suffix import SuffixProposer
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
@@ -326,6 +327,14 @@ def _drafter(resolved: Resolved) -> Callable[[], DraftPlanner] | None:
     if config.method == "ngram":
         make_proposer: Callable[[], Proposer] = partial(
             NgramProposer, config.prompt_lookup_min, config.prompt_lookup_max
+        )
+    elif config.method == "suffix":
+        make_proposer = partial(
+            SuffixProposer,
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
         )
     else:
         raise ConfigError(

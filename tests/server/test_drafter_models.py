@@ -191,5 +191,7 @@ def test_settings_without_drafter_models_are_refused(changes: dict[str, Any], ta
 
 def test_the_speculators_format_states_the_number_of_drafts(target: Path, tmp_path: Path):
     settings = {"model": str(speculators(tmp_path))}
-    llm = LLM(model=str(target), speculative_config={**settings, "num_speculative_tokens": None}, **SETTINGS)
-    assert llm.llm_engine.vllm_config.scheduler_config is not None
+    llm = LLM(model=str(target), speculative_config=settings, **SETTINGS)
+    outputs(llm)
+    accepted = next(each for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens_per_pos")
+    assert len(accepted.values) == 2

@@ -204,6 +204,10 @@ class Decoder:
         hidden = None if self.programs is None else self.programs.run(x, batch, caches)
         return self._run_layers(x, batch, caches) if hidden is None else hidden
 
+    def records(self, num_tokens: int) -> bool:
+        """Return whether a step of sequences with a token each is recorded as a program, and then repeated."""
+        return self.streams is None and self.programs is not None and self.programs.records(num_tokens)
+
     def hidden_and_captured(
         self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], captured: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:

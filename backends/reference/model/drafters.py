@@ -64,6 +64,10 @@ class DraftDecoder(Protocol):
 
     num_bytes: int  # of its own weights
 
+    def records(self, num_tokens: int) -> bool:
+        """Return whether a pass over sequences with a token each is recorded as a program, and then repeated."""
+        ...
+
     def first(self, step: DraftInput) -> Guessed:
         """Run on all tokens of a step and return the first guesses."""
         ...
@@ -136,6 +140,9 @@ class LanguageDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.num_bytes = decoder, decoder.params.num_bytes
 
+    def records(self, num_tokens: int) -> bool:
+        return self.decoder.records(num_tokens)
+
     def first(self, step: DraftInput) -> Guessed:
         hidden = self.decoder.hidden(step.token_ids, step.batch, dict(step.caches))
         if not len(step.last):
@@ -187,6 +194,9 @@ class FeatureDecoder:
         assert params.head is not None, "the target generates"
         self.head, self.embed_out = params.head, params.embed_out
         self.num_bytes = held_bytes((params.layers, beside))
+
+    def records(self, num_tokens: int) -> bool:
+        return False
 
     def first(self, step: DraftInput) -> Guessed:
         assert step.features is not None, "it reads the target's hidden states"
@@ -241,6 +251,9 @@ class HeadsDecoder:
             for head in range(spec.heads)
         ]
 
+    def records(self, num_tokens: int) -> bool:
+        return False
+
     def first(self, step: DraftInput) -> Guessed:
         assert step.features is not None
         hidden = step.features[step.last]
@@ -273,6 +286,9 @@ class StagesDecoder:
             for stage in range(spec.stages)
             for own in (0 if spec.tied else stage,)
         ]
+
+    def records(self, num_tokens: int) -> bool:
+        return False
 
     def first(self, step: DraftInput) -> Guessed:
         assert step.features is not None

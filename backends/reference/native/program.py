@@ -50,11 +50,15 @@ class RecordedSteps:
         self._recordable = True
         self._threads: dict[int, _ThreadSteps] = {}  # by their identifiers
 
+    def records(self, num_tokens: int) -> bool:
+        """Return whether a step of `num_tokens` sequences, a token each, becomes a program, as far as is known."""
+        return self._recordable and num_tokens <= MOST_SEQUENCES
+
     def run(self, x: Tensor, batch: StepBatch, caches: Caches) -> Tensor | None:
         """Return the hidden states [S, D] of embeddings [S, D]; None for a step that a program does not compute."""
         count = len(batch.sequences)
         one_token_each = batch.num_decodes == count == len(x)
-        if not self._recordable or not one_token_each or count > MOST_SEQUENCES or batch.states:
+        if not self.records(count) or not one_token_each or batch.states:
             return None
         thread, memory = threading.get_ident(), _memory(caches)
         steps = self._threads.get(thread)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagoda.common.engine.speculative.proposer import DraftContext, Proposer
-from pagoda.common.engine.speculative.token_index import TokenIndex
+from pagoda.common.engine.speculative.token_index import TokenIndex, hashes_of
 from pagoda.common.engine.step import EMBEDDED
 
 
@@ -19,7 +19,7 @@ class NgramProposer(Proposer):
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
+        self._shortest, self._longest, self._lengths = shortest, longest, (shortest,)
         self._texts: dict[str, TokenIndex] = {}
 
     @property
@@ -35,19 +35,21 @@ class NgramProposer(Proposer):
     def _continue(self, context: DraftContext) -> Sequence[int]:
         text = self._texts.get(context.request_id)
         if text is None:
-            text = self._texts[context.request_id] = TokenIndex((self._shortest,), context.prompt)
+            text = self._texts[context.request_id] = TokenIndex(self._lengths, context.prompt)
         known = len(text) - len(context.prompt)
         if known < len(context.outputs):
             text.extend(context.outputs[known:])
         tail = text.tokens[-self._longest :]
-        tail.extend(context.drafts)
+        if context.drafts:
+            tail.extend(context.drafts)
         best = best_end = 0
-        for end in text.ends_of(tail, self._shortest):
-            length = text.match_length(end, tail, self._longest)
-            if length > best:
-                best, best_end = length, end
-            if length == self._longest:
-                break
+        for hash in hashes_of(tail, self._lengths):
+            for end in text.ends_of(tail, 0, hash):
+                length = text.match_length(end, tail, self._shortest, self._longest)
+                if length > best:
+                    best, best_end = length, end
+                if length == self._longest:
+                    break
         return continuation(text, best_end, context.drafts, context.num_tokens) if best else ()
 
 

@@ -19,26 +19,45 @@ _MIX: Final = 0xD6E8FEB86659FD93
 """Multiplier after which the top bits of a hash are its slot."""
 
 _MIN_BITS: Final = 8
-_BATCH: Final = 32
-"""From this number of new tokens on numpy links them, below it Python."""
+_FEW: Final = 32
+"""Up to this number of new tokens Python links them, above it numpy."""
 
 _STEPS: Final = 64
 """Links of a chain that are followed, at most, in search of one n-gram."""
 
 
+def hashes_of(tail: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Return the hashes of the last `lengths[0]`, `lengths[1]`, ... tokens, an ascending list; fewer if `tail` is
+    shorter.
+    """
+    hashes, value, done = [], 0, 0
+    for length in lengths:
+        if length > len(tail):
+            break
+        for position in range(done + 1, length + 1):
+            value = value * _BASE + tail[-position] & _MASK
+        done = length
+        hashes.append((value ^ value >> 32) * _MIX & _MASK)
+    return hashes
+
+
 class TokenIndex:
     """A text of token ids in which the n-grams of some lengths are found, the newest occurrence first.
 
-    Adding a token and finding an occurrence take constant time. Memory: 4 bytes per token, and 8 to 12 more per token
-    and length. EMBEDDED tokens are in the text, but n-grams with one are not found.
+    An n-gram is named by its end, the index of the token after it. Adding a token and finding an occurrence take
+    constant time. Memory: 4 bytes per token, and 12 to 20 more per token and length. EMBEDDED tokens are in the text,
+    but n-grams with one are not found.
     """
 
-    def __init__(self, lengths: Sequence[int], tokens: Int32 | None = None) -> None:
-        """`lengths`: of the n-grams. `tokens` int32 [n]: the text's beginning."""
+    def __init__(self, lengths: Sequence[int], tokens: Int32 | Sequence[int] = ()) -> None:
+        """`lengths`: of the n-grams, ascending. `tokens`: the text's beginning."""
         self.tokens = array("i")
-        self._chains = {length: _Chains() for length in lengths}
-        if tokens is not None:
-            self.extend(tokens)
+        self._lengths = tuple(lengths)
+        self._shift = 64 - _MIN_BITS  # of a hash, whose top bits are its slot
+        self._heads = [array("i", bytes(4 << _MIN_BITS)) for _ in lengths]  # slot -> newest end; 0: none
+        self._previous = [array("i") for _ in lengths]  # end -> the end before it in its chain; 0: none
+        self._clean_from = 0  # no EMBEDDED token from here on
+        self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -46,108 +65,103 @@ class TokenIndex:
     def extend(self, tokens: Int32 | Sequence[int]) -> None:
         """Add tokens at the end."""
         start = len(self.tokens)
-        self.tokens.extend(tokens) if not isinstance(tokens, np.ndarray) else self.tokens.frombytes(tokens.tobytes())
-        for length, chains in self._chains.items():
-            if len(self.tokens) - start < _BATCH and len(self.tokens) <= chains.room:
-                for end in range(max(start, length), len(self.tokens)):
-                    chains.add(self.tokens[end - length : end], end)
-            else:
-                chains.add_many(np.frombuffer(self.tokens, np.int32), length, start)
+        if isinstance(tokens, np.ndarray):
+            self.tokens.frombytes(tokens.tobytes())
+        else:
+            self.tokens.extend(tokens)
+        if len(self.tokens) > len(self._heads[0]):
+            self._grow()
+            start = self._clean_from = 0
+        if len(self.tokens) - start > _FEW:
+            self._link(start)
+        else:
+            self._link_few(start)
 
-    def ends_of(self, tail: Sequence[int], length: int) -> Iterator[int]:
-        """Yield where the last `length` tokens of `tail` occurred, the newest first: the index of the token after them.
+    def ends_of(self, tail: Sequence[int], index: int, hash: int) -> Iterator[int]:
+        """Yield the ends of the last tokens of `tail`, as many as length number `index` says, the newest first.
 
-        Follows a bounded number of links, so that old occurrences may be missed.
+        `hash`: of these tokens, see `hashes_of`. Follows a bounded number of links: old occurrences may be missed.
         """
-        gram = array("i", tail[-length:])
-        if len(gram) == length:
-            for end in self._chains[length].candidates(gram):
-                if self.tokens[end - length : end] == gram:
-                    yield end
+        length, tokens, previous = self._lengths[index], self.tokens, self._previous[index]
+        end = self._heads[index][hash >> self._shift]
+        gram = None
+        for _ in range(_STEPS):
+            if not end:
+                return
+            if gram is None:
+                gram = array("i", tail[-length:])
+            if tokens[end - length : end] == gram:
+                yield end
+            end = previous[end]
 
-    def match_length(self, end: int, tail: Sequence[int], most: int) -> int:
-        """Return how many of the last tokens of `tail` stand before index `end`, at most `most`."""
+    def match_length(self, end: int, tail: Sequence[int], least: int, most: int) -> int:
+        """Return how many of the last tokens of `tail` stand before index `end`: `least` do, at most `most` count."""
         tokens, most = self.tokens, min(most, end, len(tail))
-        for length in range(1, most + 1):
+        for length in range(least + 1, most + 1):
             if tokens[end - length] != tail[-length]:
                 return length - 1
         return most
 
+    def _grow(self) -> None:
+        """Make room for twice the tokens; the text is to be linked again."""
+        bits = (2 * len(self.tokens) - 1).bit_length()
+        self._shift = 64 - bits
+        self._heads = [array("i", bytes(4 << bits)) for _ in self._lengths]
+        self._previous = [array("i") for _ in self._lengths]
 
-class _Chains:
-    """The chains of the n-grams of one length. An n-gram is named by the index of the token after it, its end."""
+    def _link_few(self, start: int) -> None:
+        """Add the n-grams that end before tokens from `start` on."""
+        tokens, lengths, longest = self.tokens, self._lengths, self._lengths[-1]
+        added = bytes(4 * (len(tokens) - start))
+        for previous in self._previous:
+            previous.frombytes(added)
+        for end in range(start, len(tokens)):
+            clean = self._clean_from
+            hashes = hashes_of(tokens[max(clean, end - longest) : end], lengths)
+            for hash, heads, previous in zip(hashes, self._heads, self._previous):
+                slot = hash >> self._shift
+                previous[end] = heads[slot]
+                heads[slot] = end
+            if tokens[end] == EMBEDDED:
+                self._clean_from = end + 1
 
-    def __init__(self) -> None:
-        self._shift = 64 - _MIN_BITS
-        self._heads = array("i", bytes(4 << _MIN_BITS))  # slot -> newest end; 0: none
-        self._previous = array("i")  # end -> the end before it in its chain; 0: none
-
-    @property
-    def room(self) -> int:
-        """Tokens that fit without more slots."""
-        return len(self._heads)
-
-    def add(self, gram: array[int], end: int) -> None:
-        """Put one n-gram at the head of its chain."""
-        previous = self._previous
-        if len(previous) <= end:
-            previous.frombytes(bytes(4 * (end + 1 - len(previous))))
-        if EMBEDDED not in gram:
-            slot = _slot(gram, self._shift)
-            previous[end] = self._heads[slot]
-            self._heads[slot] = end
-
-    def candidates(self, gram: array[int]) -> Iterator[int]:
-        """Yield the ends of the n-grams in a slot, the newest first."""
-        end = self._heads[_slot(gram, self._shift)]
-        for _ in range(_STEPS):
-            if not end:
-                return
-            yield end
-            end = self._previous[end]
-
-    def add_many(self, tokens: Int32, length: int, start: int) -> None:
-        """Add the n-grams that end before tokens [start, n); all again, with more slots, if there are too few."""
-        if len(tokens) > self.room:
-            bits = max(_MIN_BITS, (2 * len(tokens) - 1).bit_length())
-            self._shift, self._heads, start = 64 - bits, array("i", bytes(4 << bits)), 0
-            self._previous = array("i")
-        self._previous.frombytes(bytes(4 * (len(tokens) - len(self._previous))))
-        ends = _ends(tokens, length, max(start, length))
-        if not len(ends):
-            return
-        slots = _slots(tokens, length, ends, self._shift)
-        heads, previous = np.frombuffer(self._heads, np.int32), np.frombuffer(self._previous, np.int32)
-        order = np.argsort(slots, kind="stable")
-        slots, ends = slots[order], ends[order]
-        same = slots[1:] == slots[:-1]
-        first, last = np.append(True, ~same), np.append(~same, True)
-        previous[ends[1:][same]] = ends[:-1][same]
-        previous[ends[first]] = heads[slots[first]]
-        heads[slots[last]] = ends[last]
+    def _link(self, start: int) -> None:
+        """The same with numpy, for many tokens."""
+        tokens = np.frombuffer(self.tokens, np.int32)
+        first = max(0, start - self._lengths[-1])  # tokens before that are in none of the new n-grams
+        embedded = first + np.flatnonzero(tokens[first:] == EMBEDDED)
+        if len(embedded):
+            self._clean_from = int(embedded[-1]) + 1
+        added = bytes(4 * (len(tokens) - start))
+        value, done = np.zeros(len(tokens) - start, np.uint64), 0
+        for length, own_heads, own_previous in zip(self._lengths, self._heads, self._previous):
+            own_previous.frombytes(added)
+            for offset in range(done + 1, length + 1):
+                value = value * np.uint64(_BASE) + _shifted(tokens, start, offset)
+            done = length
+            ends = np.arange(max(start, length), len(tokens))
+            slots = (value ^ value >> np.uint64(32)) * np.uint64(_MIX) >> np.uint64(self._shift)
+            slots = slots[len(slots) - len(ends) :].astype(np.int32)
+            if len(embedded):
+                clean = np.searchsorted(embedded, ends) == np.searchsorted(embedded, ends - length)
+                ends, slots = ends[clean], slots[clean]
+            if len(ends):
+                _chain(np.frombuffer(own_heads, np.int32), np.frombuffer(own_previous, np.int32), slots, ends)
 
 
-def _ends(tokens: Int32, length: int, start: int) -> npt.NDArray[np.intp]:
-    """Return the ends from `start` on of the n-grams without an EMBEDDED token."""
-    ends = np.arange(start, len(tokens))
-    embedded = np.flatnonzero(tokens == EMBEDDED)
-    if len(embedded):
-        before = np.searchsorted(embedded, ends) - np.searchsorted(embedded, ends - length)
-        ends = ends[before == 0]
-    return ends
+def _shifted(tokens: Int32, start: int, offset: int) -> npt.NDArray[np.uint64]:
+    """Return the tokens `offset` before those from `start` on, 0 before the first."""
+    begin = start - offset
+    values = tokens[max(0, begin) : len(tokens) - offset].astype(np.uint64)
+    return values if begin >= 0 else np.concatenate([np.zeros(min(-begin, len(tokens) - start), np.uint64), values])
 
 
-def _slot(gram: array[int], shift: int) -> int:
-    value = 0
-    for token in gram:
-        value = (value * _BASE + token) & _MASK
-    return ((value ^ value >> 32) * _MIX & _MASK) >> shift
-
-
-def _slots(tokens: Int32, length: int, ends: npt.NDArray[np.intp], shift: int) -> npt.NDArray[np.intp]:
-    """Return the slots of the n-grams at `ends`, as `_slot` does."""
-    values = np.zeros(len(ends), np.uint64)
-    for offset in range(-length, 0):
-        values = values * np.uint64(_BASE) + tokens[ends + offset].astype(np.uint64)
-    values = (values ^ values >> np.uint64(32)) * np.uint64(_MIX)
-    return (values >> np.uint64(shift)).astype(np.intp)
+def _chain(heads: Int32, previous: Int32, slots: Int32, ends: npt.NDArray[np.intp]) -> None:
+    """Put `ends` [n > 0], ascending, at the heads of the chains of `slots` [n]."""
+    order = np.argsort(slots, kind="stable")
+    slots, ends = slots[order], ends[order]
+    same = slots[1:] == slots[:-1]
+    first, last = np.append(True, ~same), np.append(~same, True)
+    previous[ends[1:][same]] = ends[:-1][same]
+    previous[ends[first]] = heads[slots[first]]
+    heads[slots[last]] = ends[last]

@@ -13,6 +13,8 @@ from tqdm import tqdm
 from pagoda.common.config.groups.bench import LatencyConfig
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.server.cli.bench.offline import (
+    acceptance,
+    acceptance_rows,
     add_load_arguments,
     check_fits,
     check_load,
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
             return time.perf_counter() - began
 
         _repeat(batch, load.num_iters_warmup, "Warmup iterations")
+        before = llm.llm_engine.stats.drafts
         latencies = _repeat(batch, load.num_iters, "Bench iterations")
+        drafts = acceptance(before, llm.llm_engine.stats.drafts)
     finally:
         llm.shutdown()
     percentiles = dict(zip(PERCENTAGES, np.percentile(latencies, PERCENTAGES).tolist()))
@@ -61,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"Avg latency: {mean} seconds")
     for percentage, value in percentiles.items():
         print(f"{percentage}% percentile latency: {value} seconds")
-    write_results(load.output_json, {"avg_latency": mean, "latencies": latencies, "percentiles": percentiles})
+    for label, value in acceptance_rows(drafts):
+        print(label, f"{value:.2f}" if isinstance(value, float) else value)
+    results = {"avg_latency": mean, "latencies": latencies, "percentiles": percentiles}
+    write_results(load.output_json, results | drafts)
     return 0
 
 

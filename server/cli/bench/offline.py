@@ -14,6 +14,7 @@ from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.groups.bench import LatencyConfig, ThroughputConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, build
+from pagoda.common.engine.messages import DraftStats
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
@@ -85,6 +86,40 @@ def sampling_params(load: LatencyConfig | ThroughputConfig) -> SamplingParams:
         max_tokens=load.output_len,
         detokenize=not load.disable_detokenize,
     )
+
+
+def acceptance(before: DraftStats | None, now: DraftStats | None) -> dict[str, Any]:
+    """Return the acceptance of drafts between two snapshots; empty without speculative decoding."""
+    if now is None:
+        return {}
+    drafts = now if before is None else now.since(before)
+    return {
+        "spec_decode_num_drafts": drafts.drafts,
+        "spec_decode_draft_tokens": drafts.tokens,
+        "spec_decode_accepted_tokens": drafts.num_accepted,
+        "spec_decode_acceptance_rate": 100.0 * drafts.num_accepted / drafts.tokens if drafts.tokens else 0.0,
+        "spec_decode_acceptance_length": drafts.mean_length,
+        "spec_decode_per_position_acceptance_rates": [
+            count / drafts.drafts if drafts.drafts else 0.0 for count in drafts.accepted
+        ],
+    }
+
+
+def acceptance_rows(results: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the label and value of each line about drafts; none without speculative decoding."""
+    if "spec_decode_num_drafts" not in results:
+        return []
+    return [
+        ("Acceptance rate (%):", results["spec_decode_acceptance_rate"]),
+        ("Acceptance length:", results["spec_decode_acceptance_length"]),
+        ("Drafts:", results["spec_decode_num_drafts"]),
+        ("Draft tokens:", results["spec_decode_draft_tokens"]),
+        ("Accepted tokens:", results["spec_decode_accepted_tokens"]),
+        *(
+            (f"Acceptance at position {position} (%):", 100.0 * rate)
+            for position, rate in enumerate(results["spec_decode_per_position_acceptance_rates"])
+        ),
+    ]
 
 
 def write_results(path: str | None, results: Mapping[str, Any], flag: str = "--output-json") -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from pagoda.common.config.commands import OWN_SETTINGS
@@ -22,10 +23,11 @@ from pagoda.common.config.env import CLIENT_API_KEY
 from pagoda.common.config.groups.bench import ServeLoadConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.settings import build
+from pagoda.common.engine.messages import DraftStats
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.cli.bench.client import Endpoint, Outcome
-from pagoda.server.cli.bench.offline import ordinary_tokens, write_results
+from pagoda.server.cli.bench.offline import acceptance, acceptance_rows, ordinary_tokens, write_results
 from pagoda.server.cli.http_client import ApiClient, ApiError
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -53,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
     name, source = _model(config, key)
     requests = plan_requests(config, name, _tokenizer(source))
     endpoint = Endpoint(config.address + config.path, {"authorization": f"Bearer {key}"} if key else {})
+    before = server_drafts(config.address, key)
     outcomes, seconds = asyncio.run(_load(config, endpoint, requests))
-    results = figures(config, outcomes, seconds)
+    drafts = acceptance(before, server_drafts(config.address, key))
+    results = figures(config, outcomes, seconds) | drafts
     print(report(config, results))
     if config.save_result:
         _save(config, name, source, results | (detailed(outcomes) if config.save_detailed else {}))
@@ -62,6 +66,29 @@ def run(args: argparse.Namespace) -> int:
     if errors:
         raise PagodaError(f"{len(errors)} of {len(outcomes)} requests failed, the first with: {errors[0]}")
     return 0
+
+
+def server_drafts(address: str, key: str | None) -> DraftStats | None:
+    """Return a server's counters of speculative decoding; None without it, or if its metrics cannot be read."""
+    try:
+        families = list(text_string_to_metric_families(ApiClient(address, key).text("/metrics")))
+    except (ApiError, ValueError):
+        return None
+    totals: dict[str, float] = {}
+    accepted: dict[int, int] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removeprefix("vllm:spec_decode_num_")
+        if name == "accepted_tokens_per_pos_total":
+            position = int(sample.labels["position"])
+            accepted[position] = accepted.get(position, 0) + int(sample.value)
+        elif name in ("drafts_total", "draft_tokens_total"):
+            totals[name] = totals.get(name, 0) + sample.value
+    if len(totals) < 2:
+        return None
+    by_position = tuple(accepted.get(position, 0) for position in range(max(accepted, default=-1) + 1))
+    return DraftStats(
+        drafts=int(totals["drafts_total"]), tokens=int(totals["draft_tokens_total"]), accepted=by_position
+    )
 
 
 def _model(config: ServeLoadConfig, key: str | None) -> tuple[str, str]:
@@ -246,6 +273,8 @@ def report(config: ServeLoadConfig, results: Mapping[str, Any]) -> str:
             lines += [
                 _row(f"{each.capitalize()} {name.upper()} (ms):", results[f"{each}_{name}_ms"]) for each in statistics
             ]
+    if drafts := acceptance_rows(results):
+        lines += [f"{'Speculative Decoding':-^{WIDTH}}", *(_row(label, value) for label, value in drafts)]
     return "\n".join([*lines, "=" * WIDTH])
 
 

@@ -9,6 +9,8 @@ from typing import Final
 from pagoda.common.config.groups.bench import ThroughputConfig
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.server.cli.bench.offline import (
+    acceptance,
+    acceptance_rows,
     add_load_arguments,
     check_fits,
     check_load,
@@ -42,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling_params(load))
         elapsed = time.perf_counter() - began
+        drafts = acceptance(None, llm.llm_engine.stats.drafts)
     finally:
         llm.shutdown()
     prompt_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
@@ -53,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"Total num prompt tokens:  {prompt_tokens}")
     print(f"Total num output tokens:  {output_tokens}")
+    for label, value in acceptance_rows(drafts):
+        print(label, f"{value:.2f}" if isinstance(value, float) else value)
     write_results(
         load.output_json,
         {
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             "requests_per_second": len(outputs) / elapsed,
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": output_tokens / elapsed,
+            **drafts,
         },
     )
     return 0

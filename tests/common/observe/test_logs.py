@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from pagoda.common.engine.messages import EngineStats
+from pagoda.common.engine.messages import DraftStats, EngineStats
 from pagoda.common.observe.logs import Totals, one_line, setup_logging, shortened, stats_line
 
 
@@ -55,3 +55,17 @@ def test_stats_line() -> None:
         "Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 50.0%"
     )
     assert stats_line(Totals(0.0, 5, 5), Totals(10.0, 5, 5), EngineStats()) is None
+
+
+def test_the_statistics_line_has_the_acceptance_of_the_interval() -> None:
+    before = DraftStats(drafts=10, tokens=30, accepted=(9, 6, 3))
+    now = DraftStats(drafts=20, tokens=50, accepted=(14, 9, 5, 2))
+    line = stats_line(Totals(0.0, 0, 0, before), Totals(10.0, 0, 50, now), EngineStats())
+    assert line is not None
+    assert line.endswith(
+        ", Mean acceptance length: 2.20, Drafted: 2.0 tokens/s, Accepted: 1.2 tokens/s (60.0%), "
+        "by position: 0.50, 0.30, 0.20, 0.20"
+    )
+    idle = stats_line(Totals(0.0, 0, 0, now), Totals(10.0, 0, 50, now), EngineStats())
+    assert idle is not None
+    assert idle.endswith(", Drafts: none")

@@ -9,6 +9,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pagoda.common.engine.messages import (
+    DRAFT_STATES,
+    DraftStats,
     EngineStats,
     FinishedRequest,
     FinishedSequence,
@@ -18,6 +20,7 @@ from pagoda.common.engine.messages import (
 )
 from pagoda.common.observe.collectors import WITHOUT_SERIES
 from pagoda.common.observe.metrics import Metrics
+from pagoda.server.vllm_compat.metrics_reader import Vector, snapshot
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 LABELS = {"model_name": "m", "engine": "0"}
@@ -100,7 +103,7 @@ def test_a_metric_of_earlier_versions_of_vllm_has_its_type(row: dict[str, str]) 
         name += "_total"  # as the client library prints it
     family = PRINTED[name]
     assert family.type == row["type"]
-    assert bool(family.samples) == (family.name not in WITHOUT_SERIES)
+    assert bool(family.samples) == (family.name not in WITHOUT_SERIES and "spec_decode" not in name)
 
 
 BUCKETS = {
@@ -319,3 +322,52 @@ def test_two_registries_in_one_process_are_separate() -> None:
     one, two = Metrics("m"), Metrics("m")
     one.on_step(step(running=1))
     assert value(two, "num_requests_running") == 0
+
+
+# --- speculative decoding ---
+
+DRAFTED = DraftStats(drafts=10, tokens=30, accepted=(9, 6, 3), steps=(8, 4, 2, 1))
+
+
+def test_drafts_are_counted_under_the_names_of_vllm() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(StepOutputs(stats=EngineStats(drafts=DRAFTED)))
+    assert {
+        name: value(metrics, f"spec_decode_{name}")
+        for name in (
+            *("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total", "num_emitted_tokens_total"),
+            *("draft_acceptance_rate", "efficiency"),
+        )
+    } == {
+        "num_drafts_total": 10,
+        "num_draft_tokens_total": 30,
+        "num_accepted_tokens_total": 18,
+        "num_emitted_tokens_total": 28,
+        "draft_acceptance_rate": 0.6,
+        "efficiency": 0.7,
+    }
+    positions = [value(metrics, "spec_decode_num_accepted_tokens_per_pos_total", position=str(i)) for i in range(3)]
+    assert positions == [9, 6, 3]
+    steps = {
+        outcome: metrics.registry.get_sample_value("pagoda:spec_decode_steps_total", LABELS | {"outcome": outcome})
+        for outcome in DRAFT_STATES
+    }
+    assert steps == {"drafted": 8, "no_match": 4, "acceptance": 2, "batch_size": 1}
+    vector = next(each for each in snapshot(metrics.registry) if each.name.endswith("_per_pos"))
+    assert vector == Vector("vllm:spec_decode_num_accepted_tokens_per_pos", LABELS, [9, 6, 3])
+
+
+def test_drafts_have_no_series_without_speculation() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(StepOutputs(stats=EngineStats(running=1)))
+    families = [family for family in metrics.registry.collect() if "spec_decode" in family.name]
+    assert len(families) == 8
+    assert not any(family.samples for family in families)
+
+
+def test_drafts_of_replicas_are_added() -> None:
+    other = DraftStats(drafts=1, tokens=5, accepted=(1, 1, 1, 1), steps=(1, 0, 0, 0))
+    total = DRAFTED + other
+    assert total == DraftStats(drafts=11, tokens=35, accepted=(10, 7, 4, 1), steps=(9, 4, 2, 1))
+    assert total.since(DRAFTED) == other
+    assert (DRAFTED.num_accepted, DRAFTED.mean_length, DraftStats().mean_length) == (18, 2.8, 1.0)

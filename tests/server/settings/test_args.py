@@ -120,6 +120,7 @@ EXAMPLES: dict[str, Any] = {
     "optimization_level": 2,
     "quantization": "fp8",
     "reasoning_config": {"reasoning_end_str": "x"},
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     "structured_outputs_config": {"disable_any_whitespace": True},
 }
 """Valid values of settings that do not accept every value of their type."""
