@@ -43,6 +43,7 @@ class Entry:
     checkpoints: bool = False  # implements CheckpointBackend
     remedy: str = ""  # what to do without the device
     batch_invariant: bool = False  # a token's numbers can be independent of its batch
+    drafters: bool = False  # drafter models run on its device
     quantizes: tuple[str, ...] = ()  # values of --quantization that it rounds on its devices; others come rounded
     pooling: str | None = None  # PoolingModule; None: it only generates
     pooling_parallel: tuple[str, ...] = ()  # as `parallel`, for pooling models
@@ -120,6 +121,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "CPU",
         "pip install 'pagoda[cpu]'",
         batch_invariant=True,
+        drafters=True,
         pooling="pagoda.backends.reference.pooling",
         transformers=("transformers",),
         pools_transformers=True,
@@ -187,6 +189,16 @@ def check_batch_invariant(name: str) -> None:
     if not _entry(name).batch_invariant:
         able = _names(lambda each: each.batch_invariant)
         raise ConfigError("--batch-invariant", f"{name} does not support it; drop it, or use --backend {able}")
+
+
+def check_drafters(name: str, method: str) -> None:
+    """Raise ConfigError if the backend does not run drafter models."""
+    if not _entry(name).drafters:
+        able = _names(lambda each: each.drafters)
+        raise ConfigError(
+            "--speculative-config",
+            f"method {method}: {name} runs no drafter models; use --backend {able}, or method ngram or suffix",
+        )
 
 
 def quantizes(name: str, method: str) -> bool:

@@ -20,6 +20,7 @@ from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import StateCache
+from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.quantization.tensors import Scheme, Value
@@ -100,13 +101,19 @@ class BackendOptions:
     sleep_mode: bool = False  # `sleep` will be called
     prompt_embeds: bool = False  # steps may have embeddings in place of tokens
     batch_invariant: bool = False  # a token's numbers do not depend on what else is in its step
+    drafter: DrafterSpec | None = None  # guesses the drafts of the next step; None: drafts come from the host, or none
 
     def __post_init__(self) -> None:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
         if self.batch_invariant:
             self._check_batch_invariant()
+        assert self.limits.device_drafts == (self.drafter is not None), "a drafter guesses the drafts of the device"
         if self.limits.max_drafts:
             self._check_drafts()
+        if self.drafter is not None and self.prompt_embeds:
+            raise ConfigError(
+                "--enable-prompt-embeds", "a drafter reads the tokens of the prompt; drop it or --speculative-config"
+            )
 
     def _check_batch_invariant(self) -> None:
         for mixer in self.spec.mixers:
@@ -234,7 +241,14 @@ class DeviceBackend(Protocol):
 
 
 class Backend(DeviceBackend, Protocol):
-    """A generating model. Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close."""
+    """A generating model.
+
+    Calls come in this order: load, load_drafter if it has one, plan_memory, init_cache, warmup, execute..., close.
+    """
+
+    def load_drafter(self, weights: Iterable[Weight]) -> None:
+        """Load every parameter of the drafter's own (`drafter_params`), each once. Raises WeightError as `load`."""
+        ...
 
     def plan_memory(self) -> MemoryPlan:
         """Return the KV cache that fits beside the loaded weights. Raises ConfigError with the missing bytes."""

@@ -43,7 +43,7 @@ from pagoda.common.engine.batch_logits import BatchLogitsProcessor
 from pagoda.common.engine.core import MakeScheduler
 from pagoda.common.engine.sampling import LogitsProcessor, SamplerOptions
 from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.speculative.proposer import Drafter
+from pagoda.common.engine.speculative.proposer import DraftPlanner
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 
@@ -142,7 +142,7 @@ def _device(backend: str) -> tuple[Any, bool]:
     return torch.device("cuda" if on_gpu else "cpu"), on_gpu
 
 
-def scheduler_of(config: EngineConfig, make_drafter: Callable[[], Drafter] | None = None) -> MakeScheduler:
+def scheduler_of(config: EngineConfig, make_drafter: Callable[[], DraftPlanner] | None = None) -> MakeScheduler:
     """Return what makes schedulers, of --scheduler-cls if it is set. Raise ConfigError if that is unsuitable.
 
     `make_drafter`: returns the drafter of each; None: no speculative decoding.

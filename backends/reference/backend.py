@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.backends.reference.drafting import DraftRunner, resolve_guesses
 from pagoda.backends.reference.execution import Embedded, make_batch, single_tokens
 from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
+from pagoda.backends.reference.model.drafters import load_drafter
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.threads import ComputeThreads, divide, part_of
@@ -24,8 +26,9 @@ from pagoda.common.config.env import TRANSFORMERS_DEVICE
 from pagoda.common.engine.pending import unbound_masks
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import by_sequence_of, prompt_targets, sampled_indices
-from pagoda.common.engine.step import RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.step import Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.drafters import LanguageDrafter, captured_layers
 from pagoda.common.models.transformers_spec import TransformersSpec
 
 if TYPE_CHECKING:
@@ -102,6 +105,9 @@ class ReferenceBackend:
         self._encoder: EncoderDecoder | None = None  # the decoder again, if it has an encoder
         self._weight_bytes = 0
         self._caches: dict[int, LayerCache] = {}
+        self._drafter_spec, self._captured = options.drafter, captured_layers(options.drafter)
+        self._drafts: DraftRunner | None = None
+        self._guesses = np.full((options.limits.max_num_seqs, options.limits.max_drafts), -1, np.int32)  # of each row
 
     @property
     def capabilities(self) -> Capabilities:
@@ -137,6 +143,19 @@ class ReferenceBackend:
         self._encoder = EncoderDecoder(spec, weights, self.numerics, max_len)
         return self._encoder
 
+    def load_drafter(self, weights: Iterable[Weight]) -> None:
+        """Load and prepack every parameter of the drafter. Raises WeightError."""
+        self._worker.submit(self._load_drafter, weights).result()
+
+    @torch.inference_mode()
+    def _load_drafter(self, weights: Iterable[Weight]) -> None:
+        spec, max_len = self._drafter_spec, self.limits.max_model_len
+        assert spec is not None, "it has a drafter"
+        target = self._decoder if isinstance(self._decoder, Decoder) else None
+        drafter = load_drafter(spec, weights, target, self.numerics, max_len)
+        self._drafts = DraftRunner(spec, drafter, self.layout, len(self.spec.caches), self.limits.max_drafts)
+        self._weight_bytes += drafter.num_bytes
+
     def update_weights(self, weights: Iterable[Weight]) -> None:
         """Replace parameters; the layers before stay in memory meanwhile. Raises WeightError, without a change."""
         self._worker.submit(self._update, weights).result()
@@ -146,6 +165,8 @@ class ReferenceBackend:
         if isinstance(self.spec, TransformersSpec):
             raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
         assert isinstance(self._decoder, Decoder), "load comes before update_weights"
+        if self._drafts is not None and not isinstance(self._drafter_spec, LanguageDrafter):
+            raise WeightError("the drafter shares weights of the model: start the server again with the new ones")
         params = Packer(self.spec, self.numerics, self._head_scheme).pack(weights, self._decoder.params)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
@@ -158,6 +179,8 @@ class ReferenceBackend:
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
+        if self._drafts is not None:
+            self._drafts.set_caches(self._caches)
 
     def warmup(self) -> None:
         """Run a short prefill and a decode step on the null block, so that first-call costs are paid."""
@@ -198,52 +221,72 @@ class ReferenceBackend:
             if self._encoder is not None:
                 self._encoder.start(start)
         copy_states(plan.state_copies, self.layout, self._caches)
-        plan = self._sampler.resolve(plan)
+        plan = resolve_guesses(self._sampler.resolve(plan), self._guesses)
         self._threads.together()
-        hidden, logits = self._divided(plan) or self._hidden_and_logits(plan)
-        return ForwardPass(plan, logits, self._prompt_logprobs(plan, hidden))
+        computed = self._divided(plan) or self._compute(plan)
+        features = None
+        if self._drafts is not None:
+            features = computed.hidden if computed.captured is None else computed.captured
+        return ForwardPass(plan, computed.logits, self._prompt_logprobs(plan, computed.hidden), features)
 
-    def _hidden_and_logits(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states [T, D], and float32 logits [R, V] of the R tokens to be sampled."""
+    def _compute(self, plan: StepPlan) -> Computed:
+        """Run the layers, and the head on the tokens to be sampled."""
         assert self._decoder is not None
-        records = isinstance(self._decoder, Decoder) and self._decoder.records(plan.num_tokens)
+        records = isinstance(self._decoder, Decoder) and not self._captured and self._decoder.records(plan.num_tokens)
         batch = make_batch(single_tokens(plan) if records else plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        hidden = self._decoder.hidden(token_ids, batch, self._caches, embedded)
+        captured = None
+        if self._captured:
+            assert isinstance(self._decoder, Decoder), "layers are captured of a decoder"
+            hidden, captured = self._decoder.hidden_and_captured(token_ids, batch, self._caches, self._captured)
+        else:
+            hidden = self._decoder.hidden(token_ids, batch, self._caches, embedded)
         sampled = torch.from_numpy(sampled_indices(plan))
-        return hidden, self._decoder.logits(hidden[sampled]) if len(sampled) else None
+        return Computed(hidden, self._decoder.logits(hidden[sampled]) if len(sampled) else None, captured)
 
-    def _divided(self, plan: StepPlan) -> tuple[Tensor, Tensor | None] | None:
+    def _divided(self, plan: StepPlan) -> Computed | None:
         """Return the same, of parts computed by a thread each; None if that gains nothing."""
         threads, decoder = self._threads, self._decoder
-        if not threads.load.contended or not isinstance(decoder, Decoder) or not decoder.is_row_wise:
+        if self._captured or not threads.load.contended or not isinstance(decoder, Decoder) or not decoder.is_row_wise:
             return None
         sequences = divide(plan, threads.parts, self.layout)
         if len(sequences) < 2:
             return None
         plans, tokens = zip(*(part_of(plan, part) for part in sequences))
-        parts = threads.map(lambda part: _run_part(lambda: self._hidden_and_logits(part)), plans)
-        whole = parts[0][0].new_empty(plan.num_tokens, parts[0][0].shape[1])
-        for indices, (hidden, _) in zip(tokens, parts):
-            whole[torch.from_numpy(indices)] = hidden
+        parts = threads.map(lambda part: _run_part(lambda: self._compute(part)), plans)
+        whole = parts[0].hidden.new_empty(plan.num_tokens, parts[0].hidden.shape[1])
+        for indices, own in zip(tokens, parts):
+            whole[torch.from_numpy(indices)] = own.hidden
         sampled = sampled_indices(plan)
         if not len(sampled):
-            return whole, None
+            return Computed(whole, None)
         logits = torch.empty(len(sampled), self.spec.vocab)
-        for part, indices, (_, own) in zip(plans, tokens, parts):
-            if own is not None:
-                logits[torch.from_numpy(np.searchsorted(sampled, indices[sampled_indices(part)]))] = own
-        return whole, logits
+        for part, indices, own in zip(plans, tokens, parts):
+            if own.logits is not None:
+                logits[torch.from_numpy(np.searchsorted(sampled, indices[sampled_indices(part)]))] = own.logits
+        return Computed(whole, logits)
 
     def sample(self, forward: ForwardPass, masks: TokenMasks | None = None) -> StepResult:
         """Sample the step's tokens. `masks`: of sequences in `plan.masked`."""
         plan = forward.plan
         if forward.logits is None:
-            return StepResult(plan.step, np.full(plan.num_seqs, -1, np.int32), {}, forward.prompt_logprobs)
+            tokens = np.full(plan.num_seqs, -1, np.int32)
+            return StepResult(plan.step, tokens, {}, forward.prompt_logprobs, guesses=self._guess(forward, tokens))
         tokens, logprobs = self._sampler.accept(plan, *self._sampler.sample(forward.logits, plan, masks))
         failed = by_sequence_of(plan, self._sampler.failed)
-        return StepResult(plan.step, tokens, logprobs, forward.prompt_logprobs, failed=failed)
+        guesses = self._guess(forward, tokens)
+        return StepResult(plan.step, tokens, logprobs, forward.prompt_logprobs, failed=failed, guesses=guesses)
+
+    def _guess(self, forward: ForwardPass, token_ids: Int32) -> Int32 | None:
+        """Run the drafter, if any, after a step that sampled `token_ids`; keep and return its guesses."""
+        if self._drafts is None or forward.features is None:
+            return None
+        plan = forward.plan
+        guesses = self._drafts.guess(plan, token_ids, forward.features, self._sampler.history.numpy())
+        if guesses is not None:
+            self._guesses[plan.rows, : guesses.shape[1]] = guesses
+        return guesses
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, TokenLogprobs]:
         """Return the logprobs of prompt tokens by sequence, for those with prompt logprobs."""
@@ -265,12 +308,22 @@ def _run_part(run: Callable[[], ResultT]) -> ResultT:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """What the layers and the head return for a step."""
+
+    hidden: Tensor  # [T, D] after the final norm
+    logits: Tensor | None  # float32 [R, V] of the R tokens to be sampled
+    captured: Tensor | None = None  # [T, C*D] inputs of C layers side by side, if a drafter reads them
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardPass:
     """The part of a step before sampling."""
 
     plan: StepPlan  # without PREVIOUS, at the true positions
     logits: Tensor | None  # float32 [R, V] of the R tokens to be sampled
     prompt_logprobs: dict[int, TokenLogprobs]
+    features: Tensor | None = None  # [T, W] what a drafter reads
 
 
 class WorkerStep:

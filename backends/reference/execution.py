@@ -194,13 +194,15 @@ class StepBatch:
         return self._tiles[tokens]
 
 
-def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
-    """Return the arrays of one step."""
+def make_batch(plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = None) -> StepBatch:
+    """Return the arrays of one step. `only`: the numbers of the views that are read; None: all."""
     lengths = np.diff(plan.query_start)
     owner = np.repeat(np.arange(plan.num_seqs), lengths)
     positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
     views, states = {}, {}
     for number, (group, window) in enumerate(layout.views):
+        if only is not None and number not in only:
+            continue
         table = plan.block_tables[group]
         if isinstance(layout.groups[group].spec, StateCache):
             blocks = torch.from_numpy(table[:, 0].astype(np.int64))

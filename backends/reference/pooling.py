@@ -109,7 +109,7 @@ class Encoder:
         self.layers = make_layers(spec, params, partial(make_mixer, shared=shared))
         self.streams = make_streams(spec, params)
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
-        self.rotary = RotaryTables(spec, max_len, numerics.compute)
+        self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
         """Return hidden states [T, D] after the last norm, the input of a head or a pooler."""

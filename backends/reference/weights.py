@@ -497,7 +497,7 @@ class LayerParts:
         qkv = [(f"{attention}.{part}_adapter", f"{attention}.{part}_adapter_out") for part in "qkv"]
         inner = (f"{name}.ffn_adapter", f"{name}.ffn.gate_adapter_out", f"{name}.ffn.up_adapter_out")
         return InputBlockParams(
-            attention=None if shared else self._attention(attention, layer.attends_before),
+            attention=None if shared else self.attention(attention, layer.attends_before),
             ffn=None if shared else self._mlp(f"{name}.ffn", block.ffn),
             norms={part: norm for part, norm in norms.items() if norm is not None},
             qkv_adapter=None if layer.attends_before.adapter_rank is None else self._adapter(*qkv),
@@ -513,7 +513,7 @@ class LayerParts:
     def _mixer(self, prefix: str, mixer: Mixer) -> MixerParams:
         match mixer:
             case Attention():
-                return self._attention(prefix, mixer)
+                return self.attention(prefix, mixer)
             case LatentAttention():
                 return self._latent_attention(prefix, mixer)
             case GatedDelta():
@@ -613,7 +613,7 @@ class LayerParts:
         q, k, weights = (self.linear(f"{prefix}.{part}") for part in ("q", "k", "weights"))
         return IndexerParams(q, k, k_norm, weights)
 
-    def _attention(self, prefix: str, mixer: Attention) -> AttentionParams:
+    def attention(self, prefix: str, mixer: Attention) -> AttentionParams:
         if mixer.values_are_keys:
             for suffix in ("", "_bias"):
                 if (keys := self._tensors.get(f"{prefix}.k{suffix}")) is not None:

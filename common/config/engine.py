@@ -123,12 +123,16 @@ class Limits:
     policy: str = "fcfs"
     async_scheduling: bool = True
     max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
+    device_drafts: bool = False  # drafts are guessed by a drafter model on the device
     max_draft_len: int | None = None  # no drafts beyond this length of a sequence; None: up to max_model_len
 
     @property
     def max_decode_tokens(self) -> int:
-        """Tokens of a generating sequence that are not known: one and its drafts, after the drafts in flight."""
-        return 1 + 2 * self.max_drafts
+        """Tokens of a generating sequence that are not known: one and its drafts, after the drafts in flight.
+
+        A drafter on the device also writes those that it guesses after them.
+        """
+        return 1 + (3 if self.device_drafts else 2) * self.max_drafts
 
     @property
     def max_step_tokens(self) -> int:

@@ -159,7 +159,7 @@ def _shown(value: str) -> str:
     return value[:200] or "nothing"
 
 
-WIRE_VERSION: Final = 6  # increment with every change to the messages below
+WIRE_VERSION: Final = 7  # increment with every change to the messages below
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):

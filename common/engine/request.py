@@ -298,6 +298,8 @@ class RunningBatch:
         self.drafts_from = zeros()  # known tokens from which on the row may have drafts
         self.num_drafts = zeros()  # drafts of the newest step, planned or to be planned; 0 once one of them is wrong
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)  # their token ids
+        self.num_guesses = zeros()  # guesses that the row has on the device, after its newest step
+        self.guesses = np.full((max_num_seqs, max_drafts), -1, np.int32)  # their token ids, once a result had them
         self.next_page = zeros()  # known tokens at which another page can enter the prefix cache
         self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
         self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
@@ -324,7 +326,7 @@ class RunningBatch:
         self.total[row] = self.prefill_end[row] = len(request.tokens)
         self.limit[row] = request.limit
         self.newest[row] = request.tokens[-1]
-        self.inflight[row] = self.drafts_inflight[row] = 0
+        self.inflight[row] = self.drafts_inflight[row] = self.num_guesses[row] = 0
         self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
         self.masked[row] = request.mask_state is not None

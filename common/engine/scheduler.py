@@ -33,8 +33,9 @@ from pagoda.common.engine.request import (
     queue_rank,
     waiting_queue,
 )
-from pagoda.common.engine.speculative.proposer import Drafter
-from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.speculative.device import DeviceDrafts
+from pagoda.common.engine.speculative.proposer import DraftPlanner
+from pagoda.common.engine.step import GUESSED, Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, Bits
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, masks_after, refresh_masks
 from pagoda.common.errors import RequestError
@@ -68,7 +69,7 @@ class Scheduler:
         kv: KvManager,
         settings: Mapping[str, Any] | None = None,  # --additional-config, for subclasses
         clock: Callable[[], float] = time.monotonic,
-        drafter: Drafter | None = None,  # proposes at most limits.max_drafts tokens; None: no drafts
+        drafter: DraftPlanner | None = None,  # proposes at most limits.max_drafts tokens; None: no drafts of the host
     ) -> None:
         limits.check()
         self.limits = limits
@@ -79,6 +80,8 @@ class Scheduler:
         self.waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
+        if limits.device_drafts and drafter is None:
+            drafter = DeviceDrafts()
         self._drafter = drafter if limits.max_drafts else None
         self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
         self._prefills = False  # the newest step computes prompt tokens
@@ -320,6 +323,7 @@ class Scheduler:
         samples: Bool = (end if drafts is None else end - drafts) == batch.total[rows]
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
+        guesses = self._plan_guesses(self._drafter, rows, end, samples) if self.limits.device_drafts else None
         plan = StepPlan(
             step=self._steps,
             starts=tuple(starts),
@@ -327,10 +331,11 @@ class Scheduler:
             query_start=query_start,
             context=context,
             token_ids=batch.token_ids(rows, counts, query_start, samples, drafts),
-            block_tables=self.kv.tables(rows, int(end.max())),
+            block_tables=self.kv.tables(rows, int((end if guesses is None else end + guesses).max())),
             samples=samples,
             state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
             num_drafts=drafts,
+            num_guesses=guesses,
             masked=masked_sequences(batch, rows, samples, drafts) if self._num_masked else None,
             embeds=batch.embeds(rows, counts) if self._num_embedded else None,
         )
@@ -342,6 +347,21 @@ class Scheduler:
         batch.plan(rows, counts, samples, drafts)
         self._steps += 1
         return plan
+
+    def _plan_guesses(self, drafter: DraftPlanner | None, rows: Int32, end: Int32, samples: Bool) -> Int32 | None:
+        """Return how many tokens the drafter guesses after each sequence [S], as far as blocks are free for them.
+
+        `end` [S]: the sequence's tokens after the step. None: no sequence has guesses.
+        """
+        assert isinstance(drafter, DeviceDrafts), "drafts are guessed on the device"
+        batch = self._batch
+        guesses = drafter.guesses(batch, rows, end, samples, self.limits)
+        for i in np.flatnonzero((guesses > 0) & (end + guesses > batch.capacity[rows])).tolist():
+            row = int(rows[i])
+            if not self._allocate(row, int(end[i] + guesses[i])):
+                guesses[i] = max(0, batch.capacity[row] - end[i])
+        batch.num_guesses[rows] = guesses
+        return guesses if guesses.any() else None
 
     def _count_prompt_tokens(self, rows: Int32, context: Int32, counts: Int32) -> int:
         left = self._batch.prefill_end[rows] - context
@@ -356,7 +376,7 @@ class Scheduler:
         step = self._in_flight[0]
         if step.plan is not plan:
             raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
-        return token_masks(step.requests, plan)
+        return token_masks(step.requests, plan, self._batch.guesses)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take the result of the oldest step in flight. Returns the outputs of its requests."""
@@ -368,6 +388,8 @@ class Scheduler:
         requests, sampled, drafts = step.requests, result.token_ids, None
         if plan.num_drafts is not None:
             sampled, drafts = self._take_drafts(plan, sampled, live)
+        if result.guesses is not None:
+            self._batch.guesses[plan.rows[live], : result.guesses.shape[1]] = result.guesses[live]
         with_full_page = self._batch.report(plan.rows[live], sampled[live])
         tokens = sampled.tolist()
         if drafts is not None:
@@ -647,8 +669,11 @@ def masked_sequences(batch: RunningBatch, rows: Int32, samples: Bool, drafts: In
     return np.array(indices, np.int32) if indices else None
 
 
-def token_masks(requests: Sequence[Request], plan: StepPlan) -> TokenMasks:
-    """Return the masks of `plan.masked`; none for `requests` of the step that ended since."""
+def token_masks(requests: Sequence[Request], plan: StepPlan, guesses: Int32) -> TokenMasks:
+    """Return the masks of `plan.masked`; none for `requests` of the step that ended since.
+
+    `guesses` int32 [rows, most drafts]: what the drafter guessed after the step before.
+    """
     assert plan.masked is not None
     masks: list[tuple[int, int, Bits]] = []
     for index in plan.masked.tolist():
@@ -660,6 +685,8 @@ def token_masks(requests: Sequence[Request], plan: StepPlan) -> TokenMasks:
         if drafts:
             end = int(plan.query_start[index + 1])
             ids = plan.token_ids[end - drafts : end].tolist()
+            if ids[0] == GUESSED:
+                ids = guesses[plan.rows[index], :drafts].tolist()
             after = enumerate(masks_after(state, ids, request.outputs))
             masks += [(index, count, bits) for count, bits in after if not (bits == NO_MASK).all()]
         elif state.bits is not None:

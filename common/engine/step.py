@@ -29,6 +29,9 @@ UInt8 = npt.NDArray[np.uint8]
 PREVIOUS: Final = -1
 """Placeholder token id: the token that this row sampled in the previous step, still on the device."""
 
+GUESSED: Final = -2
+"""Placeholder token id of a draft: the j-th draft of a sequence is the j-th guess of its row, still on the device."""
+
 EMBEDDED: Final = 2**31 - 1
 """Placeholder token id: this prompt position has an embedding, which the plan carries, instead of a token."""
 
@@ -77,6 +80,13 @@ class StepPlan:
 
     If a sequence's newest token is PREVIOUS, `context` counts every draft that the row had in the previous step: the
     backend subtracts the rejected ones from all positions of the sequence. PREVIOUS is the last token of its result.
+
+    A backend with a drafter model (see common.models.drafters) runs it once a step has sampled, on the tokens of all
+    sequences, so that its caches, which are groups of the same layout, stay complete. It then guesses the `num_guesses`
+    tokens after the last token of each sequence's result, one after the other. The guesses of a row replace its former
+    ones; they stay on the device, where later plans name them by GUESSED, and are part of the result. The block tables
+    have room for as many tokens after the last one of the sequence as it has guesses. A sequence's drafts are either
+    all GUESSED, and then no more than its row has guesses, or none is.
     """
 
     step: int
@@ -84,13 +94,14 @@ class StepPlan:
     rows: Int32  # [S] row of each sequence
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
-    token_ids: Int32  # [T] PREVIOUS where the host does not know the id yet, EMBEDDED where `embeds` has a row
+    token_ids: Int32  # [T] PREVIOUS or GUESSED where the host does not know the id, EMBEDDED where `embeds` has a row
     # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK, or blocks that it got for rejected drafts
     block_tables: tuple[Int32, ...]
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     state_copies: tuple[Int32, ...] = ()  # (source, destination) blocks [n, 2] of each pool; () without copies
     num_drafts: Int32 | None = None  # [S] 0 for sequences that do not sample; None: no sequence has drafts
     masked: Int32 | None = None  # [n > 0] indices of the sequences whose TokenMasks follow while the step runs
+    num_guesses: Int32 | None = None  # [S] what the drafter guesses after each sequence that samples; None: nothing
     embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
 
     @property
@@ -131,3 +142,4 @@ class StepResult:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     recompiles: int = 0  # programs compiled or captured for this step after warm-up
     failed: Mapping[int, str] = field(default_factory=dict)  # sequence -> why its logits processor failed
+    guesses: Int32 | None = None  # [S, most guesses] of a plan with `num_guesses`, then -1

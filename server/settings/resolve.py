@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pagoda.backends.registry import (
     check_batch_invariant,
     check_checkpoints,
+    check_drafters,
     choose_backend,
     load_rank_runtime,
     load_scheme_support,
@@ -64,6 +65,7 @@ from pagoda.common.weights.rules import sources as tensor_sources
 from pagoda.common.weights.rules import stored_schemes
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import PoolingInfo
+from pagoda.server.settings.drafter import ResolvedDrafter, resolve_drafter
 from pagoda.server.settings.generation_config import GenerationDefaults, read_generation
 from pagoda.server.settings.implementation import implementation_row, transformers_spec, uses_transformers
 from pagoda.server.settings.runner import PoolingRunner, check_pooling, pooling_info, resolve_runner
@@ -106,6 +108,7 @@ class Resolved:
     pooling: PoolingInfo | None
     parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
+    drafter: ResolvedDrafter | None = None  # a model on the device that guesses drafts
 
     @property
     def cache(self) -> CacheConfig:
@@ -197,6 +200,12 @@ def resolve(
     limits = resolved.limits
     if isinstance(spec, ModelSpec):
         spec = within_context(spec, limits.max_model_len)
+    drafter = resolve_drafter(config, spec, family, hf_config, checkpoint, quantization, limits.max_model_len)
+    if drafter is not None:
+        limits = replace(limits, max_drafts=drafter.num_tokens, device_drafts=True)
+        if family is not None and drafter.family.only:
+            family = replace(family, ignored=(*family.ignored, f"{drafter.family.only}*"))
+    hybrid = not config.scheduler.disable_hybrid_kv_cache_manager
     dtype, dtype_reason = _dtype(config.model.dtype, hf_config, backend, pooling=runner is not None)
     generation = read_generation(config.model, checkpoint, hf_config)
     result = Resolved(
@@ -210,7 +219,9 @@ def resolve(
         backend=backend,
         dtype=dtype,
         limits=limits,
-        layout=kv_layout(spec, limits.block_size, hybrid=not config.scheduler.disable_hybrid_kv_cache_manager),
+        layout=kv_layout(
+            spec, limits.block_size, hybrid=hybrid, drafter=() if drafter is None else drafter.spec.caches
+        ),
         generation=generation,
         runner=runner,
         pooling=None if runner is None else pooling_info(runner, spec, hf_config),
@@ -226,6 +237,7 @@ def resolve(
             *answer_rows(config, family),
             *model_rows(config, checkpoint, generation, quantization),
         ),
+        drafter=drafter,
     )
     _log_cache(result)
     if quantization is None:
@@ -300,6 +312,9 @@ def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
     sizes = parallel_sizes(backend, config.parallel)
     if config.model.batch_invariant:
         check_batch_invariant(backend)
+    speculative = config.extension.speculative
+    if speculative is not None and speculative.runs_on_device:
+        check_drafters(backend, speculative.method)
     structured = config.structured_outputs
     if structured.is_engine_explicit and not is_installed(structured.engine):
         raise ConfigError(

@@ -52,9 +52,10 @@ from pagoda.common.engine.kv_cache.sizing import (
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer
-from pagoda.common.engine.speculative.proposer import Drafter, Proposer
+from pagoda.common.engine.speculative.proposer import Drafter, DraftPlanner, Proposer
 from pagoda.common.engine.speculative.suffix import SuffixProposer
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
@@ -68,7 +69,7 @@ from pagoda.server.processing.grammar_check import structured_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.hosts import check_hosts, meeting
-from pagoda.server.startup.parameters import Prefetch, check_weights, read_weights
+from pagoda.server.startup.parameters import Prefetch, check_weights, read_drafter, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
 from pagoda.server.vllm_compat.config_views import VllmConfigView
 
@@ -242,6 +243,9 @@ def assemble(
                 cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
             else:
                 backend.load(weights)
+        if resolved.drafter is not None:
+            with phases("load drafter"):
+                backend.load_drafter(read_drafter(config, resolved.drafter, checkpoint))
         with phases("allocate KV cache"):
             memory = backend.plan_memory()
             num_blocks = memory.num_blocks
@@ -310,11 +314,16 @@ _STEP_COSTS: Final = {"reference": 8, "torch_cuda": 256, "jax_tpu": 256}
 """Backend -> what a step costs before its first token, in tokens; see common.engine.speculative.draft_lengths."""
 
 
-def _drafter(resolved: Resolved) -> Callable[[], Drafter] | None:
+def _drafter(resolved: Resolved) -> Callable[[], DraftPlanner] | None:
     """Return what makes the drafter of --speculative-config; None without. Raise ConfigError for an unknown method."""
     config = resolved.config.extension.speculative
     if config is None:
         return None
+    lengths = partial(
+        DraftLengths, resolved.limits.max_num_seqs, _STEP_COSTS[resolved.backend], config.disable_by_batch_size
+    )
+    if config.runs_on_device:
+        return lambda: DeviceDrafts(lengths())
     if config.method == "ngram":
         make_proposer: Callable[[], Proposer] = partial(
             NgramProposer, config.prompt_lookup_min, config.prompt_lookup_max
@@ -331,9 +340,6 @@ def _drafter(resolved: Resolved) -> Callable[[], Drafter] | None:
         raise ConfigError(
             "--speculative-config", f"method {config.method} is not in this version; use {' or '.join(HOST_METHODS)}"
         )
-    lengths = partial(
-        DraftLengths, resolved.limits.max_num_seqs, _STEP_COSTS[resolved.backend], config.disable_by_batch_size
-    )
     return lambda: Drafter(make_proposer(), resolved.spec.vocab, lengths(), plans_ahead=False)
 
 
@@ -372,6 +378,7 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         sleep_mode=config.model.enable_sleep_mode,
         prompt_embeds=config.model.enable_prompt_embeds,
         batch_invariant=config.model.batch_invariant,
+        drafter=None if resolved.drafter is None else resolved.drafter.spec,
     )
 
 

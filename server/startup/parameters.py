@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pagoda.common.backend import Weight
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.models.drafters import drafter_params
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.transformers_spec import TransformersSpec
@@ -29,6 +30,7 @@ from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
 from pagoda.common.weights.rules import apply_rules, check_names, merge_adapter, quantised_pieces, sources
 from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
+from pagoda.server.settings.drafter import ResolvedDrafter, open_drafter
 from pagoda.server.settings.resolve import Resolved
 
 _SCALE = 0.02  # standard deviation of most published initialisations
@@ -115,6 +117,21 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return quantized(weights, resolved.schemes)
     used = resolved.cache.cache_dtype in ("fp8", "fp8_e4m3") and not resolved.cache.calculate_kv_scales
     return chain(weights, kv_scale_weights(kv_scales, sources(family.rules, shapes), used=used))
+
+
+def read_drafter(config: EngineConfig, drafter: ResolvedDrafter, checkpoint: Checkpoint) -> Iterator[Weight]:
+    """Return every parameter of a drafter's own. `checkpoint`: the target's, which may hold them."""
+    shapes, family, settings = drafter_params(drafter.spec), drafter.family, config.extension.speculative
+    if config.load.load_format == "dummy":
+        return dummy_weights(shapes, config.model.seed)
+    if settings is not None and settings.model is not None:
+        checkpoint = open_drafter(config, settings)
+    stored = family.own_tensors(checkpoint.tensors())
+    if drafter.quantization is not None:
+        names = [family.known_name(name) for name in checkpoint.names if name.startswith(family.only)]
+        dense = cast(Iterator[NamedTensor], without_kv_scales(stored, {}))
+        stored = join_scales(dense, drafter.quantization, partial(quantised_pieces, family.rules), names)
+    return apply_rules(family.rules, shapes, stored, family.ignored)
 
 
 def check_weights(resolved: Resolved) -> None:

@@ -6,7 +6,7 @@ blocks that another one fills in the same step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -32,7 +32,6 @@ from pagoda.backends.reference.weights import AttentionParams, NormParams
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
-from pagoda.common.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,10 @@ Rotations = dict[Rope | None, Rotation | None]
 class RotaryTables:
     """Tables of cos and sin [max_len, 1, dim] in the compute dtype, computed in float64, per distinct Rope."""
 
-    def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, ropes: Iterable[Rope], max_len: int, dtype: torch.dtype) -> None:
         positions = np.arange(max_len)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
-        for rope in spec.ropes:
+        for rope in ropes:
             cos, sin = cos_sin(rope, max_len, positions)
             both = np.concatenate([cos, cos], -1)[:, None], np.concatenate([-sin, sin], -1)[:, None]
             self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)

@@ -189,7 +189,7 @@ class Decoder:
         self.layers = make_layers(spec, params, make, numerics.batch_invariant, native)
         self.streams = make_streams(spec, params)
         self.final_norm = make_norm(spec.final_norm, params.final_norm, native)
-        self.rotary = RotaryTables(spec, max_len, numerics.compute)
+        self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
         self.programs = None if native is None else native.programs(self._run_layers, max_len)
 
     def hidden(
@@ -208,12 +208,29 @@ class Decoder:
         """Return whether a step of sequences with a token each is recorded as a program, and then repeated."""
         return self.streams is None and self.programs is not None and self.programs.records(num_tokens)
 
+    def hidden_and_captured(
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], captured: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
+        assert self.streams is None, "layers have one residual stream"
+        *inputs, x = self.run_layers(self.embed(token_ids, batch.positions), batch, caches, captured)
+        return self.final_norm(x), torch.cat(inputs, -1)
+
     def _run_layers(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache]) -> Tensor:
         """Embeddings [T, D] -> hidden states [T, D] after the final norm."""
+        return self.final_norm(self.run_layers(x, batch, caches)[-1])
+
+    def run_layers(
+        self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], captured: tuple[int, ...] = ()
+    ) -> list[Tensor]:
+        """Embeddings [T, D] -> the inputs of the `captured` layers, then the output of the last layer, each [T, D]."""
         rotations = self.rotary.at(batch.positions)
-        for layer in self.layers:
+        inputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in captured:
+                inputs[index] = x
             x = layer(x, batch, caches, rotations)
-        return self.final_norm(x)
+        return [*(inputs[index] for index in captured), x]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [R, D] -> float32 logits [R, V]."""

@@ -116,7 +116,7 @@ def speculative_of(settings: Mapping[str, Any]) -> SpeculativeConfig | None:
     if method == "suffix":
         depth = given.get("suffix_decoding_max_tree_depth", 24)
         given.setdefault("num_speculative_tokens", min(_SUFFIX_DRAFTS, depth - 1))
-    elif method in ("ngram", "draft_model") and "num_speculative_tokens" not in given:
+    elif method == "ngram" and "num_speculative_tokens" not in given:
         raise ConfigError(FLAG, f"method {method} needs num_speculative_tokens; set it, for example to 3")
     return SpeculativeConfig(**given)
 

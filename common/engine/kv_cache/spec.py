@@ -99,18 +99,21 @@ def block_kind(spec: CacheSpec) -> CacheSpec:
     return FullCache(spec.kv_heads, spec.head_dim) if isinstance(spec, WindowCache) else spec
 
 
-def kv_layout(spec: AnySpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
+def kv_layout(spec: AnySpec, block_size: int, *, hybrid: bool = True, drafter: tuple[CacheSpec, ...] = ()) -> KvLayout:
     """Return the groups of a model's layers; those of a pool have equal size, but for the last one of a kind.
+
+    `drafter`: the caches of a drafter model, which are numbered after the model's own.
 
     The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's
     padding. `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the
     caches differ in shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
-    for index, cache in enumerate(spec.caches):
+    caches = (*spec.caches, *drafter)
+    for index, cache in enumerate(caches):
         kinds.setdefault(cache, []).append(index)
     if not hybrid and len(kinds) > 1:
-        return KvLayout((_one_group(spec.caches),), block_size)
+        return KvLayout((_one_group(caches),), block_size)
     return layout_of(kinds, block_size)
 
 

@@ -48,20 +48,47 @@ class Proposer(Protocol):
         ...
 
 
-class Drafter:
+class DraftPlanner:
+    """How many drafts each sequence has, and what became of them.
+
+    `plans_ahead`: False plans no step while one with drafts runs.
+    """
+
+    def __init__(self, lengths: DraftLengths | None = None, plans_ahead: bool = True) -> None:
+        """`lengths`: how many drafts pay; None: all that there is room for."""
+        self.active = True
+        self.plans_ahead = plans_ahead
+        self._lengths = lengths
+        self._counts = DraftCounts()
+
+    def propose(self, batch: RunningBatch, rows: Int32, limits: Limits) -> None:
+        """Set the drafts of the next step in the batch: of `rows`, all that run. Other rows have none."""
+        raise NotImplementedError
+
+    def report(self, batch: RunningBatch, rows: Int32, drafts: Int32, accepted: Int32) -> None:
+        """Take note that of the `drafts` [n] of `rows` [n] the first `accepted` [n] were right."""
+        rows, drafts, accepted = rows[drafts > 0], drafts[drafts > 0], accepted[drafts > 0]
+        self._counts.add(drafts, accepted)
+        if self._lengths is not None:
+            self._lengths.report(batch, rows, drafts, accepted)
+
+    def finish(self, request_id: str, outputs: Sequence[int]) -> None:
+        """Forget a request that has ended, with all the `outputs` that it generated."""
+
+    def stats(self) -> DraftStats:
+        """Return the counters since the start."""
+        return self._counts.stats()
+
+
+class Drafter(DraftPlanner):
     """Asks a proposer until it returns a token id outside the vocabulary; from then on there are no drafts."""
 
     def __init__(
         self, proposer: Proposer, vocab: int, lengths: DraftLengths | None = None, plans_ahead: bool = True
     ) -> None:
-        """`lengths`: how many drafts pay; None: all that there is room for.
-
-        `plans_ahead`: False plans no step while one with drafts runs, whose tokens the proposer should know first.
-        """
-        self.active = True
-        self.plans_ahead = plans_ahead
-        self._proposer, self._vocab, self._lengths = proposer, vocab, lengths
-        self._counts = DraftCounts()
+        """`plans_ahead`: False where the proposer should know the tokens of a step with drafts first."""
+        super().__init__(lengths, plans_ahead)
+        self._proposer, self._vocab = proposer, vocab
 
     def propose(self, batch: RunningBatch, rows: Int32, limits: Limits) -> None:
         """Set the drafts of the next step in the batch: of `rows`, all that run. Other rows have none."""
@@ -87,20 +114,9 @@ class Drafter:
             self._counts.steps[self._lengths.state(len(rows))] += 1
         return paying
 
-    def report(self, batch: RunningBatch, rows: Int32, drafts: Int32, accepted: Int32) -> None:
-        """Take note that of the `drafts` [n] of `rows` [n] the first `accepted` [n] were right."""
-        rows, drafts, accepted = rows[drafts > 0], drafts[drafts > 0], accepted[drafts > 0]
-        self._counts.add(drafts, accepted)
-        if self._lengths is not None:
-            self._lengths.report(batch, rows, drafts, accepted)
-
     def finish(self, request_id: str, outputs: Sequence[int]) -> None:
         """Forget a request that has ended, with all the `outputs` that it generated."""
         self._proposer.finish(request_id, outputs)
-
-    def stats(self) -> DraftStats:
-        """Return the counters since the start."""
-        return self._counts.stats()
 
     def guess(self, contexts: Sequence[DraftContext], width: int) -> tuple[Int32, Int32]:
         """Return the guessed tokens int32 [n, width] of n contexts, row by row, and the number [n] of each.

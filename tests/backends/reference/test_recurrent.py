@@ -93,7 +93,7 @@ def test_any_cut_of_a_sequence_gives_the_outputs_of_tokens_one_by_one(name: str,
     params = Packer(spec, numerics("float32")).pack(random_weights(spec)).layers[0].mixers[0]
     layer = make_recurrence(MIXERS[name], params)
     x = torch.randn(2 * TOKENS, spec.width, generator=torch.Generator().manual_seed(0))
-    rotations = RotaryTables(spec, TOKENS, torch.float32).at(torch.arange(TOKENS).repeat(2))
+    rotations = RotaryTables(spec.ropes, TOKENS, torch.float32).at(torch.arange(TOKENS).repeat(2))
     inputs = tuple(part.unflatten(0, (2, TOKENS)) for part in layer.project(x, rotations)[0])
 
     def run(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,6 @@ def test_keys(settings: dict[str, Any], want: dict[str, Any]) -> None:
         (NGRAM | {"tensor_parallel_size": 2}, "tensor_parallel_size is not supported: use draft_tensor_parallel_size"),
         (NGRAM | {"speculative_token_tree": "[]"}, "speculative_token_tree is not supported: drafts are chains"),
         ({"method": "eagle", "num_speculative_tokens": 2}, "method eagle needs model; set it to the drafter's folder"),
-        ({"model": "a/b"}, "method draft_model needs num_speculative_tokens"),
     ],
 )
 @pytest.mark.setting("--speculative-config")

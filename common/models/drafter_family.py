@@ -1,0 +1,112 @@
+"""`DrafterFamily`: a drafter model and the names of its checkpoint's tensors; `drafter_of` reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, TypeVar
+
+from pagoda.common.errors import ModelError
+from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter
+from pagoda.common.models.family import Family, Rule
+from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.registry import architecture_of, spec_from_config
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.towers import text_model
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFamily:
+    """What a drafter's checkpoint holds."""
+
+    drafter: DrafterSpec
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()  # patterns of tensors to drop if unmatched
+    renames: tuple[tuple[str, str], ...] = ()  # prefixes of names, and what the rules know them as
+    only: str = ""  # prefix of the drafter's tensors among those of the model
+    most: int | None = None  # guesses at most; None: any number
+
+    def own_tensors(self, tensors: Iterable[tuple[str, ValueT]]) -> Iterator[tuple[str, ValueT]]:
+        """Yield the drafter's tensors under the names that the rules know."""
+        for name, tensor in tensors:
+            if name.startswith(self.only):
+                yield self.known_name(name), tensor
+
+    def known_name(self, name: str) -> str:
+        """Return the name that the rules know a tensor by."""
+        for prefix, known in self.renames:
+            if name.startswith(prefix):
+                return known + name.removeprefix(prefix)
+        return name
+
+
+Builder = Callable[[HfConfig, Collection[str], ModelSpec], DrafterFamily]
+"""(config.json, names of the tensors, the target) -> the drafter"""
+
+_BUILDERS: Final[Mapping[str, tuple[str, str]]] = {
+    "eagle": ("features", "eagle"),
+    "eagle3": ("features", "eagle3"),
+    "medusa": ("heads", "medusa"),
+    "mlp_speculator": ("heads", "mlp_speculator"),
+}
+"""Method -> module and function."""
+
+_MTP: Final[Mapping[str, str]] = {
+    "DeepseekV3ForCausalLM": "numbered_after",
+    "DeepseekV32ForCausalLM": "numbered_after",
+    "Glm4MoeForCausalLM": "numbered_after",
+    "Glm4MoeLiteForCausalLM": "numbered_after",
+    "MiMoForCausalLM": "in_mtp_layers",
+}
+"""Architectures whose checkpoints have layers for multi-token prediction -> how these are stored."""
+
+_LAYERS_KEY: Final = "num_nextn_predict_layers"
+
+
+def language_drafter(config: Mapping[str, Any], vocab: int) -> DrafterFamily:
+    """Return the language model of a config.json as the drafter of a model with `vocab` tokens. Raises ModelError."""
+    spec, family = spec_from_config(config)
+    if spec.vocab != vocab:
+        raise ModelError(
+            f"the drafter's vocabulary has {spec.vocab} tokens, the model's {vocab}; use a drafter with the same "
+            "tokenizer"
+        )
+    return DrafterFamily(LanguageDrafter(spec), family.rules, family.ignored)
+
+
+def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], target: ModelSpec) -> DrafterFamily:
+    """Return the drafter that a checkpoint's config.json and tensor names describe. Raises ModelError.
+
+    `method`: one whose drafter reads hidden states of the target.
+    """
+    module, name = _BUILDERS[method]
+    builder: Builder = getattr(import_module(f"{__package__}.families.drafters.{module}"), name)
+    reader = HfConfig(text_model(config).config, label=f"drafter of method {method}")
+    drafter = builder(reader, names, target)
+    reader.finish()
+    return drafter
+
+
+def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: ModelSpec, family: Family) -> DrafterFamily:
+    """Return the layers for multi-token prediction of a model's own checkpoint. Raises ModelError if it has none.
+
+    `names`: of all its tensors; empty if they are not known yet.
+    """
+    text = text_model(config).config
+    architecture = architecture_of(text)
+    if architecture not in _MTP:
+        raise ModelError(
+            f"method mtp: architecture {architecture} has no supported layers for multi-token prediction; "
+            f"those of {', '.join(_MTP)} are, or use another method"
+        )
+    count = text.get(_LAYERS_KEY) or 0
+    if count != 1:
+        raise ModelError(f"method mtp: {_LAYERS_KEY} is {count}; one layer is supported, use another method")
+    how = getattr(import_module(f"{__package__}.families.drafters.mtp"), _MTP[architecture])
+    drafter: DrafterFamily = how(target, family)
+    if names and not any(name.startswith(drafter.only) for name in names):
+        raise ModelError(f"method mtp: the checkpoint has no tensors {drafter.only}*; use one that has, or drop it")
+    return drafter

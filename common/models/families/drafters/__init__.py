@@ -1,0 +1,1 @@
+"""Decoders with multi-head latent attention (MLA)."""

@@ -1,0 +1,143 @@
+"""Resolve the drafter model of --speculative-config: its checkpoint, specification and number of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.speculative import FLAG, SpeculativeConfig
+from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.models.drafter_family import DrafterFamily, drafter_of, language_drafter, mtp_drafter
+from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter
+from pagoda.common.models.family import Family
+from pagoda.common.models.registry import overridden, within_context
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.speculators import read_speculators
+from pagoda.common.models.transformers_spec import AnySpec
+from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
+from pagoda.common.weights.quantization.config import QuantizationConfig
+from pagoda.common.weights.quantization.read import read_quantization, without_quantization
+
+_MTP: Final = "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedDrafter:
+    """A drafter before its weights are loaded."""
+
+    family: DrafterFamily
+    num_tokens: int  # drafts per sequence and step, at most
+    quantization: QuantizationConfig | None  # of its checkpoint; None: its weights are dense
+
+    @property
+    def spec(self) -> DrafterSpec:
+        """Its specification."""
+        return self.family.drafter
+
+
+def resolve_drafter(
+    config: EngineConfig,
+    target: AnySpec,
+    family: Family | None,
+    hf_config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    quantization: QuantizationConfig | None,
+    max_model_len: int,
+) -> ResolvedDrafter | None:
+    """Return the drafter of a target model; None if drafts come from the host, or there are none.
+
+    `hf_config`, `checkpoint`, `quantization`: the target's. Raises ConfigError or ModelError naming key and remedy.
+    """
+    settings = config.extension.speculative
+    if settings is None or not settings.runs_on_device:
+        return None
+    _check_settings(config, settings)
+    method, stated = settings.method, None
+    try:
+        if method == _MTP and settings.model is None:
+            if not isinstance(target, ModelSpec) or family is None:
+                raise ModelError("method mtp: the model has no specification of its own; use another method")
+            found = mtp_drafter(hf_config, checkpoint.names, target, family)
+        else:
+            own = open_drafter(config, settings)
+            own_config, quantization = _config_of(own)
+            if (speculators := read_speculators(own_config)) is not None:
+                method, own_config, stated = speculators.method, speculators.config, speculators.num_tokens
+            if method == _MTP:
+                raise ModelError("method mtp reads the model's own checkpoint; drop model")
+            found = _drafter_of(method, own_config, own.names, target)
+    except ModelError as error:
+        raise ModelError(f"{FLAG}: {settings.model or config.model.model}: {error}") from None
+    number = settings.num_speculative_tokens or stated or found.most or (1 if method == _MTP else None)
+    if number is None:
+        raise ConfigError(FLAG, f"method {method} needs num_speculative_tokens; set it, for example to 3")
+    if found.most is not None and number > found.most:
+        raise ConfigError(
+            FLAG, f"num_speculative_tokens is {number}, but the drafter guesses {found.most} tokens; use at most that"
+        )
+    _check_length(found.drafter, max_model_len)
+    return ResolvedDrafter(replace(found, drafter=_within(found.drafter, max_model_len)), number, quantization)
+
+
+def open_drafter(config: EngineConfig, settings: SpeculativeConfig) -> Checkpoint:
+    """Open the checkpoint of `model`, with its weights: their names say what a drafter shares with its target."""
+    assert settings.model is not None, "the drafter has a checkpoint of its own"
+    return open_checkpoint(
+        settings.model,
+        config.load.load_format,
+        revision=settings.revision,
+        token=config.model.hf_token,
+        download_dir=config.load.download_dir,
+    )
+
+
+def _config_of(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], QuantizationConfig | None]:
+    hf_config = overridden(checkpoint.config(), {})
+    return without_quantization(hf_config), read_quantization(hf_config)
+
+
+def _drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], target: AnySpec) -> DrafterFamily:
+    if method == "draft_model":
+        return language_drafter(config, target.vocab)
+    if not isinstance(target, ModelSpec):
+        raise ModelError(f"method {method} reads hidden states of the model, which transformers computes; use another")
+    return drafter_of(method, config, names, target)
+
+
+def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
+    """Raise ConfigError for what drafter models are not combined with."""
+    parallel = config.parallel
+    if parallel.data_parallel_size > 1 or parallel.tensor_parallel_size > 1 or parallel.nnodes > 1:
+        raise ConfigError(
+            FLAG, f"method {settings.method} runs on one device; drop --tensor-parallel-size and --data-parallel-size"
+        )
+    if (settings.draft_tensor_parallel_size or 1) > 1:
+        raise ConfigError(FLAG, "draft_tensor_parallel_size: a drafter runs on one device; drop it")
+    if settings.quantization is not None:
+        raise ConfigError(FLAG, "quantization: a drafter's weights are read as its checkpoint has them; drop it")
+    if config.model.enable_sleep_mode:
+        raise ConfigError(FLAG, f"method {settings.method}: a drafter cannot sleep; drop --enable-sleep-mode")
+    if config.model.enable_prompt_embeds:
+        raise ConfigError(FLAG, f"method {settings.method} reads the prompt's tokens; drop --enable-prompt-embeds")
+
+
+def _model_of(drafter: DrafterSpec) -> ModelSpec | None:
+    return drafter.model if isinstance(drafter, LanguageDrafter | FeatureDrafter) else None
+
+
+def _check_length(drafter: DrafterSpec, max_model_len: int) -> None:
+    """Raise ConfigError if a drafter's learned positions do not cover the longest sequence."""
+    model = _model_of(drafter)
+    if model is not None and model.embedding.positions is not None and model.embedding.positions < max_model_len:
+        raise ConfigError(
+            FLAG,
+            f"the drafter has {model.embedding.positions} positions, below --max-model-len {max_model_len}; lower that",
+        )
+
+
+def _within(drafter: DrafterSpec, max_model_len: int) -> DrafterSpec:
+    if isinstance(drafter, LanguageDrafter | FeatureDrafter):
+        return replace(drafter, model=within_context(drafter.model, max_model_len))
+    return drafter

@@ -1,0 +1,228 @@
+"""Drafts that a drafter model guesses on the device: same outputs with and without, guesses as defined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from support.backend_options import make_options
+from support.naive_drafters import naive_guesses, random_drafter
+from support.reference_driver import random_weights, tiny_spec
+from support.scripted_masks import add_masked
+
+from pagoda.backends.registry import load_backend
+from pagoda.backends.torch_cuda.device import CPU
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import GUESSED, StepPlan, StepResult
+from pagoda.common.models.drafters import (
+    AttendedInputs,
+    DrafterSpec,
+    FeatureDrafter,
+    HeadsDrafter,
+    JoinedInputs,
+    LanguageDrafter,
+    StagesDrafter,
+    captured_layers,
+)
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Layer, ModelSpec
+
+BACKENDS = ["reference"]
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=5, block_size=8)
+SPEC = tiny_spec(window=6)
+NORM = Norm(1e-5)
+
+RULES = {
+    "greedy": SamplingRules(logprobs=2),
+    "seeded": SamplingRules(temperature=0.5, seed=7, logprobs=1),
+    "filtered": SamplingRules(temperature=0.8, seed=8, top_k=20, top_p=0.9, min_p=0.01),
+    "penalised": SamplingRules(repetition_penalty=1.7, frequency_penalty=0.6, presence_penalty=0.4, logprobs=0),
+    "rules": SamplingRules(bad_words=((11,), (12, 13)), logit_bias=((40, 4.0),), min_tokens=4, stop_ids=(40,)),
+    "guided": SamplingRules(logprobs=1),
+    "guided and seeded": SamplingRules(temperature=1.0, seed=5),
+    "prompt logprobs": SamplingRules(temperature=1.0, seed=6, prompt_logprobs=1),
+}
+COMMON = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 22, 33, 44, 55, 66, 77]
+
+
+def joined(spec: ModelSpec, layer: Layer, **changes) -> FeatureDrafter:
+    """A drafter of one layer over [embedding, hidden state]."""
+    model = replace(spec, layers=(layer,), final_norm=changes.pop("final_norm", None))
+    fields = {"inputs": JoinedInputs(), "source_width": spec.width, **changes}
+    return FeatureDrafter(model, **fields)
+
+
+def attended(spec: ModelSpec, **changes) -> FeatureDrafter:
+    """A drafter with an attention over three captured layers and a vocabulary of its own."""
+    attention = replace(spec.layers[0].attention, beside_embedding=True, qk_norm=None, qkv_bias=False)
+    layer = replace(spec.layers[0], mixers=(), norms=replace(spec.layers[0].norms, before_mixer=None))
+    model = replace(spec, layers=(layer,), final_norm=NORM)
+    inputs = AttendedInputs(attention, NORM, NORM, changes.pop("norms_residual", False))
+    fields = {"source_width": 3 * spec.width, "captured": (0, 1, 1), "head_vocab": 40, "own_head": True}
+    return FeatureDrafter(model, inputs, **(fields | changes))
+
+
+LAYER = SPEC.layers[0]
+SHIFTED = replace(LAYER, mixers=(replace(LAYER.attention, kv_heads=4),))  # caches of another shape
+NORMED = JoinedInputs(NORM, NORM, hidden_first=True, blank_first=True)
+DRAFTERS: dict[str, DrafterSpec] = {
+    "language": LanguageDrafter(replace(SPEC, layers=SPEC.layers[:1])),
+    "language of another shape": LanguageDrafter(replace(tiny_spec(), layers=(SHIFTED, LAYER), width=48)),
+    "joined": joined(
+        SPEC, replace(LAYER, norms=replace(LAYER.norms, before_mixer=None)), inputs=JoinedInputs(bias=True)
+    ),
+    "joined and normed": joined(
+        SPEC, SHIFTED, inputs=NORMED, final_norm=NORM, own_embedding=True, own_head=True, chains_normed=True
+    ),
+    "windowed": joined(SPEC, SPEC.layers[1], inputs=NORMED, final_norm=NORM),
+    "attended": attended(SPEC),
+    "attended, normed residual": attended(SPEC, norms_residual=True, own_embedding=True, captured=(1, 0, 1)),
+    "heads": HeadsDrafter(SPEC.vocab, SPEC.width, heads=4, blocks=2),
+    "stages": StagesDrafter(SPEC.vocab, SPEC.width, inner=24, stages=4, scales_input=True),
+    "tied stages": StagesDrafter(SPEC.vocab, SPEC.width, inner=24, stages=4, tied=True),
+}
+KINDS = ["language", "joined", "attended", "heads", "stages"]
+
+
+@dataclass
+class Run:
+    """What an engine answered, its drafts, and what was guessed after which tokens."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list] = field(default_factory=dict)
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    cached: int = 0
+    ahead: int = 0  # sequences whose drafts were planned before they were guessed
+    short: int = 0  # sequences with fewer guesses than there is room for, because no block was free
+    guesses: list[tuple[list[int], list[int]]] = field(default_factory=list)  # tokens before, guesses
+
+
+def requests(names: Sequence[str]) -> list[EngineRequest]:
+    return [
+        EngineRequest(
+            request_id=name,
+            prompt_token_ids=[*COMMON, number] if number % 2 else [number + 1] * (1 + 2 * number),
+            rules=RULES[name],
+            max_tokens=18 + number,
+            stop_token_ids=frozenset({40, 90 + number % 3}),
+            eos_token_ids=frozenset({40}),
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def make_core(
+    backend_name: str, drafter: DrafterSpec | None, own=None, spec: ModelSpec = SPEC, blocks: int = 80, **settings
+) -> EngineCore:
+    drafts = settings.pop("max_drafts", 3) if drafter is not None else 0
+    limits = replace(LIMITS, max_drafts=drafts, device_drafts=drafter is not None, **settings)
+    layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
+    device = {"device": CPU} if backend_name == "torch_cuda" else {}
+    options = make_options(spec, limits=limits, layout=layout, drafter=drafter)
+    backend = load_backend(backend_name).create(options, **device)
+    backend.load(random_weights(spec))
+    if drafter is not None:
+        backend.load_drafter((own or random_drafter(drafter)).items())
+    num_blocks = (blocks,) * len(layout.pools)
+    backend.plan_memory()
+    backend.init_cache(num_blocks)
+    backend.warmup()
+    return generation_core(backend, layout, limits, num_blocks)
+
+
+def run(core: EngineCore, names: Sequence[str] = tuple(RULES), vocab: int = SPEC.vocab) -> Run:
+    ran, update, execute = Run(), core._scheduler.update, core._execute
+
+    def observe(plan: StepPlan):
+        first = plan.token_ids[plan.query_start[:-1]]
+        if plan.num_drafts is not None:
+            assert (plan.token_ids == GUESSED).sum() == plan.num_drafts.sum()
+            ran.ahead += int(((first == -1) & (plan.num_drafts > 0)).sum())
+        if core.limits.max_drafts:
+            end, limit = plan.context + np.diff(plan.query_start), core._scheduler._batch.limit[plan.rows]
+            room = np.clip(limit - end - 2, 0, core.limits.max_drafts) * plan.samples
+            ran.short += int((room > (0 if plan.num_guesses is None else plan.num_guesses)).sum())
+        return execute(plan)
+
+    def count(plan: StepPlan, result: StepResult):
+        requests = core._scheduler._in_flight[0].requests
+        outputs = update(plan, result)
+        if plan.num_drafts is not None:
+            ran.drafted += int(plan.num_drafts.sum())
+            ran.accepted += int(((result.token_ids >= 0).sum(1) - 1)[plan.samples].sum())
+        assert (result.guesses is None) == (plan.num_guesses is None)
+        if result.guesses is not None:
+            assert ((result.guesses >= 0).sum(1) == plan.num_guesses).all()
+            for request, row in zip(requests, result.guesses.tolist()):
+                if not request.is_finished and (guessed := [token for token in row if token >= 0]):
+                    ran.guesses.append((request.known_tokens().tolist(), guessed))
+        return outputs
+
+    core._scheduler.update, core._execute = count, observe
+    for request in requests(names):
+        if request.request_id.startswith("guided"):
+            add_masked(core, request, vocab)
+        else:
+            core.add_request(request)
+    while core.has_work:
+        for output in core.step().outputs:
+            ran.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            positions = ((p.token_ids, np.round(p.logprobs, 3).tolist(), p.rank) for p in output.logprobs or ())
+            ran.logprobs.setdefault(output.request_id, []).extend(positions)
+        core.check_integrity()
+    ran.preemptions, ran.cached = core.stats.preemptions, core.stats.prefix_hits
+    return ran
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return run(make_core("reference", None))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_are_those_without_drafts_and_guesses_as_defined(backend: str, name: str, ahead: bool, plain: Run):
+    drafter = DRAFTERS[name]
+    own, weights = random_drafter(drafter), dict(random_weights(SPEC))
+    ran = run(make_core(backend, drafter, own, async_scheduling=ahead))
+    assert ran.tokens == plain.tokens
+    assert ran.logprobs == plain.logprobs
+    assert ran.drafted > 50
+    assert (ran.ahead > 20) == ahead
+    wrong = sum(
+        naive_guesses(SPEC, weights, drafter, own, tokens, len(guessed), LIMITS.max_model_len) != guessed
+        for tokens, guessed in ran.guesses
+    )
+    assert len(ran.guesses) > 50
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_target_guesses_for_itself_and_all_drafts_are_right(backend: str):
+    weights = dict(random_weights(SPEC))
+    ran = run(make_core(backend, LanguageDrafter(SPEC), weights, max_drafts=4), ["greedy"])
+    assert ran.accepted == ran.drafted > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_preempted_requests_keep_their_outputs(backend: str, kind: str, plain: Run):
+    groups = len(kv_layout(SPEC, LIMITS.block_size, drafter=DRAFTERS[kind].caches).groups)
+    ran = run(make_core(backend, DRAFTERS[kind], blocks=9 * groups, max_drafts=4))
+    assert ran.preemptions > 0
+    assert ran.short > 0
+    assert ran.tokens == plain.tokens
+
+
+def test_captured_layers_are_those_of_the_drafter():
+    assert captured_layers(DRAFTERS["attended"]) == (0, 1, 1)
+    assert captured_layers(DRAFTERS["joined"]) == captured_layers(None) == ()

@@ -1,0 +1,166 @@
+"""Layers for multi-token prediction: guesses as a decoder layer of transformers makes them, outputs as without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from models import tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pagoda import LLM, SamplingParams
+from pagoda.backends.reference.drafting import DraftRunner
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import ModelError
+
+PROMPTS = [[5, 9, 13, 2, 7, 7, 31, 40], [1, 2, 3], [44, 44]]
+ONE: dict[str, Any] = {"num_nextn_predict_layers": 1}
+CASES = {
+    "dense": tiny.Tiny("deepseek3-mtp", "DeepseekV3ForCausalLM", ONE, tiny.LATENT),
+    "experts": tiny.Tiny("deepseek3-mtp-experts", "DeepseekV3ForCausalLM", {**tiny.ROUTED, **ONE}, tiny.LATENT),
+    "grouped heads": tiny.Tiny(
+        "glm4-moe-mtp", "Glm4MoeForCausalLM", {**tiny.ROUTED, "attention_bias": True, "head_dim": 16, **ONE}
+    ),
+    "hidden state first": next(case for case in tiny.TINY if case.name == "mimo"),
+}
+INPUTS = {
+    False: ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    True: ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+"""Names of the two norms before, the projection and the norm after; for layers of their own list, too."""
+
+
+class Oracle:
+    """A model of transformers with one more layer, which guesses."""
+
+    def __init__(self, folder: Path, inputs: tuple[Tensor, ...], *, listed: bool) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        if config["architectures"] == ["MiMoForCausalLM"]:
+            config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+            (folder / "config.json").write_text(json.dumps(config))
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.inputs, self.listed = inputs, listed
+        *self.before, self.layer = self.model.model.layers
+        self.model.model.layers = torch.nn.ModuleList(self.before)
+        self.model.config.num_hidden_layers -= 1
+
+    @torch.inference_mode()
+    def guesses(self, tokens: list[int], count: int) -> list[int]:
+        """Return what follows `tokens`, of which the model has computed all but the last."""
+        embed_norm, hidden_norm, project, final = self.inputs
+        inner, guesses = self.model.model, []
+        hidden = inner(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
+        for _ in range(count):
+            embeds = inner.embed_tokens(torch.tensor([[*tokens[1:], *guesses]])).clone()
+            embeds[:, 0] = 0
+            parts = [self._norm(embeds, embed_norm), self._norm(hidden, hidden_norm)]
+            x = self._run_layer(torch.cat(parts[::-1] if self.listed else parts, -1) @ project.T)
+            normed = self._norm(x, final)
+            guesses.append(int(self.model.lm_head(normed[0, -1]).argmax()))
+            hidden = torch.cat([hidden, (normed if self.listed else x)[:, -1:]], 1)
+        return guesses
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps) * weight
+
+    def _run_layer(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((1, 1, x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        rotations = self.model.model.rotary_emb(x, positions)
+        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotations)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def add_layer(folder: Path, oracle: Path, *, listed: bool) -> tuple[Tensor, ...]:
+    """Add a random layer to a checkpoint, and one more to a copy of it for the oracle; the layer's four inputs."""
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
+    config = json.loads((folder / "config.json").read_text())
+    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    shapes = [
+        (name.split(".", 3)[3], tuple(value.shape))
+        for name, value in tensors.items()
+        if name.startswith(f"model.layers.{last}.")
+    ]
+    shapes += [(f"{name}.weight", (width, 2 * width) if "proj" in name else (width,)) for name in INPUTS[listed]]
+    layer = {
+        name: torch.randn(shape, generator=generator) * 0.3 + (1 if "norm" in name else 0) for name, shape in shapes
+    }
+    prefix = "model.mtp_layers.0." if listed else f"model.layers.{last + 1}."
+    added = {prefix + name: value for name, value in layer.items()}
+    if not listed:
+        added[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        added[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({**tensors, **added}, folder / "model.safetensors")
+    inputs = tuple(layer.pop(f"{name}.weight") for name in INPUTS[listed])
+    oracle.mkdir()
+    more = {f"model.layers.{last + 1}.{name}": value for name, value in layer.items()}
+    save_file({**tensors, **more}, oracle / "model.safetensors", metadata={"format": "pt"})
+    config["num_hidden_layers"] += 1
+    if config.get("first_k_dense_replace") == last + 1:
+        config["first_k_dense_replace"] += 1
+    if "layer_types" in config:
+        config["layer_types"].append(config["layer_types"][-1])
+    (oracle / "config.json").write_text(json.dumps(config))
+    return inputs
+
+
+def outputs(folder: Path, **settings: Any) -> list[list[int]]:
+    llm = LLM(
+        model=str(folder),
+        backend="reference",
+        dtype="float32",
+        max_model_len=48,
+        max_num_seqs=3,
+        kv_cache_memory_bytes=1 << 22,
+        skip_tokenizer_init=True,
+        **settings,
+    )
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_after_the_last_one_guesses_as_transformers_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    listed = name == "hidden state first"
+    CASES[name].save(tmp_path / "model")
+    plain = outputs(tmp_path / "model")
+    inputs = add_layer(tmp_path / "model", tmp_path / "oracle", listed=listed)
+    records: list[tuple[list[int], list[int]]] = []
+    guess = DraftRunner.guess
+
+    def record(self: DraftRunner, plan: StepPlan, token_ids: Any, features: Tensor, history: Any) -> Any:
+        guesses = guess(self, plan, token_ids, features, history)
+        if guesses is not None:
+            accepted = np.maximum((token_ids.reshape(plan.num_seqs, -1) >= 0).sum(1) - 1, 0)
+            drafts = 0 if plan.num_drafts is None else plan.num_drafts
+            known = plan.context + np.diff(plan.query_start) - drafts + accepted + 1
+            for row, end, guessed in zip(plan.rows.tolist(), known.tolist(), guesses.tolist()):
+                records.append((history[row, :end].tolist(), [token for token in guessed if token >= 0]))
+        return guesses
+
+    monkeypatch.setattr(DraftRunner, "guess", record)
+    assert outputs(tmp_path / "model", speculative_config={"method": "mtp", "num_speculative_tokens": 3}) == plain
+    oracle = Oracle(tmp_path / "oracle", inputs, listed=listed)
+    assert len(records) > 5
+    for tokens, guessed in records:
+        assert oracle.guesses(tokens, len(guessed)) == guessed
+
+
+def test_models_without_such_layers_are_refused(tmp_path: Path):
+    tiny.Tiny("llama-mtp", "LlamaForCausalLM").save(tmp_path / "llama")
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no supported layers"):
+        outputs(tmp_path / "llama", speculative_config={"method": "mtp"})
+    CASES["dense"].save(tmp_path / "lacks")
+    with pytest.raises(ModelError, match="the checkpoint has no tensors"):
+        outputs(tmp_path / "lacks", speculative_config={"method": "mtp"})
