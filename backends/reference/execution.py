@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.model.adapters import TokenSlots
 from pagoda.backends.reference.model.ops import alibi, softcap, softmax
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan
@@ -177,6 +178,7 @@ class StepBatch:
     states: dict[int, StateBatch]  # likewise, for recurrent state
     num_decodes: int  # these first sequences have exactly one token
     context: Int32  # [S]
+    adapters: TokenSlots | None = None
     _tiles: dict[int, Int32] = field(default_factory=dict)
 
     def tiles(self, tokens: int) -> Int32:
@@ -218,7 +220,10 @@ def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
     sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist(), plan.rows.tolist()))
     longer = np.flatnonzero(lengths != 1)
     num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
-    return StepBatch(torch.from_numpy(positions), sequences, views, states, num_decodes, plan.context)
+    positions_of_tokens = torch.from_numpy(positions)
+    return StepBatch(
+        positions_of_tokens, sequences, views, states, num_decodes, plan.context, adapters=TokenSlots.of(plan)
+    )
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

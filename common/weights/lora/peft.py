@@ -32,6 +32,7 @@ _WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapte
 _PREFIX: Final = "base_model.model."
 _PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
 _EMBEDDING: Final = "lora_embedding_"
+_LARGEST: Final = 65504.0  # of float16
 
 # Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
 _HARMLESS: Final = frozenset(
@@ -179,7 +180,10 @@ def _pair(module: str, tensors: dict[str, Float32], config: _Config, max_rank: i
     if rank > max_rank:
         raise ModelError(f"module {module}: rank {rank} is above --max-lora-rank {max_rank}")
     scale = np.float32(config.scale(module, rank))
-    return (b.T, a.T * scale) if embedding else (a, b * scale)
+    a, b = (b.T, a.T * scale) if embedding else (a, b * scale)
+    if not max(np.abs(a).max(), np.abs(b).max()) <= _LARGEST:  # also NaN
+        raise ModelError(f"module {module}: numbers beyond {_LARGEST:.0f}, or none; the adapter is broken")
+    return a, b
 
 
 class _Builder:
