@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, make_batch
+from pagoda.backends.reference.execution import Embedded, TokenSlots, make_batch
 from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
-from pagoda.backends.reference.model.adapters import AdapterMatrices, TokenSlots
+from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.adapters import TokenSlots
 from pagoda.backends.reference.model.ops import alibi, softcap, softmax
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.models.caches import StateCache
@@ -34,6 +34,9 @@ _MEMBERS: Final = 4
 
 _SHARED: Final = 64
 """Positions of a shared prefix at least."""
+
+_APART: Final = 32
+"""Tokens per adapter from which on each adapter's tokens are multiplied separately."""
 
 NO_MASKS: Final[Mapping[int, Tensor]] = {}
 
@@ -166,6 +169,51 @@ class Embedded:
     def insert(self, x: Tensor) -> Tensor:
         """Return x [T, D] with the embeddings inserted."""
         return x.index_copy(0, self.indices, self.rows.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class TokenSlots:
+    """The slot of each of T tokens."""
+
+    slots: Tensor  # int64 [T], NO_ADAPTER without an adapter
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> TokenSlots | None:
+        """Return those of a step's tokens; None if no token has an adapter."""
+        if plan.adapter_slots is None:
+            return None
+        return cls(torch.from_numpy(np.repeat(plan.adapter_slots, np.diff(plan.query_start)).astype(np.int64)))
+
+    def at(self, rows: Tensor | slice) -> TokenSlots:
+        """Return those of some of the tokens."""
+        return TokenSlots(self.slots[rows])
+
+    @cached_property
+    def used(self) -> tuple[int, ...]:
+        """The slots of the tokens."""
+        return tuple(sorted(set(self.slots.tolist()) - {NO_ADAPTER}))
+
+    @cached_property
+    def tokens(self) -> Mapping[int, Tensor | None]:
+        """The indices int64 [t] of each slot's tokens; None: all tokens."""
+        if len(self.used) == 1 and bool((self.slots == self.used[0]).all()):
+            return {self.used[0]: None}
+        return {slot: (self.slots == slot).nonzero()[:, 0] for slot in self.used}
+
+    @cached_property
+    def are_apart(self) -> bool:
+        """Whether each adapter's tokens are multiplied separately."""
+        return len(self.used) < 2 or len(self.slots) >= _APART * len(self.used)
+
+    @cached_property
+    def _others(self) -> dict[int, Tensor]:
+        return {}
+
+    def others(self, count: int) -> Tensor:
+        """Return which of `count` slots are not the token's own, bool [T, count]."""
+        if count not in self._others:
+            self._others[count] = self.slots[:, None] != torch.arange(count)
+        return self._others[count]
 
 
 @dataclass(frozen=True)

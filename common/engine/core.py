@@ -236,6 +236,12 @@ class EngineCore:
         else:
             self._adapters.load(adapter, done)
 
+    def load_adapter_now(self, adapter: Adapter) -> None:
+        """Read a LoRA adapter to host memory in this thread, unless this call did before. Raises RequestError."""
+        if self._adapters is None:
+            raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
+        self._adapters.load_now(adapter)
+
     def remove_adapter(self, number: int) -> None:
         """Forget the LoRA adapters with that number; requests that name them have theirs read again."""
         if self._adapters is not None:

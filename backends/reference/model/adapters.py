@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -19,62 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.execution import TokenSlots
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.common.engine.lora.adapter import NO_ADAPTER
-from pagoda.common.engine.step import StepPlan
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, slot_elements
 
-_APART: Final = 32
-"""Tokens per adapter from which on each adapter's tokens are multiplied separately."""
-
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class TokenSlots:
-    """The slot of each of T tokens."""
-
-    slots: Tensor  # int64 [T], NO_ADAPTER without an adapter
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> TokenSlots | None:
-        """Return those of a step's tokens; None if no token has an adapter."""
-        if plan.adapter_slots is None:
-            return None
-        return cls(torch.from_numpy(np.repeat(plan.adapter_slots, np.diff(plan.query_start)).astype(np.int64)))
-
-    def at(self, rows: Tensor | slice) -> TokenSlots:
-        """Return those of some of the tokens."""
-        return TokenSlots(self.slots[rows])
-
-    @cached_property
-    def used(self) -> tuple[int, ...]:
-        """The slots of the tokens."""
-        return tuple(sorted(set(self.slots.tolist()) - {NO_ADAPTER}))
-
-    @cached_property
-    def tokens(self) -> Mapping[int, Tensor | None]:
-        """The indices int64 [t] of each slot's tokens; None: all tokens."""
-        if len(self.used) == 1 and bool((self.slots == self.used[0]).all()):
-            return {self.used[0]: None}
-        return {slot: (self.slots == slot).nonzero()[:, 0] for slot in self.used}
-
-    @cached_property
-    def are_apart(self) -> bool:
-        """Whether each adapter's tokens are multiplied separately."""
-        return len(self.used) < 2 or len(self.slots) >= _APART * len(self.used)
-
-    @cached_property
-    def _others(self) -> dict[int, Tensor]:
-        return {}
-
-    def others(self, count: int) -> Tensor:
-        """Return which of `count` slots are not the token's own, bool [T, count]."""
-        if count not in self._others:
-            self._others[count] = self.slots[:, None] != torch.arange(count)
-        return self._others[count]
 
 
 class ActiveAdapters:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, StepBatch
+from pagoda.backends.reference.execution import Embedded, StepBatch, TokenSlots
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.adapters import ActiveAdapters, AdapterMatrices, TokenSlots
+from pagoda.backends.reference.model.adapters import ActiveAdapters, AdapterMatrices
 from pagoda.backends.reference.model.attention import (
     InvariantHeads,
     PagedAttention,

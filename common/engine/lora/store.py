@@ -58,6 +58,13 @@ class AdapterStore:
             self._callers.setdefault(adapter, []).append(done)
             self._start(adapter)
 
+    def load_now(self, adapter: Adapter) -> None:
+        """Read an adapter in this thread. Raises RequestError."""
+        try:
+            self._put(adapter, self._read(adapter))
+        except Exception as error:
+            raise _refusal(adapter, error) from None
+
     def collect(self) -> list[tuple[Adapter, RequestError]]:
         """Enter the adapters that were read meanwhile. Returns those that could not be read, with the reason."""
         failures = []
@@ -119,6 +126,7 @@ class AdapterLoader:
         assert scheduler.adapters is not None
         self._backend, self._scheduler, self._store, self._slots = backend, scheduler, store, scheduler.adapters
         self._slots.ready = store.loaded
+        self._known: set[Adapter] = set()  # that `load_now` read
 
     def update(self) -> list[EngineOutput]:
         """Before steps are planned: take in what was read, read what waiting requests need next.
@@ -132,6 +140,12 @@ class AdapterLoader:
         if missing := self._scheduler.missing_adapters():
             self._store.want(missing)
         return outputs
+
+    def load_now(self, adapter: Adapter) -> None:
+        """Read an adapter to host memory in this thread, once. Raises RequestError if it cannot be read."""
+        if adapter not in self._known:
+            self._store.load_now(adapter)
+            self._known.add(adapter)
 
     def fill_slots(self, plan: StepPlan) -> None:
         """Hand the weights of `plan.adapter_loads` to the backend, before it executes the plan."""
