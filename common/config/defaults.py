@@ -202,6 +202,7 @@ def resolve_limits(
         async_scheduling=scheduler.async_scheduling,
         max_drafts=0 if speculative is None else speculative.num_speculative_tokens or 0,
         max_draft_len=None if speculative is None else speculative.max_model_len,
+        max_loras=config.lora.slots,
     )
     return ResolvedLimits(limits, rows)
 

@@ -125,6 +125,7 @@ class Limits:
     max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
     device_drafts: bool = False  # drafts are guessed by a drafter model on the device
     max_draft_len: int | None = None  # no drafts beyond this length of a sequence; None: up to max_model_len
+    max_loras: int = 0  # LoRA adapters that the sequences of a step may use; 0: none
 
     @property
     def max_decode_tokens(self) -> int:

@@ -1,0 +1,51 @@
+"""Adapters for tests: peft's format, written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.weights.safetensors import write_safetensors
+
+Modules = Mapping[str, tuple[int, int]]
+"""Module names -> outputs and inputs."""
+
+
+def llama_modules(width: int, ffn: int, heads: int, kv_heads: int, layers: int) -> dict[str, tuple[int, int]]:
+    """The linear modules of a Llama."""
+    kv = width // heads * kv_heads
+    attention = {"q_proj": (width, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (width, width)}
+    mlp = {"gate_proj": (ffn, width), "up_proj": (ffn, width), "down_proj": (width, ffn)}
+    return {
+        f"model.layers.{layer}.{part}.{name}": shape
+        for layer in range(layers)
+        for part, modules in (("self_attn", attention), ("mlp", mlp))
+        for name, shape in modules.items()
+    }
+
+
+def write_adapter(
+    folder: Path, modules: Modules, *, rank: int = 4, seed: int = 0, scale: float = 0.2, **config: Any
+) -> Path:
+    """Write a random adapter of these modules and return its folder. `config`: keys of adapter_config.json."""
+    numbers = np.random.default_rng(seed)
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for name, (rows, columns) in modules.items():
+        for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
+            values = numbers.standard_normal(shape, np.float32) * np.float32(scale)
+            tensors[f"base_model.model.{name}.{part}.weight"] = values
+    return save_adapter(folder, tensors, r=rank, **config)
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, npt.NDArray[Any]], **config: Any) -> Path:
+    """Write an adapter's tensors and its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    values = {"peft_type": "LORA", "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
