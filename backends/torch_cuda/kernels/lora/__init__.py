@@ -12,16 +12,15 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear_reference
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 from pagoda.backends.torch_cuda.kernels.lora import kernel
-from pagoda.backends.torch_cuda.kernels.lora.kernel import CHANNELS, RANKS, TILES
+from pagoda.backends.torch_cuda.kernels.lora.kernel import CHANNELS, SMALLEST_RANK, TILES
 
 __all__ = [
-    "RANKS",
     "AdapterRows",
     "AdapterStack",
     "add_adapters",
     "add_expanded",
-    "bucket_rank",
     "output_sections",
+    "padded_rank",
     "sort_by_slot",
 ]
 
@@ -31,20 +30,18 @@ INVARIANT_TILE: Final = TILES[0]
 _INVARIANT_SPLITS: Final = 8
 
 
-def bucket_rank(rank: int) -> int:
-    """Return the rank that slots for adapters of at most `rank` are allocated for. Raise ValueError above the largest."""
-    for size in RANKS:
-        if rank <= size:
-            return size
-    raise ValueError(f"adapters of rank {rank} are not supported; use {RANKS[-1]} or less")
+def padded_rank(rank: int) -> int:
+    """Return the rank of slots for adapters of at most `rank`: whole blocks of the kernels."""
+    block = kernel.rank_block(max(rank, SMALLEST_RANK))
+    return -(-max(rank, SMALLEST_RANK) // block) * block
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStack:
     """The adapters of P projections of one input, which are one matrix of O outputs, in every slot.
 
-    Outputs are those of the projections in order. R is a bucket of ranks; a smaller adapter's other rows of `a` and
-    columns of `b` are 0. `b` includes the adapter's scale.
+    Outputs are those of the projections in order. R is a `padded_rank`; a smaller adapter's other rows of `a`
+    and columns of `b` are 0. `b` includes the adapter's scale.
     """
 
     a: Tensor  # [slots, P * R, I]
@@ -54,11 +51,12 @@ class AdapterStack:
 
     @property
     def slots(self) -> int:
+        """Return the number of slots."""
         return len(self.b)
 
     @property
     def rank(self) -> int:
-        """R."""
+        """Return R."""
         return self.b.shape[2]
 
 

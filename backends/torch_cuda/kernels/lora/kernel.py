@@ -1,11 +1,11 @@
 """Products of rows with the low-rank matrices of their adapters, in tiles of rows of one adapter.
 
-Rows are sorted by slot on the device (the experts' counting sort), so that a slot's matrices are read once for a tile of
-its rows, be they one decode token each or a long prompt; rows without an adapter are in no tile. The number of tiles is
-known on the device alone: grids have room for the worst case, and surplus programs return at once.
+Rows are sorted by slot on the device (the experts' counting sort), so that a slot's matrices are read once for a tile
+of its rows, be they one decode token each or a long prompt; rows without an adapter are in no tile. The number of tiles
+is known on the device alone: grids have room for the worst case, and surplus programs return at once.
 
-A program reads no block of ranks beyond the rank of the tile's adapter. The inputs of a shrink are split where few tiles
-would not fill the chip; the expand adds the splits in order.
+A program reads no block of ranks beyond the rank of the tile's adapter. The inputs of a shrink are split where few
+tiles would not fill the chip; the expand adds the splits in order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SMALL_STEP: Final = 256
 CHANNELS: Final = 128
 """Outputs of one projection per program of an expand."""
 
-RANKS: Final = (16, 32, 64, 128, 256)
-"""Ranks that slots are allocated for."""
+SMALLEST_RANK: Final = 16
+"""Ranks of a matrix product that tensor cores compute."""
 
 _PLAIN = tl.constexpr(SCHEMES["plain"])
 _SPLIT_BLOCK, _MOST_SPLITS = 512, 16
@@ -69,7 +69,7 @@ def shrink(x, a, ranks, rank, sorted_rows, tile, splits, chip):
 
 
 def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
-    """Add to out [T, O] the products of parts [splits, T, P * R] with b [slots, O, R]; `sections`: see `AdapterStack`."""
+    """Add to out [T, O] the products of parts [splits, T, P * R] and b [slots, O, R]; `sections`: of `AdapterStack`."""
     splits, rows, columns = parts.shape
     slots, outputs, rank = b.shape
     order, tile_slots, ends = sorted_rows
@@ -131,7 +131,7 @@ def expand_settings(dtype, rank, tile, chip) -> dict[str, Any]:
 
 def rank_block(rank):
     """Return the ranks that a program computes at a time."""
-    return min(rank, 32)
+    return min(rank, 2 * SMALLEST_RANK)
 
 
 @triton.jit(do_not_specialize=["rows", "split_inputs"])

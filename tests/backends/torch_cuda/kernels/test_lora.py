@@ -11,8 +11,8 @@ from pagoda.backends.torch_cuda.kernels.lora import (
     AdapterStack,
     add_adapters,
     add_expanded,
-    bucket_rank,
     output_sections,
+    padded_rank,
     sort_by_slot,
 )
 from pagoda.backends.torch_cuda.kernels.lora.kernel import choose_splits, choose_tile, rank_block
@@ -152,10 +152,9 @@ def test_rows_that_are_shrunk_already(use_kernel: bool) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-5)
 
 
-def test_ranks_are_bucketed() -> None:
-    assert [bucket_rank(rank) for rank in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
-    with pytest.raises(ValueError, match="257.*256 or less"):
-        bucket_rank(257)
+def test_slots_have_whole_blocks_of_ranks() -> None:
+    assert [padded_rank(rank) for rank in (1, 8, 16, 32, 64, 320, 512)] == [16, 16, 16, 32, 64, 320, 512]
+    assert all(padded_rank(rank) % rank_block(padded_rank(rank)) == 0 for rank in range(1, 513))
 
 
 def test_wrong_shapes_and_types() -> None:
@@ -164,5 +163,5 @@ def test_wrong_shapes_and_types() -> None:
         add_adapters(normal(2, 24), normal(2, 9), stack, rows, CHIP)
     with pytest.raises(ValueError, match="do not fit"):
         add_adapters(normal(3, 24), normal(3, 8), stack, rows, CHIP)
-    with pytest.raises(ValueError, match="x is torch.float16"):
+    with pytest.raises(ValueError, match=r"x is torch\.float16"):
         add_adapters(normal(2, 24), normal(2, 8).half(), stack, rows, CHIP)
