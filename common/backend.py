@@ -21,7 +21,9 @@ from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import StateCache
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
+from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions
 from pagoda.common.weights.quantization.tensors import Scheme, Value
 
 MasksT_contra = TypeVar("MasksT_contra", contravariant=True)
@@ -100,6 +102,7 @@ class BackendOptions:
     sleep_mode: bool = False  # `sleep` will be called
     prompt_embeds: bool = False  # steps may have embeddings in place of tokens
     batch_invariant: bool = False  # a token's numbers do not depend on what else is in its step
+    lora: LoraOptions | None = None  # None: no request has an adapter
 
     def __post_init__(self) -> None:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
@@ -186,6 +189,7 @@ class MemoryPlan:
     block_bytes: tuple[int, ...]  # of a block of each pool
     graphs: int = 0  # captured CUDA graphs
     cross_attention: int = 0  # keys and values of the encoder prompts of all rows
+    adapters: int = 0  # slots of LoRA adapters
 
     @property
     def kv_cache(self) -> int:
@@ -196,9 +200,10 @@ class MemoryPlan:
         gib = 1 << 30
         graphs = f"graphs {self.graphs / gib:.2f} GiB, " if self.graphs else ""
         cross = f"cross-attention {self.cross_attention / gib:.2f} GiB, " if self.cross_attention else ""
+        adapters = f"LoRA adapters {self.adapters / gib:.2f} GiB, " if self.adapters else ""
         return (
             f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, {graphs}{cross}"
-            f"KV cache {self.kv_cache / gib:.2f} GiB in {per_pool(self.num_blocks)} blocks"
+            f"{adapters}KV cache {self.kv_cache / gib:.2f} GiB in {per_pool(self.num_blocks)} blocks"
         )
 
 
@@ -267,6 +272,22 @@ class ShardedBackend(Backend, Protocol):
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """Start a step of every shard and return at once. None: the shard has no plan; at least one has."""
+        ...
+
+
+class LoraBackend(Backend, Protocol):
+    """A backend that computes with LoRA adapters, created with `BackendOptions.lora`."""
+
+    def adaptable(self) -> Mapping[str, Param]:
+        """Return the matrices that adapters may change: all or some of `weights.lora.weights.adaptable`."""
+        ...
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Replace the adapter in a slot for steps that are executed from now on; those in flight use the one before.
+
+        Returns as soon as it can; the arrays do not change afterwards. All matrices are `adaptable`, have the shapes of
+        the model's, and a rank of at most `LoraOptions.max_rank`. The slots are empty at first.
+        """
         ...
 
 

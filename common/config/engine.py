@@ -98,6 +98,7 @@ class Limits:
     policy: str = "fcfs"
     async_scheduling: bool = True
     max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
+    max_loras: int = 0  # LoRA adapters that the sequences of a step may use; 0: none
 
     @property
     def max_decode_tokens(self) -> int:

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.pooling import Pooled, PoolingRules
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
@@ -40,6 +41,7 @@ class EngineRequest:
     # One row per EMBEDDED position of `prompt_token_ids` (see step): D numbers each, in the model's dtype.
     prompt_embeds: bytes | None = None
     encoder_token_ids: list[int] | None = None  # of an encoder-decoder model: what its encoder reads
+    adapter: Adapter | None = None  # the LoRA adapter that the sequence is computed with
 
 
 def pooling_request(

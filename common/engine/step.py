@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.engine.lora.adapter import AdapterLoad
 from pagoda.common.engine.sampling import SamplingRules
 
 Int32 = npt.NDArray[np.int32]
@@ -75,6 +76,9 @@ class StepPlan:
     accepted drafts and the token sampled after them. K and V of rejected drafts stay in the cache, after the end of the
     sequence, until later tokens replace them.
 
+    A sequence with a LoRA adapter computes with the weights in its slot. `adapter_loads` are the slots whose content
+    changes before the step; the engine hands the weights over (`LoraBackend.load_adapter`) before it executes the plan.
+
     If a sequence's newest token is PREVIOUS, `context` counts every draft that the row had in the previous step: the
     backend subtracts the rejected ones from all positions of the sequence. PREVIOUS is the last token of its result.
     """
@@ -92,6 +96,8 @@ class StepPlan:
     num_drafts: Int32 | None = None  # [S] 0 for sequences that do not sample; None: no sequence has drafts
     masked: Int32 | None = None  # [n > 0] indices of the sequences whose TokenMasks follow while the step runs
     embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
+    adapter_slots: Int32 | None = None  # [S] slot of each sequence's adapter, or NO_ADAPTER; None: no sequence has one
+    adapter_loads: tuple[AdapterLoad, ...] = ()  # at most one for each slot
 
     @property
     def num_seqs(self) -> int:

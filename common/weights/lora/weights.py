@@ -1,0 +1,137 @@
+"""What an adapter adds to a model's matrices, by canonical parameter name, and which matrices can have an adapter.
+
+Axis letters: F output channels, D input channels, E experts, V vocab, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    ShortConvolution,
+)
+from pagoda.common.models.primitives import Param
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe
+
+Float32 = npt.NDArray[np.float32]
+
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank. An adapter's rank is padded to the next of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """The product b a that is added to a matrix [F, D]; of experts' matrices [E, F, D] one for each expert.
+
+    The embedding table is a matrix [V, D], too: row b[t] a is added to the embedding of token t.
+    """
+
+    a: Float32  # [R, D] or [E, R, D]
+    b: Float32  # [F, R] or [E, F, R], multiplied by the adapter's scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """An adapter's matrices by canonical parameter name. A parameter that is missing is not changed.
+
+    `head` is the output head's, of tied models too, where `embed` changes the embeddings only. Of a mixer whose values
+    are its keys the product of `k` is there again as that of `v`.
+    """
+
+    rank: int  # R of every matrix, one of RANKS: smaller ones are padded with zeros
+    matrices: Mapping[str, LowRank]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(each.a.nbytes + each.b.nbytes for each in self.matrices.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """The slots for adapters that a backend is created with."""
+
+    slots: int  # adapters that steps may mix
+    max_rank: int  # of an adapter, one of RANKS
+    dtype: str  # of the adapters' matrices in the slots, resolved, not `auto`
+    fully_sharded: bool = False  # a is sharded over tensor-parallel devices, too
+
+
+_ATTENTION: Final = ("q", "k", "v", "o", "gate")
+_LATENT: Final = ("q", "q_a", "q_b", "kv_a", "gate", "o")
+_RECURRENT: Final[Mapping[type[Mixer], tuple[str, ...]]] = {
+    GatedDelta: ("q", "k", "v", "gate", "beta", "decay", "o"),
+    KimiDelta: ("q", "k", "v", "beta", "decay_a", "gate_a", "decay_b", "gate_b", "decay", "gate", "o"),
+    LightningAttention: ("q", "k", "v", "gate", "o"),
+    Mamba: ("v", "gate", "o"),
+    Mamba2: ("v", "b", "c", "gate", "step", "o"),
+    ShortConvolution: ("b", "c", "v", "o"),
+}
+
+
+def adaptable(spec: ModelSpec) -> dict[str, Param]:
+    """Return the matrices that an adapter may change, by canonical name, in the order of `shapes.params`.
+
+    Those of attention, recurrent mixers, MLPs and experts, the embedding table and the head. Not those that multi-head
+    latent attention absorbs (`kv_b`), routers, indexers, and transformer blocks that several layers share.
+    """
+    matrices = params(spec)
+    names = {name for name in _names(spec) if name in matrices}
+    chosen = {name: param for name, param in matrices.items() if name in names}
+    for index, layer in enumerate(spec.layers):  # values that are keys have no parameter of their own
+        for number, mixer in enumerate(layer.mixers):
+            keys, values = (f"layers.{index}.mixers.{number}.{part}" for part in "kv")
+            if isinstance(mixer, Attention) and mixer.values_are_keys and keys in chosen:
+                chosen[values] = replace(chosen[keys], name=values)
+    if spec.pooler is None:
+        chosen["head"] = matrices["head"] if "head" in matrices else replace(matrices["embed"], name="head")
+    return chosen
+
+
+def _names(spec: ModelSpec) -> Iterator[str]:
+    yield "embed"
+    for index, layer in enumerate(spec.layers):
+        for number, mixer in enumerate(layer.mixers):
+            if layer.block is None or number:
+                yield from (f"layers.{index}.mixers.{number}.{part}" for part in _parts(mixer))
+        match layer.ffn:
+            case Mlp():
+                yield from (f"layers.{index}.ffn.{part}" for part in ("gate", "up", "down"))
+            case Moe():
+                parts = ("experts", "shared")
+                yield from (f"layers.{index}.ffn.{of}.{part}" for of in parts for part in ("gate", "up", "down"))
+
+
+def _parts(mixer: Mixer) -> tuple[str, ...]:
+    match mixer:
+        case Attention():
+            return _ATTENTION
+        case LatentAttention():
+            return _LATENT
+        case _:
+            return _RECURRENT[type(mixer)]
+
+
+def slot_elements(matrices: Collection[Param], rank: int) -> int:
+    """Return the numbers in a slot for adapters of `rank` of these matrices."""
+    return sum(rank * prod(param.shape[:-2]) * sum(param.shape[-2:]) for param in matrices)
+
+
+def rank_bucket(rank: int) -> int:
+    """Return the smallest of RANKS that is at least `rank`."""
+    return next(each for each in RANKS if each >= rank)
