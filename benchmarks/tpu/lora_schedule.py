@@ -56,9 +56,8 @@ def layer(form: str | None, case: Case, x: Any, weights: Any, slots: Any) -> Any
         base = jnp.dot(x, weights[name])
         if form is None:
             return base
-        return base + added(
-            form, case, x, weights[f"{name}.a"], [weights[f"{name}.b{n}"] for n in range(len(GROUPS[name][1]))], slots
-        )
+        bs = [weights[f"{name}.b{n}"] for n in range(len(GROUPS[name][1]))]
+        return base + added(form, case, x, weights[f"{name}.a"], bs, slots)
 
     heads = product("qkv", x)
     x = x + product("o", heads[:, :4096])

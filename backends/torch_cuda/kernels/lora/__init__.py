@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
 import torch
@@ -40,7 +40,7 @@ def padded_rank(rank: int) -> int:
 class AdapterStack:
     """The adapters of P projections of one input, which are one matrix of O outputs, in every slot.
 
-    Outputs are those of the projections in order. R is a `padded_rank`; a smaller adapter's other rows of `a`
+    Each projection has some of the outputs. R is a `padded_rank`; a smaller adapter's other rows of `a`
     and columns of `b` are 0. `b` includes the adapter's scale.
     """
 
@@ -60,11 +60,11 @@ class AdapterStack:
         return self.b.shape[2]
 
 
-def output_sections(outputs: tuple[int, ...]) -> Tensor:
-    """Return the `sections` of projections with so many outputs each."""
+def output_sections(spans: Iterable[tuple[int, int]]) -> Tensor:
+    """Return the `sections` of projections with the outputs from the first to before the end."""
     rows = []
-    for projection, end in enumerate(accumulate(outputs)):
-        rows += [(projection, first, end) for first in range(end - outputs[projection], end, CHANNELS)]
+    for projection, (begin, end) in enumerate(spans):
+        rows += [(projection, first, end) for first in range(begin, end, CHANNELS)]
     return torch.tensor(rows, dtype=torch.int32)
 
 

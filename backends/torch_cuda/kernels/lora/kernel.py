@@ -204,6 +204,9 @@ def expand_kernel(
     if tile >= tl.load(ends + slots - 1):
         return
     slot = tl.load(tile_slots + tile).to(tl.int64)
+    rank = tl.load(ranks + slot)
+    if rank == 0:
+        return
     row = tl.load(order + tile * TOKENS + tl.arange(0, TOKENS))
     real = row < rows
     section = sections + 3 * tl.program_id(1)
@@ -214,7 +217,7 @@ def expand_kernel(
     inner = parts + row.to(tl.int64)[None, :] * COLUMNS + tl.load(section) * RANK
     step = rows.to(tl.int64) * COLUMNS
     acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
-    for first in range(0, tl.load(ranks + slot), DEPTH):
+    for first in range(0, rank, DEPTH):
         depth = first + tl.arange(0, DEPTH)
         total = tl.zeros([DEPTH, TOKENS], tl.float32)
         at = inner + depth[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,7 +45,8 @@ def make_stack(
     for slot, own in enumerate(ranks):
         a[slot, :, own:], b[slot, :, own:] = 0, 0
         a[slot, :, -(-own // block) * block :], b[slot, :, -(-own // block) * block :] = NAN, NAN
-    sections = output_sections(outputs)
+    ends = list(accumulate(outputs))
+    sections = output_sections(zip([0, *ends], ends))
     return AdapterStack(a.flatten(1, 2), b, torch.tensor(ranks, dtype=torch.int32), sections)
 
 
