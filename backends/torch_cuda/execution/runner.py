@@ -68,6 +68,13 @@ class StepParts:
     sampler: CudaSampler
     buffers: DecodeBuffers
 
+    def logits(self, hidden: Tensor, out: Tensor | None, adapter_slots: Tensor | None) -> Tensor:
+        """Return float32 logits [R, V] of hidden [R, D], in `out` if given; see `CudaDecoder.logits`."""
+        if adapter_slots is None:
+            return self.decoder.logits(hidden, out)
+        assert isinstance(self.decoder, CudaDecoder), "no other has adapters"
+        return self.decoder.logits(hidden, out, adapter_slots)
+
 
 class StepPrograms:
     """The programs of one engine: decode steps padded to a graph size. Sizes that are not captured run eagerly.
@@ -134,7 +141,7 @@ class StepPrograms:
 
     def logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> None:
         """Compute logits from hidden [R, D], with adapters in the slots [R], into the first R rows of the buffer."""
-        self.parts.decoder.logits(hidden, self.parts.buffers.logits[: len(hidden)], adapter_slots)
+        self.parts.logits(hidden, self.parts.buffers.logits[: len(hidden)], adapter_slots)
 
     def sample(self, size: int, width: int) -> Tensor:
         """Return tokens int32 [size * width] of the buffers' logits and parameters, recorded by the sampler."""
@@ -319,7 +326,7 @@ class Runner:
 
         def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
             chunk = slice(begin, begin + len(targets))
-            logits = parts.decoder.logits(hidden[chunk], None, None if slots is None else slots[chunk])
+            logits = parts.logits(hidden[chunk], None, None if slots is None else slots[chunk])
             return parts.sampler.score(logits, targets, best, self.stream)
 
         return score_prompts(step.plan, parts.sampler.rows, LOGITS_CHUNK, score)
