@@ -14,7 +14,7 @@ from pagoda.common.models.mixers import Attention
 from pagoda.common.models.spec import ModelSpec, Moe
 from pagoda.common.weights.lora.weights import LoraOptions
 
-BACKENDS = pytest.mark.parametrize("backend", ["torch_cuda"])
+BACKENDS = pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
 TOLERANCE = {"rtol": 0, "atol": 3e-5}
 SLOTS, RANK = 9, 16
 PROMPTS = {row: [(7 * row + 3 * at) % 96 for at in range(1 + row * 2 % 7)] for row in range(SLOTS + 1)}
@@ -50,7 +50,8 @@ def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, **make) -> Dr
     lora = LoraOptions(slots, RANK, "float32")
     if backend == "torch_cuda":
         make.setdefault("device", CPU)
-    return Driver(spec, "scattered", rows=SLOTS + 1, backend=backend, lora=lora, weights=weights_of(spec), **make)
+    options = {"rows": SLOTS + 1, "block_size": 8, "backend": backend, "lora": lora, "weights": weights_of(spec)}
+    return Driver(spec, "scattered", **options, **make)
 
 
 @BACKENDS

@@ -23,7 +23,9 @@ EVERY = SamplingRules(logprobs=-1, prompt_logprobs=-1)
 """Greedy, with the log-probabilities of all tokens at every position."""
 
 
-def random_adapter(matrices: Mapping[str, Param], rank: int, seed: int, only: tuple[str, ...] = ("",)) -> AdapterWeights:
+def random_adapter(
+    matrices: Mapping[str, Param], rank: int, seed: int, only: tuple[str, ...] = ("",)
+) -> AdapterWeights:
     """An adapter of the matrices whose names end in one of `only`."""
     rng, made = np.random.default_rng(1000 + seed), {}
     for name, param in matrices.items():

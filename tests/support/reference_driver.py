@@ -68,6 +68,7 @@ class Driver:
             max_num_seqs=rows,
             block_size=block_size,
             max_drafts=max_drafts,
+            max_loras=make["lora"].slots if "lora" in make else 0,
         )
         self.layout = kv_layout(spec, block_size)
         module = load_backend(backend)
