@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from typing import Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.model import NO_LORA
 from pagoda.common.engine.core import PAUSE_MODES
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
@@ -22,16 +22,20 @@ from pagoda.server.core_client import start_engine
 from pagoda.server.core_client.client import Admission, AsyncSleep, CoreClientAsync, EngineClient, Gate
 from pagoda.server.ipc_messages import (
     Abort,
+    AdapterState,
     AddRequest,
     EngineInfo,
     FromEngine,
+    LoadAdapter,
     Refused,
+    RemoveAdapter,
     ResetPrefixCache,
     SleepState,
     StepReply,
 )
 from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
+from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
     InputProcessor,
@@ -128,6 +132,7 @@ class AsyncLLM(ExplainsMissingMethods):
             config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences, self._on_rejected
         )
         self._gate = Gate()
+        self.adapters = AdapterRegistry(config.lora)
         if wait:
             self._finish_start()
 
@@ -287,7 +292,7 @@ class AsyncLLM(ExplainsMissingMethods):
         request_id: str,
         *,
         prompt_text: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -357,7 +362,7 @@ class AsyncLLM(ExplainsMissingMethods):
         prompt: PromptType,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -376,7 +381,7 @@ class AsyncLLM(ExplainsMissingMethods):
         prompt: PromptType,
         params: PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -394,7 +399,7 @@ class AsyncLLM(ExplainsMissingMethods):
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -409,7 +414,27 @@ class AsyncLLM(ExplainsMissingMethods):
 
         `arrival_time`: Unix seconds; None: now. The others, and what is raised, are as of generate.
         """
-        check_extras(lora_request=lora_request)
+        if isinstance(params, PoolingParams):
+            check_extras(lora_request=lora_request)
+        adapter = self.adapters.adapter(lora_request)
+        text = text_options(tokenization_kwargs)
+        prompt = with_text(prompt, prompt_text)
+        return await self.submit(
+            request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
+        )
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        priority: int = 0,
+        *,
+        text: TextOptions | None = None,
+        arrival_time: float | None = None,
+        adapter: Adapter | None = None,
+    ) -> RequestStream[Any]:
+        """As `add_request`; `adapter`: one that was resolved before."""
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
@@ -417,9 +442,8 @@ class AsyncLLM(ExplainsMissingMethods):
             self.check_generates()
         await self._gate.passed()
         self._admission.check(sequences)
-        text = text_options(tokenization_kwargs)
-        prompt = with_text(prompt, prompt_text)
-        prepared = await self._prepare(request_id, prompt, params, priority, text=text, arrival_time=arrival_time)
+        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
+        prepared = await self._prepare(request_id, prompt, params, priority, **details)
         await warm.inputs.check_grammar(prepared)
         await self._gate.passed()  # preparing a long prompt takes time: check again
         self._admission.check(sequences)
@@ -523,20 +547,34 @@ class AsyncLLM(ExplainsMissingMethods):
         )
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Raise ConfigError: there are no adapters."""
-        raise ConfigError("--enable-lora", NO_LORA)
+        """Read a LoRA adapter to host memory; again if its `load_inplace` is set. False if its id was loaded before.
+
+        Raises RequestError for an adapter that cannot be used, or without enable_lora.
+        """
+        adapters = self.adapters
+        adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
+        assert adapter is not None
+        await self.load_adapter(adapter)
+        return adapters.add(adapter)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Read a LoRA adapter to the engine's host memory. Raises RequestError, EngineDeadError."""
+        reply = await self._engine.call(lambda ticket: LoadAdapter(ticket, adapter))
+        if isinstance(reply, AdapterState) and reply.error is not None:
+            raise RequestError(*reply.error)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Return False: there is no such adapter."""
-        return False
+        """Forget a loaded adapter; running requests keep it. False if there is none."""
+        self._engine.send(RemoveAdapter(lora_id))
+        return self.adapters.remove(lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Return the ids of the loaded adapters: none."""
-        return set()
+        """Return the ids of the loaded adapters."""
+        return self.adapters.numbers
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Raise ConfigError: there are no adapters."""
-        raise ConfigError("--enable-lora", NO_LORA)
+        """Raise RequestError: every adapter may be replaced when its slot is needed."""
+        raise RequestError("lora_id", NO_PINS)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory; the KV cache, prefixes included, is dropped. Requests are refused meanwhile.

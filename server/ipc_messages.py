@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, PagodaError, RequestError, WeightError
@@ -106,6 +107,19 @@ class WakeUp(msgspec.Struct, tag="wake", frozen=True):
     tags: tuple[str, ...]
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Read a LoRA adapter to host memory; the reply is AdapterState."""
+
+    ticket: int
+    adapter: Adapter
+
+
+class RemoveAdapter(msgspec.Struct, tag="remove_adapter", frozen=True):
+    """Forget the LoRA adapters of a number; running requests keep theirs."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End the engine after its current step."""
 
@@ -152,6 +166,13 @@ class SleepState(msgspec.Struct, tag="sleep_state", frozen=True):
     error: str = ""  # why the command failed
 
 
+class AdapterState(msgspec.Struct, tag="adapter_state", frozen=True):
+    """Reply to LoadAdapter."""
+
+    ticket: int
+    error: tuple[str, str] | None = None  # field and reason, if it cannot be used
+
+
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     """Sent every second."""
 
@@ -159,8 +180,8 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool  # a request is unfinished
 
 
-ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | Shutdown
-FromEngine = Ready | Failed | StepReply | Refused | ResetDone | SleepState | Heartbeat
+ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | Shutdown
+FromEngine = Ready | Failed | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from pagoda.common.beam_search import BeamSearchParams
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
@@ -46,7 +47,7 @@ from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.vllm_compat.config_views import ModelView
 from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm_compat.request_types import TokensPrompt
+from pagoda.server.vllm_compat.request_types import LoRARequest, TokensPrompt
 
 if TYPE_CHECKING:
     from pagoda.server.vllm_compat.metrics_reader import Metric
@@ -157,7 +158,7 @@ class LLM(ExplainsMissingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -168,19 +169,20 @@ class LLM(ExplainsMissingMethods):
         enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}; of an encoder-decoder model what the encoder
         reads, or {"encoder_prompt": ..., "decoder_prompt": ...}. One set of params applies to all prompts, a
         list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
-        `priority`: smaller runs first, with scheduling_policy="priority". `tokenization_kwargs`: as for pooling.
+        `lora_request`: an adapter for all prompts, or a list that is paired with them, with enable_lora. `priority`:
+        smaller runs first, with scheduling_policy="priority". `tokenization_kwargs`: as for pooling.
 
         Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
         """
-        extras = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
-        prepared = self._prepared(prompts, sampling_params, priority, tokenization_kwargs, **extras)
+        check_extras(mm_processor_kwargs=mm_processor_kwargs)
+        prepared = self._prepared(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
         return self._run(prepared, use_tqdm)
 
     def enqueue(
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -190,8 +192,8 @@ class LLM(ExplainsMissingMethods):
 
         `use_tqdm` has no effect: queueing takes no time. The others, and what is raised, are as of generate.
         """
-        extras = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
-        return self._offline.add(self._prepared(prompts, sampling_params, priority, tokenization_kwargs, **extras))
+        check_extras(mm_processor_kwargs=mm_processor_kwargs)
+        return self._offline.add(self._prepared(prompts, sampling_params, priority, tokenization_kwargs, lora_request))
 
     def wait_for_completion(
         self,
@@ -214,7 +216,7 @@ class LLM(ExplainsMissingMethods):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -257,7 +259,7 @@ class LLM(ExplainsMissingMethods):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -294,7 +296,7 @@ class LLM(ExplainsMissingMethods):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[TokensPrompt]:
         """Render conversations and return their prompts, text and token ids. Parameters and errors as of chat."""
-        check_extras(lora_request=None, mm_processor_kwargs=mm_processor_kwargs)
+        check_extras(mm_processor_kwargs=mm_processor_kwargs)
         checked_tools(tools or ())
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
@@ -316,7 +318,7 @@ class LLM(ExplainsMissingMethods):
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -324,7 +326,6 @@ class LLM(ExplainsMissingMethods):
 
         Raises RequestError, as generate does.
         """
-        check_extras(lora_request=lora_request)
         engine = self.llm_engine
         check_engine(engine.config.model, params, engine.info)
         listed = _listed(prompts)
@@ -334,7 +335,7 @@ class LLM(ExplainsMissingMethods):
         outputs: list[BeamSearchOutput] = []
         for first in range(0, len(ids), size):
             outputs += search_beams(
-                lambda batch, step: self.generate(batch, step, use_tqdm=use_tqdm),
+                lambda batch, step: self.generate(batch, step, use_tqdm=use_tqdm, lora_request=lora_request),
                 ids[first : first + size],
                 params,
                 ends=engine.inputs.end_token_ids,
@@ -521,10 +522,15 @@ class LLM(ExplainsMissingMethods):
         )
 
     def _prepare(
-        self, prompt: PromptType, params: SamplingParams, priority: int, text: TextOptions | None = None
+        self,
+        prompt: PromptType,
+        params: SamplingParams,
+        priority: int,
+        text: TextOptions | None = None,
+        adapter: Adapter | None = None,
     ) -> PreparedRequest:
         _check_type("sampling_params", params, SamplingParams)
-        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority, text=text)
+        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority, text=text, adapter=adapter)
 
     def _prepared(
         self,
@@ -532,16 +538,20 @@ class LLM(ExplainsMissingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
-        **extras: Any,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PreparedRequest]:
-        check_extras(**extras)
         listed = _listed(prompts)
+        known = self.llm_engine.adapters
+        adapters = [known.adapter(each) for each in _paired("lora_request", lora_request, len(listed))]
         params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = _paired("priority", 0 if priority is None else priority, len(listed))
         if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
             raise RequestError("priority", "priority needs scheduling_policy='priority'")
         text = text_options(tokenization_kwargs)
-        return [self._prepare(*each, text) for each in zip(listed, params, priorities)]
+        return [
+            self._prepare(prompt, own, rank, text, adapter)
+            for prompt, own, rank, adapter in zip(listed, params, priorities, adapters)
+        ]
 
     def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         tokenizer = self.llm_engine.text

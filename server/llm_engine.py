@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.model import NO_LORA
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats, RequestEvents
 from pagoda.common.errors import ConfigError, RequestError, SleepError
@@ -25,6 +24,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
+from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
@@ -90,6 +90,7 @@ class LLMEngine(ExplainsMissingMethods):
         self._core = self._built.core
         self._sleeper = self._built.sleeper
         self.inputs = InputProcessor(config.model, self.info, tokenizer, config.structured_outputs)
+        self.adapters = AdapterRegistry(config.lora)
         self.log_stats = log_stats and not config.observability.disable_log_stats
         self._metrics = _metrics_of(self.info, config) if self.log_stats else None
         self._events = RequestEvents() if self.log_stats else None
@@ -172,7 +173,7 @@ class LLMEngine(ExplainsMissingMethods):
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -182,27 +183,34 @@ class LLMEngine(ExplainsMissingMethods):
     ) -> str:
         """Queue a prompt to generate or to pool and return its id. Raises RequestError naming the field.
 
-        `arrival_time`: Unix seconds; None: now. `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens,
-        truncation_side. `prompt_text`: the text of a prompt that is given as token ids. No effect have `trace_headers`
-        (requests are not traced), `session_id` and `kv_hints` (cached prefixes are found by their tokens).
+        `arrival_time`: Unix seconds; None: now. `lora_request`: the adapter, with enable_lora. `tokenization_kwargs`:
+        add_special_tokens, truncate_prompt_tokens, truncation_side. `prompt_text`: the text of a prompt that is given
+        as token ids. No effect have `trace_headers` (requests are not traced), `session_id` and `kv_hints` (cached
+        prefixes are found by their tokens).
         """
-        check_extras(lora_request=lora_request)
-        text = text_options(tokenization_kwargs)
+        if isinstance(params, PoolingParams):
+            check_extras(lora_request=lora_request)
+        text, adapter = text_options(tokenization_kwargs), self.adapters.adapter(lora_request)
         prompt = with_text(prompt, prompt_text)
         self.add_prepared(
-            self.inputs.prepare(request_id, prompt, params, priority, text=text, arrival_time=arrival_time)
+            self.inputs.prepare(
+                request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
+            )
         )
         return request_id
 
     def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
         """Queue a request that `inputs` prepared; `kind` overrides its params' output_kind.
 
-        Raises RequestError, or SleepError while the engine is asleep. Compiles the request's grammar.
+        Raises RequestError, or SleepError while the engine is asleep. Compiles the request's grammar, and reads its
+        LoRA adapter the first time.
         """
         if self.is_sleeping():
             raise SleepError(ASLEEP)
         if self._built.structured is not None and prepared.children[0].grammar is not None:
             self._built.structured.mask_state(prepared.children[0])
+        if (adapter := prepared.children[0].adapter) is not None:
+            self._core.load_adapter_now(adapter)
         self._outputs.add(prepared, kind)
         added: list[str] = []
         try:
@@ -328,20 +336,28 @@ class LLMEngine(ExplainsMissingMethods):
         return LocalWorker(self._built.backend, self.vllm_config, self.get_supported_tasks())
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Raise ConfigError: there are no adapters."""
-        raise ConfigError("--enable-lora", NO_LORA)
+        """Read a LoRA adapter to host memory; again if its `load_inplace` is set. False if its id was loaded before.
+
+        Raises RequestError for an adapter that cannot be used, or without enable_lora.
+        """
+        adapters = self.adapters
+        adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
+        assert adapter is not None
+        self._core.load_adapter_now(adapter)
+        return adapters.add(adapter)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Return False: there is no such adapter."""
-        return False
+        """Forget a loaded adapter; running requests keep it. False if there is none."""
+        self._core.remove_adapter(lora_id)
+        return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the ids of the loaded adapters: none."""
-        return set()
+        """Return the ids of the adapters that `add_lora` loaded."""
+        return self.adapters.numbers
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Raise ConfigError: there are no adapters."""
-        raise ConfigError("--enable-lora", NO_LORA)
+        """Raise RequestError: every adapter may be replaced when its slot is needed."""
+        raise RequestError("lora_id", NO_PINS)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory; the KV cache, prefixes included, is dropped.

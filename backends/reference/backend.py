@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, make_batch
+from pagoda.backends.reference.execution import Embedded, TokenSlots, make_batch
 from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
+from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
@@ -26,7 +27,9 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import by_sequence_of, prompt_targets, sampled_indices
 from pagoda.common.engine.step import RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import TransformersSpec
+from pagoda.common.weights.lora.weights import AdapterWeights, adaptable
 
 if TYPE_CHECKING:
     from pagoda.backends.reference.model.transformers_decoder import EncoderDecoder, TransformersDecoder
@@ -92,6 +95,13 @@ class ReferenceBackend:
         self.cache_config = options.cache
         self.numerics = numerics(options.dtype, batch_invariant=options.batch_invariant)
         self._head_scheme = options.schemes.get("head")
+        self._adapters: AdapterMatrices | None = None
+        if options.lora is not None:
+            if isinstance(options.spec, TransformersSpec):
+                raise ConfigError(
+                    "--enable-lora", "models that transformers computes have no LoRA adapters; use another model"
+                )
+            self._adapters = AdapterMatrices(options.lora, adaptable(options.spec), self.numerics)
         keep_freed_memory()
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
         self._sampler = Sampler(
@@ -102,6 +112,7 @@ class ReferenceBackend:
         self._encoder: EncoderDecoder | None = None  # the decoder again, if it has an encoder
         self._weight_bytes = 0
         self._caches: dict[int, LayerCache] = {}
+        self._filled: Future[None] | None = None  # the last slot for an adapter that was filled
 
     @property
     def capabilities(self) -> Capabilities:
@@ -122,8 +133,8 @@ class ReferenceBackend:
             self._decoder = decoder = self._load_transformers(self.spec, weights)
             self._weight_bytes = decoder.num_bytes
             return
-        params = Packer(self.spec, self.numerics, self._head_scheme).pack(weights)
-        self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
+        params = Packer(self.spec, self.numerics, self._head_scheme, self._adapters).pack(weights)
+        self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len, self._adapters)
         self._weight_bytes = params.num_bytes
 
     def _load_transformers(
@@ -146,15 +157,17 @@ class ReferenceBackend:
         if isinstance(self.spec, TransformersSpec):
             raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
         assert isinstance(self._decoder, Decoder), "load comes before update_weights"
-        params = Packer(self.spec, self.numerics, self._head_scheme).pack(weights, self._decoder.params)
-        self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
+        packer = Packer(self.spec, self.numerics, self._head_scheme, self._adapters)
+        params = packer.pack(weights, self._decoder.params)
+        self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len, self._adapters)
 
     def plan_memory(self, weights: int | None = None) -> MemoryPlan:
         """Return the KV blocks that fit. `weights`: bytes, before load. Raises ConfigError with the missing bytes."""
         if weights is None:
             assert self._decoder is not None, "load comes before plan_memory"
             weights = self._weight_bytes
-        return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
+        slots = 0 if self._adapters is None else self._adapters.num_bytes
+        return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights, slots)
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
@@ -178,6 +191,18 @@ class ReferenceBackend:
                 )
             ).result()
 
+    def adaptable(self) -> Mapping[str, Param]:
+        return self._slots.adaptable
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Copy an adapter to a slot, on the worker thread: after the steps before, before those after."""
+        self._filled = self._worker.submit(_run_part, lambda: self._slots.fill(slot, weights))
+
+    @property
+    def _slots(self) -> AdapterMatrices:
+        assert self._adapters is not None, "the backend is created with slots for adapters"
+        return self._adapters
+
     def execute(self, plan: StepPlan) -> WorkerStep:
         """Submit a step; if the plan has `masked`, only its forward pass, and its sampling in `bind_masks`."""
         return WorkerStep(self, plan)
@@ -193,6 +218,8 @@ class ReferenceBackend:
     def forward(self, plan: StepPlan) -> ForwardPass:
         """Compute the logits of the sequences that sample, and the logprobs of prompt tokens."""
         assert self._decoder is not None, "load comes before execute"
+        if self._filled is not None:
+            self._filled.result()  # it came first, and may have failed
         for start in plan.starts:
             self._sampler.start(start)
             if self._encoder is not None:
@@ -211,7 +238,11 @@ class ReferenceBackend:
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         hidden = self._decoder.hidden(token_ids, batch, self._caches, embedded)
         sampled = torch.from_numpy(sampled_indices(plan))
-        return hidden, self._decoder.logits(hidden[sampled]) if len(sampled) else None
+        if not len(sampled):
+            return hidden, None
+        if isinstance(self._decoder, Decoder) and batch.adapters is not None:
+            return hidden, self._decoder.logits(hidden[sampled], batch.adapters.at(sampled))
+        return hidden, self._decoder.logits(hidden[sampled])
 
     def _divided(self, plan: StepPlan) -> tuple[Tensor, Tensor | None] | None:
         """Return the same, of parts computed by a thread each; None if that gains nothing."""
@@ -248,8 +279,13 @@ class ReferenceBackend:
         """Return the logprobs of prompt tokens by sequence, for those with prompt logprobs."""
         assert self._decoder is not None
         logprobs = {}
+        adapters = TokenSlots.of(plan)
         for scored in prompt_targets(plan, self._sampler.rows):
-            logits = self._decoder.logits(hidden[scored.begin : scored.begin + len(scored.targets)])
+            rows = slice(scored.begin, scored.begin + len(scored.targets))
+            if isinstance(self._decoder, Decoder) and adapters is not None:
+                logits = self._decoder.logits(hidden[rows], adapters.at(rows))
+            else:
+                logits = self._decoder.logits(hidden[rows])
             targets = torch.from_numpy(scored.targets.astype(np.int64))
             mode = self._sampler.options.logprobs_mode
             logprobs[scored.index] = token_logprobs(logits, targets, scored.best, mode)

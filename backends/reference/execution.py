@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.ops import alibi, softcap, softmax
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.models.caches import StateCache
@@ -33,6 +34,9 @@ _MEMBERS: Final = 4
 
 _SHARED: Final = 64
 """Positions of a shared prefix at least."""
+
+_APART: Final = 32
+"""Tokens per adapter from which on each adapter's tokens are multiplied separately."""
 
 NO_MASKS: Final[Mapping[int, Tensor]] = {}
 
@@ -168,6 +172,51 @@ class Embedded:
 
 
 @dataclass(frozen=True)
+class TokenSlots:
+    """The slot of each of T tokens."""
+
+    slots: Tensor  # int64 [T], NO_ADAPTER without an adapter
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> TokenSlots | None:
+        """Return those of a step's tokens; None if no token has an adapter."""
+        if plan.adapter_slots is None:
+            return None
+        return cls(torch.from_numpy(np.repeat(plan.adapter_slots, np.diff(plan.query_start)).astype(np.int64)))
+
+    def at(self, rows: Tensor | slice) -> TokenSlots:
+        """Return those of some of the tokens."""
+        return TokenSlots(self.slots[rows])
+
+    @cached_property
+    def used(self) -> tuple[int, ...]:
+        """The slots of the tokens."""
+        return tuple(sorted(set(self.slots.tolist()) - {NO_ADAPTER}))
+
+    @cached_property
+    def tokens(self) -> Mapping[int, Tensor | None]:
+        """The indices int64 [t] of each slot's tokens; None: all tokens."""
+        if len(self.used) == 1 and bool((self.slots == self.used[0]).all()):
+            return {self.used[0]: None}
+        return {slot: (self.slots == slot).nonzero()[:, 0] for slot in self.used}
+
+    @cached_property
+    def are_apart(self) -> bool:
+        """Whether each adapter's tokens are multiplied separately."""
+        return len(self.used) < 2 or len(self.slots) >= _APART * len(self.used)
+
+    @cached_property
+    def _others(self) -> dict[int, Tensor]:
+        return {}
+
+    def others(self, count: int) -> Tensor:
+        """Return which of `count` slots are not the token's own, bool [T, count]."""
+        if count not in self._others:
+            self._others[count] = self.slots[:, None] != torch.arange(count)
+        return self._others[count]
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """A step on the device."""
 
@@ -177,6 +226,7 @@ class StepBatch:
     states: dict[int, StateBatch]  # likewise, for recurrent state
     num_decodes: int  # these first sequences have exactly one token
     context: Int32  # [S]
+    adapters: TokenSlots | None = None
     _tiles: dict[int, Int32] = field(default_factory=dict)
 
     def tiles(self, tokens: int) -> Int32:
@@ -218,7 +268,10 @@ def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
     sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist(), plan.rows.tolist()))
     longer = np.flatnonzero(lengths != 1)
     num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
-    return StepBatch(torch.from_numpy(positions), sequences, views, states, num_decodes, plan.context)
+    positions_of_tokens = torch.from_numpy(positions)
+    return StepBatch(
+        positions_of_tokens, sequences, views, states, num_decodes, plan.context, adapters=TokenSlots.of(plan)
+    )
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

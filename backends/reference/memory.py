@@ -36,9 +36,18 @@ _SHARE_OF_AVAILABLE: Final = 0.5
 
 
 def plan_memory(
-    spec: AnySpec, limits: Limits, layout: KvLayout, config: CacheConfig, numerics: Numerics, weights: int
+    spec: AnySpec,
+    limits: Limits,
+    layout: KvLayout,
+    config: CacheConfig,
+    numerics: Numerics,
+    weights: int,
+    adapters: int = 0,
 ) -> MemoryPlan:
-    """Return bytes and blocks. `weights`: loaded bytes. Raises ConfigError with the missing bytes."""
+    """Return bytes and blocks. `weights`: loaded bytes; `adapters`: bytes of their slots.
+
+    Raises ConfigError with the missing bytes.
+    """
     encoded = encoded_bytes(spec, limits, numerics.compute)
     block = tuple(pool.block_elements * cache_dtype(pool.kind, numerics.compute).itemsize for pool in layout.pools)
     if config.num_gpu_blocks_override is not None:
@@ -46,7 +55,13 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = split_bytes(layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        room = min(DEFAULT_KV_BYTES, int((available_bytes() - encoded) * _SHARE_OF_AVAILABLE))
+        free = available_bytes() - encoded - adapters
+        if adapters and free <= 0:
+            raise ConfigError(
+                "--max-loras",
+                f"the slots of LoRA adapters take {adapters} bytes, more than are free; lower it or --max-lora-rank",
+            )
+        room = min(DEFAULT_KV_BYTES, int(free * _SHARE_OF_AVAILABLE))
         if encoded and room < 0:
             raise ConfigError(
                 "--max-num-seqs",
@@ -72,7 +87,12 @@ def plan_memory(
     widest = max(spec.vocab, 4 * spec.width)
     activations = limits.max_num_seqs * spec.vocab * 4 + limits.max_num_batched_tokens * widest // 8
     return MemoryPlan(
-        weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block, cross_attention=encoded
+        weights=weights,
+        activations=activations,
+        num_blocks=num_blocks,
+        block_bytes=block,
+        cross_attention=encoded,
+        adapters=adapters,
     )
 
 

@@ -171,5 +171,6 @@ def part_of(plan: StepPlan, sequences: Int32) -> tuple[StepPlan, Int32]:
         block_tables=tuple(np.ascontiguousarray(table[sequences]) for table in plan.block_tables),
         samples=plan.samples[sequences],
         num_drafts=None if plan.num_drafts is None else plan.num_drafts[sequences],
+        adapter_slots=None if plan.adapter_slots is None else plan.adapter_slots[sequences],
     )
     return part, tokens

@@ -7,7 +7,7 @@ whole layers again: of packed parameters no part can be replaced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.memory import held_bytes
+from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear, float32_linear, linear
 from pagoda.backends.reference.model.linear import Weight as PackWeight
 from pagoda.backends.reference.model.numerics import Numerics, thread_count
@@ -290,8 +291,18 @@ class Packer:
     A unit is what is packed together: a layer, the head with its bias, or a parameter of its own with its bias.
     """
 
-    def __init__(self, spec: ModelSpec, numerics: Numerics, head_scheme: Scheme | None = None) -> None:
-        """`head_scheme`: of an output head that arrives dense; an embedding table of the same weight stays dense."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        numerics: Numerics,
+        head_scheme: Scheme | None = None,
+        adapters: AdapterMatrices | None = None,
+    ) -> None:
+        """`head_scheme`: of an output head that arrives dense; an embedding table of the same weight stays dense.
+
+        `adapters`: slots of LoRA adapters for the layers.
+        """
+        self._adapters = adapters
         self.spec, self.numerics, self._head_scheme = spec, numerics, head_scheme
         self._expected = params(spec)
         self._float32 = {param.name for param in self._expected.values() if param.float32}
@@ -343,6 +354,7 @@ class Packer:
             parts = LayerParts(
                 {key: self._tensors.pop(key) for key in list(self._tensors) if key.startswith(f"{unit}.")},
                 self.numerics,
+                self._adapters,
             )
             number = int(unit.removeprefix("layers."))
             layers[unit] = pool.submit(parts.layer, unit, self.spec.layers[number], number in self.spec.shared_blocks)
@@ -360,7 +372,8 @@ class Packer:
     def _packed_head(self, weight: PackWeight, bias: Tensor | None) -> Linear:
         if self._head_scheme is not None and isinstance(weight, Tensor):
             weight = quantize(to_numpy(weight), self._head_scheme)
-        return float32_linear(weight, bias, self.numerics)
+        layer = float32_linear(weight, bias, self.numerics)
+        return layer if self._adapters is None else self._adapters.adapted(layer, ("head",), *_sizes([weight]))
 
     def _keeps(self, name: str, value: QuantizedTensor) -> bool:
         """Return whether a parameter stays quantised: matrices of layers or the head that compute so, and blocks.
@@ -423,8 +436,11 @@ def _new(part: PartT | None, old: PartT) -> PartT:
 class LayerParts:
     """Named tensors, taken one by one and prepared."""
 
-    def __init__(self, tensors: dict[str, PackWeight], numerics: Numerics) -> None:
-        self._tensors, self._numerics = tensors, numerics
+    def __init__(
+        self, tensors: dict[str, PackWeight], numerics: Numerics, adapters: AdapterMatrices | None = None
+    ) -> None:
+        self._tensors, self._numerics, self._adapters = tensors, numerics, adapters
+        self._expert: int | None = None  # whose layers are made
 
     def take(self, name: str) -> Tensor:
         """Remove and return a parameter."""
@@ -461,7 +477,8 @@ class LayerParts:
             weights = [weights[0].clone()]
         biases = [self.get(f"{name}_bias") for name in names]
         present = [bias for bias in biases if bias is not None]
-        return linear(weights, torch.cat(present) if present else None, self._numerics, precise=precise)
+        layer = linear(weights, torch.cat(present) if present else None, self._numerics, precise=precise)
+        return layer if self._adapters is None else self._adapters.adapted(layer, names, *_sizes(weights), self._expert)
 
     def convolution(self, *names: str) -> ConvolutionParams:
         """Return one convolution of the channels of several."""
@@ -656,7 +673,9 @@ class LayerParts:
         experts = []
         for index in range(moe.experts):
             self._tensors.update({name: _expert(weight, index) for name, weight in stacked.items()})
+            self._expert = index
             experts.append(self._mlp(f"{prefix}.experts", moe.expert))
+        self._expert = None
         router = PlainLinear(
             self.take(f"{prefix}.router").to(self._numerics.compute), self.wide(f"{prefix}.router_bias")
         )
@@ -679,6 +698,11 @@ def _expert(weight: PackWeight, index: int) -> PackWeight:
 
 def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()
+
+
+def _sizes(weights: Sequence[PackWeight]) -> tuple[list[int], int]:
+    """Return the outputs of each matrix [F, D], and D."""
+    return [weight.shape[0] for weight in weights], weights[0].shape[-1]
 
 
 NORM_FIELDS = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")

@@ -140,6 +140,13 @@ RULES: Final = (
         BackendRule(setting, _NOT_CUDA, "no effect", _NO_GRAPHS)
         for setting in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
     ),
+    BackendRule(
+        "enable_lora",
+        ("torch_cuda", "jax_tpu"),
+        "refused",
+        "{backend} has no LoRA adapters yet; use --backend reference, or merge the adapter into the checkpoint",
+    ),
+    BackendRule("fully_sharded_loras", ("reference",), "refused", "{backend} runs a model on one device; drop it"),
     BackendRule("compiled_bundle", _NOT_TPU, "refused", _NO_BUNDLES),
     *(
         BackendRule(setting, _NOT_TPU, "no effect", _NO_PROGRAMS)

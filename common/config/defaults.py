@@ -199,6 +199,7 @@ def resolve_limits(
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         policy=scheduler.policy,
         async_scheduling=scheduler.async_scheduling,
+        max_loras=config.lora.slots,
     )
     return ResolvedLimits(limits, rows)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pagoda.common.config.fields import MapsTo, json_object, option
-from pagoda.common.config.groups.model import NO_LORA
 
 _ALWAYS_ON: Final = "the engine always does this"
 _V0_ENGINE: Final = "it applies to vLLM's V0 engine only"
@@ -194,14 +193,18 @@ class DeprecatedConfig:
     override_neuron_config: Mapping[str, Any] = option(
         {}, "Overrides of the Neuron configuration as JSON.", parse=json_object, no_effect="there is no Neuron backend"
     )
-    enable_lora_bias: bool = option(False, "Enable bias in LoRA adapters.", refused=NO_LORA)
+    enable_lora_bias: bool = option(
+        False, "Enable bias in LoRA adapters.", refused="biases of LoRA adapters are not supported; merge the adapter"
+    )
     lora_extra_vocab_size: int = option(
-        256, "Maximum extra vocabulary of LoRA adapters.", no_effect="it applies only with --enable-lora"
+        256, "Maximum extra vocabulary of LoRA adapters.", no_effect="LoRA adapters have no tokens of their own"
     )
     long_lora_scaling_factors: tuple[float, ...] = option(
-        (), "Scaling factors of long-context LoRA adapters.", refused=NO_LORA
+        (), "Scaling factors of long-context LoRA adapters.", refused="LoRA adapters have one context length; drop it"
     )
-    qlora_adapter_name_or_path: str | None = option(None, "Name or path of a QLoRA adapter.", refused=NO_LORA)
+    qlora_adapter_name_or_path: str | None = option(
+        None, "Name or path of a QLoRA adapter.", refused="use --enable-lora with --lora-modules name=path"
+    )
     prompt_adapters: tuple[str, ...] = option((), "Prompt adapters to load.", refused=_NO_PROMPT_ADAPTERS)
     enable_prompt_adapter: bool = option(False, "Enable prompt adapters.", refused=_NO_PROMPT_ADAPTERS)
     max_prompt_adapters: int = option(1, "Maximum number of prompt adapters in a batch.", no_effect=_NO_ADAPTER_LIMITS)

@@ -18,13 +18,15 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 import msgspec
 
-from pagoda.common.backend import Backend, Pending, PendingSample, SleepingBackend, Weight
+from pagoda.common.backend import Backend, LoraBackend, Pending, PendingSample, SleepingBackend, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
+from pagoda.common.engine.lora.store import AdapterLoader, AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.scheduler import Scheduler, failed_output
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import no_tokenizer, refused
@@ -132,7 +134,7 @@ class GrammarQueue:
                     raise error
                 self._add(request, mask_state.result())
             except RequestError as refusal:
-                outputs.append(_failed_output(request_id, refusal))
+                outputs.append(failed_output(request_id, refusal))
         return outputs
 
     def wait(self) -> None:
@@ -140,15 +142,12 @@ class GrammarQueue:
         wait([mask_state for _, mask_state in self._compiling.values()], GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
 
 
-def _failed_output(request_id: str, error: RequestError) -> EngineOutput:
-    return EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=(error.field, str(error)))
-
-
 class EngineCore:
     """One model's engine over a loaded backend; see generation_core, sharded_core and pooling_core.
 
     `execute`: starts a step of `scheduler`'s plans. `kv_managers`: one per copy of the model, none for pooling.
-    `structured`: compiles grammars. Not thread-safe. After `step` raised, the engine is dead: create a new one.
+    `structured`: compiles grammars. `adapters`: loads LoRA adapters. Not thread-safe. After `step` raised, the engine
+    is dead: create a new one.
     """
 
     def __init__(
@@ -159,12 +158,14 @@ class EngineCore:
         *,
         kv_managers: Sequence[KvManager] = (),
         structured: Structured | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         self.limits = limits
         self._execute = execute
         self._scheduler = scheduler
         self._kv_managers = tuple(kv_managers)
         self._grammars = GrammarQueue(scheduler.add, structured)
+        self._adapters = adapters
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
         self._pending: deque[tuple[Any, Pending[Any]]] = deque()
         self._unchecked_steps = 0
@@ -189,19 +190,31 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True while a request is unfinished or a step is in flight."""
-        return bool(self._pending) or self._scheduler.num_unfinished > 0 or len(self._grammars) > 0
+        return bool(self._pending) or self._scheduler.num_unfinished > 0 or len(self._grammars) > 0 or self._reads
+
+    @property
+    def _reads(self) -> bool:
+        return self._adapters is not None and self._adapters.is_reading
 
     def step(self) -> StepOutputs:
         """Start the steps that can start, then wait for the oldest one. Returns no outputs if there is no work."""
         refusals = self._grammars.admit()
+        if self._adapters is not None:
+            refusals += self._adapters.update()
         while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
+            if self._adapters is not None:
+                self._adapters.fill_slots(plan)
             self._pending.append((plan, self._execute(plan)))
             if len(self._pending) == 1:
                 self._bind_masks()
         if not self._pending:
-            if self._scheduler.num_unfinished:
+            if self._scheduler.num_unfinished and not self._reads:
                 raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
-            if len(self._grammars) and not refusals:
+            if refusals:
+                pass
+            elif self._adapters is not None and self._reads:
+                self._adapters.wait()
+            elif len(self._grammars):
                 self._grammars.wait()
             return StepOutputs(outputs=refusals, stats=self.stats)
         plan, pending = self._pending.popleft()
@@ -215,6 +228,24 @@ class EngineCore:
         if refusals or len(self._grammars):
             return StepOutputs(outputs=refusals + outputs.outputs, stats=self._with_deferred(outputs.stats))
         return outputs
+
+    def load_adapter(self, adapter: Adapter, done: Callable[[RequestError | None], None]) -> None:
+        """Read a LoRA adapter to host memory. `done` is called by this call or a later step, with the error if any."""
+        if self._adapters is None:
+            done(RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora"))
+        else:
+            self._adapters.load(adapter, done)
+
+    def load_adapter_now(self, adapter: Adapter) -> None:
+        """Read a LoRA adapter to host memory in this thread, unless this call did before. Raises RequestError."""
+        if self._adapters is None:
+            raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
+        self._adapters.load_now(adapter)
+
+    def remove_adapter(self, number: int) -> None:
+        """Forget the LoRA adapters with that number; requests that name them have theirs read again."""
+        if self._adapters is not None:
+            self._adapters.remove(number)
 
     def _bind_masks(self) -> None:
         """Hand the token masks to the oldest step in flight; the result of the step before has been applied."""
@@ -269,13 +300,20 @@ def generation_core(
     num_blocks: tuple[int, ...],
     make_scheduler: MakeScheduler = Scheduler,
     structured: Structured | None = None,
+    store: AdapterStore | None = None,
 ) -> EngineCore:
     """Return the engine of a generating model. `num_blocks`: KV blocks of each pool, the null block included.
 
-    Raises ConfigError if block sizes differ.
+    `store`: with `Limits.max_loras`, where its LoRA adapters come from. Raises ConfigError if block sizes differ, or
+    for a scheduler without slots for adapters.
     """
     kv = make_kv_manager(backend, layout, limits, num_blocks)
-    return EngineCore(backend.execute, make_scheduler(limits, kv), limits, kv_managers=(kv,), structured=structured)
+    scheduler, adapters = make_scheduler(limits, kv), None
+    if store is not None:
+        if not isinstance(scheduler, Scheduler):
+            raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
+        adapters = AdapterLoader(cast(LoraBackend, backend), scheduler, store)
+    return EngineCore(backend.execute, scheduler, limits, kv_managers=(kv,), structured=structured, adapters=adapters)
 
 
 def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: tuple[int, ...]) -> KvManager:

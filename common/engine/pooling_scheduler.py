@@ -15,6 +15,7 @@ import numpy as np
 from pagoda.common.backend import PoolingBackend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.lora.adapter import LORA_FIELD
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.pooling import Pooled, PoolingRules, PoolingTask, PoolPlan, PoolResult
 from pagoda.common.engine.request import Request, RequestStatus, queue_rank, waiting_queue
@@ -59,6 +60,8 @@ class PoolingScheduler:
         length = len(request.prompt_token_ids)
         if request.pooling is None:
             raise RequestError("model", "the model pools prompts, it generates no text; request embeddings or classes")
+        if request.adapter is not None:
+            raise RequestError(LORA_FIELD, "LoRA adapters are of generating models; merge it into the checkpoint")
         if request.pooling.task not in self._tasks:
             raise RequestError(
                 "task", f"task {request.pooling.task} is not one of this model's: {', '.join(self._tasks)}"

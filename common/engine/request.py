@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.engine.lora.adapter import NO_ADAPTER, Adapter
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.engine.sampling import SamplingRules
@@ -95,6 +96,7 @@ class Request:
     embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
     encoder: Int32 | None = None  # what the encoder of an encoder-decoder model reads
+    adapter: Adapter | None = None  # the LoRA adapter that it is computed with
 
     @classmethod
     def of(
@@ -126,6 +128,7 @@ class Request:
             embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
             pooling=request.pooling,
             encoder=None if request.encoder_token_ids is None else np.array(request.encoder_token_ids, np.int32),
+            adapter=request.adapter,
         )
 
     @property
@@ -299,6 +302,7 @@ class RunningBatch:
         self.num_drafts = zeros()  # drafts of the newest step, planned or to be planned; 0 once one of them is wrong
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)  # their token ids
         self.next_page = zeros()  # known tokens at which another page can enter the prefix cache
+        self.adapter_slot = np.full(max_num_seqs, NO_ADAPTER, np.int32)
         self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
         self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
         self.request: list[Request | None] = [None] * max_num_seqs
@@ -314,7 +318,7 @@ class RunningBatch:
         """Return the row that `assign` will use next."""
         return self._free[-1]
 
-    def assign(self, request: Request, computed: int) -> None:
+    def assign(self, request: Request, computed: int, adapter_slot: int = NO_ADAPTER) -> None:
         """Give `request` the row that `next_free` named; `computed` of its tokens are in the KV cache already."""
         row = request.row = self._free.pop()
         self._epochs += 1
@@ -328,6 +332,7 @@ class RunningBatch:
         self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
         self.masked[row] = request.mask_state is not None
+        self.adapter_slot[row] = adapter_slot
 
     def release(self, request: Request) -> None:
         """Free the request's row."""

@@ -22,6 +22,8 @@ import numpy as np
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import per_pool
+from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter
+from pagoda.common.engine.lora.slots import AdapterQueue, AdapterSlots
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.request import (
     FINISHED,
@@ -30,6 +32,7 @@ from pagoda.common.engine.request import (
     Request,
     RequestStatus,
     RunningBatch,
+    WaitingQueue,
     queue_rank,
     waiting_queue,
 )
@@ -76,7 +79,10 @@ class Scheduler:
         self.kv = kv
         self._clock = clock
         self.running: list[Request] = []  # by rank: the last is preempted first
-        self.waiting = waiting_queue(limits.policy)
+        self.adapters = AdapterSlots(limits.max_loras, ready=()) if limits.max_loras else None
+        self.waiting: WaitingQueue = waiting_queue(limits.policy)
+        if self.adapters is not None:
+            self.waiting = AdapterQueue(self.adapters, lambda: waiting_queue(limits.policy))
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
         self._drafter = drafter if limits.max_drafts else None
@@ -85,6 +91,7 @@ class Scheduler:
         self._in_flight: deque[_InFlightStep] = deque()
         self._num_masked = 0  # unfinished requests with token masks
         self._num_embedded = 0  # unfinished requests with prompt embeddings
+        self._num_adapted = 0  # unfinished requests with LoRA adapters
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
 
     # --- adding and aborting requests ---
@@ -101,6 +108,7 @@ class Scheduler:
         self._requests[queued.request_id] = queued
         self._num_masked += mask_state is not None
         self._num_embedded += queued.embeds is not None
+        self._num_adapted += queued.adapter is not None
         self.waiting.push(queued)
 
     def _check(self, request: EngineRequest) -> None:
@@ -115,6 +123,8 @@ class Scheduler:
             raise RequestError(
                 "prompt", f"{num_prompt} tokens leave no room to answer in a context of {self.limits.max_model_len}"
             )
+        if request.adapter is not None and self.adapters is None:
+            raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
         if not self.kv.fits(num_prompt + 1):
             raise RequestError(
                 "prompt",
@@ -130,6 +140,21 @@ class Scheduler:
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
         self._drop_finished()
 
+    def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
+        """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
+        assert isinstance(self.waiting, AdapterQueue)
+        outputs = []
+        for request_id in self.waiting.of(adapter):
+            self._finish(self._requests[request_id], RequestStatus.FINISHED_ERROR)
+            outputs.append(failed_output(request_id, error))
+        return outputs
+
+    def missing_adapters(self) -> list[Adapter]:
+        """Return the adapters of waiting requests that are in no slot, the most urgent first."""
+        if not self._num_adapted or self.adapters is None or not isinstance(self.waiting, AdapterQueue):
+            return []
+        return [adapter for adapter in self.waiting.adapters() if adapter not in self.adapters]
+
     @property
     def num_unfinished(self) -> int:
         """Requests running or waiting."""
@@ -138,6 +163,7 @@ class Scheduler:
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot of the counters."""
         used, total = self.kv.usage()
+        running, waiting = self._adapter_names() if self._num_adapted else ((), ())
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -149,7 +175,16 @@ class Scheduler:
             recompiles=self._recompiles,
             steps=self._steps,
             last_step_tokens=last_step_tokens,
+            running_adapters=running,
+            waiting_adapters=waiting,
         )
+
+    def _adapter_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the adapters of running and of waiting requests."""
+        assert self.adapters is not None
+        assert isinstance(self.waiting, AdapterQueue)
+        waiting = self.waiting.adapters()
+        return tuple(each.name for each in self.adapters.running), tuple(each.name for each in waiting)
 
     # --- planning ---
 
@@ -256,7 +291,10 @@ class Scheduler:
         counts: list[int] = []
         starts: list[RowStart] = []
         while len(self.waiting) and left > 0 and self._batch.num_free:
-            request = self.waiting.peek()
+            try:
+                request = self.waiting.peek()
+            except IndexError:  # all that wait, wait for an adapter
+                break
             count = self._start(request, left)
             if not count:
                 break
@@ -287,7 +325,10 @@ class Scheduler:
         if not count or not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
             return 0
         request.tokens = request.known_tokens()
-        self._batch.assign(request, hit.num_tokens)
+        slot = NO_ADAPTER
+        if request.adapter is not None and self.adapters is not None:
+            slot = self.adapters.acquire(request.adapter)
+        self._batch.assign(request, hit.num_tokens, slot)
         self._batch.capacity[row] = self.kv.capacity(request)
         self._register(request, end)
         if request.num_cached_tokens is None:
@@ -323,6 +364,8 @@ class Scheduler:
             num_drafts=drafts,
             masked=masked_sequences(batch, rows, samples, drafts) if self._num_masked else None,
             embeds=batch.embeds(rows, counts) if self._num_embedded else None,
+            adapter_slots=self._adapter_slots(rows) if self._num_adapted else None,
+            adapter_loads=() if self.adapters is None else self.adapters.take_loads(),
         )
         # While a prompt is unfinished, every step computes some of it, unless drafts take all of the budget.
         may_prefill = self._prefills or bool(starts) or drafts is not None
@@ -332,6 +375,10 @@ class Scheduler:
         batch.plan(rows, counts, samples, drafts)
         self._steps += 1
         return plan
+
+    def _adapter_slots(self, rows: Int32) -> Int32 | None:
+        slots = self._batch.adapter_slot[rows]
+        return slots if (slots != NO_ADAPTER).any() else None
 
     def _count_prompt_tokens(self, rows: Int32, context: Int32, counts: Int32) -> int:
         left = self._batch.prefill_end[rows] - context
@@ -397,12 +444,15 @@ class Scheduler:
         request.status = status
         self._num_masked -= request.mask_state is not None
         self._num_embedded -= request.embeds is not None
+        self._num_adapted -= request.adapter is not None
         del self._requests[request.request_id]
 
     def _free_row(self, request: Request) -> None:
         """Free blocks and row. Later steps may reuse both at once, because steps run in order."""
         self.kv.free(request, request.row)
         self._batch.release(request)
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.release(request.adapter)
         self._order = None
 
     def _drop_finished(self) -> None:
@@ -418,9 +468,16 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
+        if self.adapters is not None:
+            self.adapters.check_integrity(self.running)
         for pool in self.kv.pools:
             if not self.running and pool.num_free != pool.num_blocks - 1:
                 raise RuntimeError(f"nothing runs, yet only {pool.num_free} blocks are free")
+
+
+def failed_output(request_id: str, error: RequestError) -> EngineOutput:
+    """Return the only output of a request that cannot run."""
+    return EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=(error.field, str(error)))
 
 
 def _rank(request: Request) -> tuple[float, ...]:

@@ -176,21 +176,21 @@ def _index(rules: Sequence[Rule]) -> _Index:
     return index
 
 
-def _match(index: _Index, name: str, params: Mapping[str, Param]) -> _Match | None:
+def _match(index: _Index, name: str, params: Mapping[str, Param]) -> TensorMatch | None:
     """The first rule that matches a tensor name and whose target parameters all exist in this model."""
     numbers = [int(number) for number in _NUMBER.findall(name)]
     for rule in index.get(_NUMBER.sub("{}", name), ()):
         slots = _SLOT.findall(rule.source)
         if any(literal and int(literal) != number for (_, literal), number in zip(slots, numbers)):
             continue
-        match = _Match(rule, {name: number for (name, _), number in zip(slots, numbers) if name})
+        match = TensorMatch(rule, {name: number for (name, _), number in zip(slots, numbers) if name})
         if all(target in params for target in match.targets):
             return match
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Match:
+class TensorMatch:
     """A rule with the numbers its placeholders matched."""
 
     rule: TensorRule
@@ -409,6 +409,18 @@ def tensor_uses(rules: Sequence[Rule], params: Mapping[str, Param]) -> Callable[
     return use
 
 
+def match_tensor(rules: Sequence[Rule], name: str, params: Mapping[str, Param]) -> TensorMatch | None:
+    """Return the rule that reads the tensor of that name and its targets; None if the model has no such tensor."""
+    return _match(_index(rules), name, params)
+
+
+def split_rows(name: str, tensor: Array, rule: Split, parts: Sequence[Param]) -> Iterator[tuple[str, Array]]:
+    """Yield the rows [F, R] of each parameter of `parts`, of these shapes, in a tensor with all rows."""
+    for part, rows in _split(name, tensor, replace(rule, transpose=False), parts):
+        assert not isinstance(rows, QuantizedTensor)
+        yield part, rows
+
+
 def quantised_pieces(rules: Sequence[Rule], name: str) -> int:
     """Return the parts, with blocks of scales of their own, that the tensor `name` consists of if it is quantised."""
     matching = _index(rules).get(_NUMBER.sub("{}", name), ())
@@ -430,7 +442,7 @@ def stored_schemes(
     return schemes
 
 
-def _passes_blocks(source: _Match, param: str) -> bool:
+def _passes_blocks(source: TensorMatch, param: str) -> bool:
     """Whether the rule yields blocks for a parameter if it reads blocks."""
     match source.rule:
         case Normalise() | Shift():

@@ -18,10 +18,12 @@ from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wak
 from pagoda.common.engine.messages import QUEUED_REQUESTS
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError, SleepError
 from pagoda.server.ipc_messages import (
+    AdapterState,
     EngineInfo,
     Failed,
     FromEngine,
     Heartbeat,
+    LoadAdapter,
     Ready,
     ResetDone,
     ResetPrefixCache,
@@ -35,10 +37,10 @@ from pagoda.server.ipc_messages import (
 Listener = Callable[[FromEngine], None]
 """Called in the event loop for every message; the last message of a dead engine is Failed."""
 
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter
 """A command with a reply that has the same ticket."""
 
-Reply: TypeAlias = ResetDone | SleepState
+Reply: TypeAlias = ResetDone | SleepState | AdapterState
 
 
 class EngineClient(Protocol):
@@ -210,7 +212,7 @@ class CoreClientAsync:
             self.die(EngineDeadError(message.message))
             return
         self._listener(message)
-        if isinstance(message, ResetDone | SleepState):
+        if isinstance(message, ResetDone | SleepState | AdapterState):
             reply = self._replies.pop(message.ticket)
             if not reply.done():
                 reply.set_result(message)

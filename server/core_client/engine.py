@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -34,13 +35,16 @@ from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
 from pagoda.server.ipc_messages import (
     Abort,
+    AdapterState,
     AddRequest,
     EngineInfo,
     Failed,
     FromEngine,
     Heartbeat,
+    LoadAdapter,
     Ready,
     Refused,
+    RemoveAdapter,
     ResetDone,
     ResetPrefixCache,
     Shutdown,
@@ -95,6 +99,10 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, s
                 case ResetPrefixCache(ticket):
                     core.reset_prefix_cache()
                     send(ResetDone(ticket))
+                case LoadAdapter(ticket, adapter):
+                    core.load_adapter(adapter, partial(_report_adapter, send, ticket))
+                case RemoveAdapter(number):
+                    core.remove_adapter(number)
                 case Sleep() | WakeUp():
                     while core.has_work:
                         _step(core, send, progress)
@@ -112,6 +120,10 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, s
 def _step(core: EngineCore, send: Send, progress: Progress) -> None:
     send(StepReply(core.step()))
     progress.steps += 1
+
+
+def _report_adapter(send: Send, ticket: int, error: RequestError | None) -> None:
+    send(AdapterState(ticket, None if error is None else (error.field, str(error))))
 
 
 def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:

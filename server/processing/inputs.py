@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
@@ -170,10 +171,10 @@ class PreparedRequest:
 # Requests.
 
 
-def check_extras(*, lora_request: object, mm_processor_kwargs: Mapping[str, Any] | None = None) -> None:
-    """Raise RequestError naming a parameter whose feature does not exist."""
+def check_extras(*, lora_request: object = None, mm_processor_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raise RequestError naming a parameter that pooling, or this version, does not support."""
     if lora_request is not None:
-        raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+        raise RequestError("lora_request", "lora_request is not supported for pooling: merge it into the checkpoint")
     if mm_processor_kwargs:
         raise RequestError("mm_processor_kwargs", "mm_processor_kwargs is not supported: this version serves text only")
 
@@ -258,10 +259,12 @@ class InputProcessor:
         *,
         text: TextOptions | None = None,
         arrival_time: float | None = None,
+        adapter: Adapter | None = None,
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, its params verified once. Raises RequestError.
 
-        `text`: how to tokenise; None: as the params say. `arrival_time`: Unix seconds; None: now.
+        `text`: how to tokenise; None: as the params say. `arrival_time`: Unix seconds; None: now. `adapter`: the LoRA
+        adapter of the request, of generating models.
         """
         now, arrival = time.time(), time.monotonic()
         if arrival_time is None:
@@ -279,7 +282,7 @@ class InputProcessor:
             ready = self.parse(prompt, text or TextOptions.of_sampling(params))
             self._check_prompt(ready)
             self._check_params(ready, params)
-            children = self._children(request_id, ready, params, priority, arrival)
+            children = self._children(request_id, ready, params, priority, arrival, adapter)
         return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
 
     def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
@@ -425,7 +428,13 @@ class InputProcessor:
                 raise RequestError(name, f"{name} needs a tokenizer, which is switched off (skip_tokenizer_init)")
 
     def _children(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        arrival: float,
+        adapter: Adapter | None,
     ) -> list[EngineRequest]:
         max_tokens = self._info.limits.max_model_len - len(prompt.token_ids)
         max_tokens = max_tokens if self._max_output is None else min(max_tokens, self._max_output)
@@ -459,6 +468,7 @@ class InputProcessor:
                 thinking=thinking,
                 prompt_embeds=None if embeds is None else embeds.rows,
                 encoder_token_ids=None if prompt.encoder is None else prompt.encoder.token_ids,
+                adapter=adapter,
             )
             for index, child_id in enumerate(ids)
         ]

@@ -34,7 +34,7 @@ from pagoda.common.config.defaults import (
     resolve_limits,
 )
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.groups.model import PRE_QUANTIZED
+from pagoda.common.config.groups.model import PRE_QUANTIZED, LoRAConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
@@ -174,6 +174,7 @@ def resolve(
     runner, spec, family = _architecture(config, checkpoint, hf_config, backend, quantization)
     if config.model.enable_prompt_embeds and isinstance(spec, ModelSpec) and spec.per_layer is not None:
         raise ConfigError("--enable-prompt-embeds", "each layer of the model embeds the token ids, too; drop it")
+    _check_lora(config, pooling=runner is not None)
     if runner is not None:
         parallel_sizes = pooling_parallel_sizes(backend, config.parallel)
         check_pooling(config, checkpoint, backend)
@@ -220,6 +221,19 @@ def resolve(
     if quantization is None:
         _check_schemes(backend, config.model.runtime_quantization, result.schemes)
     return result
+
+
+def _check_lora(config: EngineConfig, *, pooling: bool) -> None:
+    """Raise ConfigError for LoRA adapters on a pooling model, warn about their settings without --enable-lora."""
+    lora = config.lora
+    if lora.enable_lora and pooling:
+        raise ConfigError(
+            "--enable-lora", "pooling models have no LoRA adapters; merge the adapter into the checkpoint"
+        )
+    if lora.enable_lora and config.parallel.data_parallel_size > 1:
+        raise ConfigError("--enable-lora", "replicas have no LoRA adapters; use --data-parallel-size 1")
+    if not lora.enable_lora and lora != LoRAConfig():
+        logger.warning("--max-loras, --max-lora-rank and the other settings of LoRA: no effect without --enable-lora")
 
 
 def _check_schemes(backend: str, method: str | None, schemes: Mapping[str, Scheme]) -> None:

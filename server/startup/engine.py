@@ -26,6 +26,7 @@ from pagoda.common.backend import (
     Backend,
     BackendOptions,
     CheckpointBackend,
+    LoraBackend,
     PoolingBackend,
     PoolingOptions,
     ProgramOptions,
@@ -37,6 +38,7 @@ from pagoda.common.backend import (
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.config.groups.model import LoRAConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
@@ -48,13 +50,18 @@ from pagoda.common.engine.kv_cache.sizing import (
     stated_blocks,
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
+from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
+from pagoda.common.weights.lora.peft import BaseModel, read_adapter
+from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
@@ -259,7 +266,9 @@ def assemble(
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )
     structured = structured_of(config, info)
-    core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, assembly.make_scheduler, structured)
+    store = _adapter_store(resolved, backend)
+    make_scheduler = assembly.make_scheduler
+    core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured, store)
     sleeping = own if isinstance(together, FollowingBackend) else backend
     sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper, structured)
@@ -335,7 +344,27 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         sleep_mode=config.model.enable_sleep_mode,
         prompt_embeds=config.model.enable_prompt_embeds,
         batch_invariant=config.model.batch_invariant,
+        lora=lora_options(config.lora, resolved.dtype),
     )
+
+
+def lora_options(config: LoRAConfig, dtype: str) -> LoraOptions | None:
+    """Return the slots for LoRA adapters; None without --enable-lora. `dtype`: the model's."""
+    if not config.enable_lora:
+        return None
+    rounded = dtype if config.lora_dtype == "auto" else config.lora_dtype
+    return LoraOptions(config.max_loras, config.max_lora_rank, rounded, config.fully_sharded_loras)
+
+
+def _adapter_store(resolved: Resolved, backend: Backend) -> AdapterStore | None:
+    """Return the host cache of LoRA adapters; None without --enable-lora."""
+    lora, family, spec = resolved.config.lora, resolved.family, resolved.spec
+    if not lora.enable_lora:
+        return None
+    assert family is not None, "the backend refuses models of transformers"
+    assert isinstance(spec, ModelSpec)
+    base = BaseModel(family.rules, params(spec), cast(LoraBackend, backend).adaptable(), lora.max_lora_rank)
+    return AdapterStore(lambda adapter: read_adapter(Path(adapter.path), base), lora.max_cpu_loras or lora.max_loras)
 
 
 def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:
@@ -406,10 +435,11 @@ def _generation_core(
     copies: int,
     make_scheduler: MakeScheduler,
     structured: Structured | None,
+    store: AdapterStore | None,
 ) -> EngineCore:
     """Return the step loop; `num_blocks`: of each copy of the model."""
     if copies == 1:
-        return generation_core(backend, layout, limits, num_blocks, make_scheduler, structured)
+        return generation_core(backend, layout, limits, num_blocks, make_scheduler, structured, store)
     return sharded_core(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler, structured)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.adapters import logprobs_of, merged, random_adapter, run, weights_of
+from support.adapted_models import logprobs_of, merged, random_adapter, run, weights_of
 from support.reference_driver import Driver, tiny_spec
 
 from pagoda.backends.torch_cuda.device import CPU

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import NormalDist
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, StepBatch
+from pagoda.backends.reference.execution import Embedded, StepBatch, TokenSlots
 from pagoda.backends.reference.memory import LayerCache
+from pagoda.backends.reference.model.adapters import ActiveAdapters, AdapterMatrices
 from pagoda.backends.reference.model.attention import (
     InvariantHeads,
     PagedAttention,
@@ -83,21 +85,32 @@ CHUNK: Final = 512
 
 
 def make_ffn(
-    spec: Ffn, params: MlpParams | MoeParams, *, batch_invariant: bool = False, native: Operators | None = None
+    spec: Ffn,
+    params: MlpParams | MoeParams,
+    *,
+    batch_invariant: bool = False,
+    native: Operators | None = None,
+    active: ActiveAdapters | None = None,
 ) -> FfnStep:
-    """Return the MLP or mixture of experts as a function of x [T, D]."""
+    """Return the MLP or mixture of experts as a function of x [T, D]. `active`: adapters of the tokens."""
     match spec:
         case Mlp():
             assert isinstance(params, MlpParams)
-            return _mlp(spec, params, batch_invariant, native)
+            return _mlp(spec, params, batch_invariant, native, active)
         case Moe():
             assert isinstance(params, MoeParams)
-            return _moe(spec, params, batch_invariant, native)
+            return _moe(spec, params, batch_invariant, native, active)
         case _:
             assert_never(spec)
 
 
-def _mlp(spec: Mlp, params: MlpParams, batch_invariant: bool, native: Operators | None = None) -> FfnStep:
+def _mlp(
+    spec: Mlp,
+    params: MlpParams,
+    batch_invariant: bool,
+    native: Operators | None = None,
+    active: ActiveAdapters | None = None,
+) -> FfnStep:
     act, width = activation(spec.activation, batch_invariant=batch_invariant), spec.width
     inner, down = params.inner, params.down
     if (learned := spec.learned) is not None and (curvatures := params.curvatures) is not None:
@@ -106,7 +119,7 @@ def _mlp(spec: Mlp, params: MlpParams, batch_invariant: bool, native: Operators 
         return lambda x: down(act(inner(x)))
     plain = not spec.sparsity and spec.clip is None and spec.clamped is None
     if plain and native is not None and (gate_up := native.gate(width, spec.activation)) is not None:
-        return in_chunks(lambda x: down(gate_up(inner(x))))
+        return in_chunks(lambda x: down(gate_up(inner(x))), active)
 
     quantile = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
 
@@ -127,11 +140,19 @@ def _mlp(spec: Mlp, params: MlpParams, batch_invariant: bool, native: Operators 
     return clamped_gate
 
 
-def in_chunks(feed: FfnStep) -> FfnStep:
+def in_chunks(feed: FfnStep, active: ActiveAdapters | None = None) -> FfnStep:
     """Return the ffn, run on CHUNK tokens at a time: what is in between then stays in the processor's cache."""
 
     def chunked(x: Tensor) -> Tensor:
-        return feed(x) if x.shape[0] <= CHUNK else torch.cat([feed(part) for part in x.split(CHUNK)])
+        if x.shape[0] <= CHUNK:
+            return feed(x)
+        if active is None or active.tokens is None:
+            return torch.cat([feed(part) for part in x.split(CHUNK)])
+        parts = []
+        for begin in range(0, x.shape[0], CHUNK):
+            with active.at(slice(begin, begin + CHUNK)):
+                parts.append(feed(x[begin : begin + CHUNK]))
+        return torch.cat(parts)
 
     return chunked
 
@@ -157,18 +178,25 @@ def make_side_moe(spec: SideMoe, params: MoeParams, extras: dict[str, Tensor], b
     return side
 
 
-def _moe(spec: Moe, params: MoeParams, batch_invariant: bool, native: Operators | None = None) -> FfnStep:
-    experts = [_mlp(spec.expert, expert, batch_invariant, native) for expert in params.experts]
+def _moe(
+    spec: Moe,
+    params: MoeParams,
+    batch_invariant: bool,
+    native: Operators | None = None,
+    active: ActiveAdapters | None = None,
+) -> FfnStep:
+    experts = [_mlp(spec.expert, expert, batch_invariant, native, active) for expert in params.experts]
+    at: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext if active is None else active.at
 
     def mixture(x: Tensor) -> Tensor:
         weights, chosen = route(params.router(x), spec.router, params.correction)
         if spec.weighs_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows))
+        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows), at)
 
     if spec.shared is None or params.shared is None:
         return mixture
-    shared, gate = _mlp(spec.shared, params.shared, batch_invariant, native), params.shared_gate
+    shared, gate = _mlp(spec.shared, params.shared, batch_invariant, native, active), params.shared_gate
     if gate is None:
         return lambda x: mixture(x) + shared(x)
     return lambda x: mixture(x) + sigmoid(gate(x)) * shared(x)
@@ -180,13 +208,22 @@ NormStep = Callable[[Tensor], Tensor]
 class Decoder:
     """Maps token ids and a batch to hidden states and logits."""
 
-    def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
-        self.spec, self.params, self.numerics = spec, params, numerics
-        self.embed = TokenEmbedding(spec, params, numerics)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        params: ModelParams,
+        numerics: Numerics,
+        max_len: int,
+        adapters: AdapterMatrices | None = None,
+    ) -> None:
+        """`adapters`: those whose slots the layers of `params` have."""
+        self.spec, self.params, self.numerics, self.adapters = spec, params, numerics, adapters
+        self.embed = TokenEmbedding(spec, params, numerics, adapters)
         native = operators(numerics)
         self.is_row_wise = native is not None and native.multiplies(spec.width)
         make = partial(make_mixer, batch_invariant=numerics.batch_invariant, native=native)
-        self.layers = make_layers(spec, params, make, numerics.batch_invariant, native)
+        active = None if adapters is None else adapters.active
+        self.layers = make_layers(spec, params, make, numerics.batch_invariant, native, active)
         self.streams = make_streams(spec, params)
         self.final_norm = make_norm(spec.final_norm, params.final_norm, native)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
@@ -196,12 +233,21 @@ class Decoder:
         self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
     ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
+        if self.adapters is None or batch.adapters is None:
+            return self._hidden(token_ids, batch, caches, embedded)
+        with self.adapters.active.of(batch.adapters):
+            return self._hidden(token_ids, batch, caches, embedded)
+
+    def _hidden(
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None
+    ) -> Tensor:
         x = self.embed(token_ids, batch.positions, embedded=embedded)
         if self.streams is not None:
             rotations = self.rotary.at(batch.positions)
             x = self.streams.run(token_ids, x, lambda index, x: self.layers[index](x, batch, caches, rotations))
             return self.final_norm(x)
-        hidden = None if self.programs is None else self.programs.run(x, batch, caches)
+        recorded = self.programs is not None and batch.adapters is None
+        hidden = self.programs.run(x, batch, caches) if recorded and self.programs is not None else None
         return self._run_layers(x, batch, caches) if hidden is None else hidden
 
     def _run_layers(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache]) -> Tensor:
@@ -211,8 +257,14 @@ class Decoder:
             x = layer(x, batch, caches, rotations)
         return self.final_norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden [R, D] -> float32 logits [R, V]."""
+    def logits(self, hidden: Tensor, tokens: TokenSlots | None = None) -> Tensor:
+        """Hidden [R, D] -> float32 logits [R, V]. `tokens`: the adapters of these R tokens."""
+        if self.adapters is None or tokens is None:
+            return self._logits(hidden)
+        with self.adapters.active.of(tokens):
+            return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         if self.params.embed_out is not None:
             hidden = self.params.embed_out(hidden)
         assert self.params.head is not None, "the model generates"
@@ -235,6 +287,7 @@ def make_layers(
     make: MakeMixer,
     batch_invariant: bool = False,
     native: Operators | None = None,
+    active: ActiveAdapters | None = None,
 ) -> tuple[DecoderLayer, ...]:
     """Return every layer."""
     layers = []
@@ -249,7 +302,9 @@ def make_layers(
             block = InputBlockStep(layer.block, first.norms, attend, feed, own.block.out)
         specs = layer.mixers[len(layer.mixers) - len(own.mixers) :]
         mixers = [make(*mixer) for mixer in zip(specs, own.mixers, numbers)]
-        layers.append(DecoderLayer(layer, own, mixers, block, batch_invariant=batch_invariant, native=native))
+        layers.append(
+            DecoderLayer(layer, own, mixers, block, batch_invariant=batch_invariant, native=native, active=active)
+        )
     return tuple(layers)
 
 
@@ -319,8 +374,11 @@ def make_recurrence(spec: Recurrent, params: MixerParams) -> RecurrentLayer:
 class TokenEmbedding:
     """Token, position and type embeddings, summed and normalised as the model specifies."""
 
-    def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics) -> None:
+    def __init__(
+        self, spec: ModelSpec, params: ModelParams, numerics: Numerics, adapters: AdapterMatrices | None = None
+    ) -> None:
         self.spec, self.params, self.compute = spec.embedding, params, numerics.compute
+        self.adapters = adapters
         self.norm = make_norm(spec.embedding.norm, params.embed_norm)
 
     def __call__(
@@ -335,7 +393,10 @@ class TokenEmbedding:
         `embedded`: replaces looked-up and scaled rows.
         """
         spec, params = self.spec, self.params
-        x = look_up(token_ids if embedded is None else embedded.mask_ids(token_ids), params.embed)
+        known = token_ids if embedded is None else embedded.mask_ids(token_ids)
+        x = look_up(known, params.embed)
+        if self.adapters is not None:
+            x = self.adapters.add_to_embeddings(known, x)
         if spec.scale != 1.0:
             x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as in training
         if embedded is not None:
@@ -362,11 +423,12 @@ class DecoderLayer:
         *,
         batch_invariant: bool = False,
         native: Operators | None = None,
+        active: ActiveAdapters | None = None,
     ) -> None:
         self.mixers, self.block = tuple(mixers), block
         self.ffn = None
         if spec.ffn is not None and params.ffn is not None:
-            self.ffn = make_ffn(spec.ffn, params.ffn, batch_invariant=batch_invariant, native=native)
+            self.ffn = make_ffn(spec.ffn, params.ffn, batch_invariant=batch_invariant, native=native, active=active)
         self.norm_after_add, self.scale = spec.norm_after_add, spec.residual_scale
         self.add: Callable[[Tensor, Tensor], Tensor] = torch.add if native is None else native.add
         self.norm_residual = spec.norm_residual

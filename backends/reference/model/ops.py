@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -252,10 +254,21 @@ def _sparse_mixer(logits: Tensor, spec: SparseMixer) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
-def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Return the weighted sum of each token's experts, [T, D]. `expert(e, rows [t, D])` runs expert e on its rows."""
+def mix_experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    expert: Callable[[int, Tensor], Tensor],
+    at: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, [T, D]. `expert(e, rows [t, D])` runs expert e on its rows.
+
+    `at`: returns a context for what runs on the tokens of these indices.
+    """
     mixed = torch.zeros_like(x)
     for e in sorted(set(experts.flatten().tolist())):  # so that a token's sum has one order
         rows, slots = (experts == e).nonzero(as_tuple=True)
-        mixed.index_add_(0, rows, (expert(e, x[rows]) * weights[rows, slots, None]).to(x.dtype))
+        with at(rows):
+            y = expert(e, x[rows])
+        mixed.index_add_(0, rows, (y * weights[rows, slots, None]).to(x.dtype))
     return mixed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pagoda.common.config.fields import human_readable_int_or_auto, json_object, option
+from pagoda.common.config.fields import human_readable_int_or_auto, json_object, need_positive, option
 from pagoda.common.errors import ConfigError
 
 DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -246,29 +246,47 @@ class LoadConfig:
     )
 
 
-NO_LORA: Final = "LoRA adapters are not in this version; merge the adapter into the weights and serve those"
-_LORA_ONLY: Final = "it applies only with --enable-lora"
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank. An adapter's rank is padded to the next of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
     """LoRA adapters."""
 
-    enable_lora: bool = option(False, "Enable LoRA adapters.", refused=NO_LORA)
-    max_loras: int = option(1, "Maximum number of LoRA adapters in a batch.", no_effect=_LORA_ONLY)
-    max_lora_rank: int = option(16, "Maximum LoRA rank.", no_effect=_LORA_ONLY)
+    enable_lora: bool = option(False, "Enable LoRA adapters. The flags below apply only with it.")
+    max_loras: int = option(1, "Maximum number of LoRA adapters in a batch: the slots for them in device memory.")
+    max_lora_rank: int = option(
+        16, f"Maximum rank of a LoRA adapter: one of {', '.join(map(str, LORA_RANKS))}. Sizes the slots."
+    )
     lora_dtype: Literal["auto", "bfloat16", "float16"] = option(
-        "auto", "Data type of LoRA weights.", no_effect=_LORA_ONLY
+        "auto", "Data type to which LoRA weights are rounded; auto: the model's."
     )
     max_cpu_loras: int | None = option(
-        None, "Maximum number of LoRA adapters cached in host memory.", no_effect=_LORA_ONLY
+        None, "Maximum number of LoRA adapters cached in host memory, at least --max-loras; default: --max-loras."
     )
-    fully_sharded_loras: bool = option(
-        False, "Shard all LoRA computation over the tensor-parallel devices.", no_effect=_LORA_ONLY
-    )
+    fully_sharded_loras: bool = option(False, "Shard all LoRA computation over the tensor-parallel devices.")
     default_mm_loras: Mapping[str, Any] = option(
-        {}, "Default LoRA adapter per modality, as JSON.", parse=json_object, refused=NO_LORA
+        {},
+        "Default LoRA adapter per modality, as JSON.",
+        parse=json_object,
+        refused="requests have no images, audio or video; drop it",
     )
+
+    def __post_init__(self) -> None:
+        need_positive(self, "max_loras")
+        if self.max_lora_rank not in LORA_RANKS:
+            ranks = ", ".join(map(str, LORA_RANKS))
+            raise ConfigError("--max-lora-rank", f"{self.max_lora_rank} is not one of {ranks}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                "--max-cpu-loras", f"{self.max_cpu_loras} is below --max-loras {self.max_loras}; use at least that"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Slots for adapters in device memory; 0 without --enable-lora."""
+        return self.max_loras if self.enable_lora else 0
 
 
 _TEXT_ONLY: Final = "the supported models take text only"

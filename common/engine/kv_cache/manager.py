@@ -434,8 +434,8 @@ class KvManager:
 #
 #     digest[p] = SHA-256(digest[p-1] + token ids of page p + its embeddings),     digest[-1] = root
 #
-# The root includes what distinguishes requests with equal tokens from their first page on: the cache salt; an adapter's
-# version will be the next part. What stands behind placeholder tokens is in the pages that it touches: embeddings, and
+# The root includes what distinguishes requests with equal tokens from their first page on: the cache salt, and the LoRA
+# adapter with its version. What stands behind placeholder tokens is in the pages that it touches: embeddings, and
 # later the digest and the offset of each media item that overlaps the page (`Request.page_bytes`). Two equal digests
 # therefore mean equal tokens and embeddings from the first one on, under equal roots.
 
@@ -444,6 +444,11 @@ def root_digest(*parts: str | None) -> bytes:
     """Return the 32 bytes that start a chain. Each part is prefixed by its length, so that parts are distinct."""
     encoded = [b"" if text is None else b"+" + text.encode() for text in parts]
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in encoded)).digest()
+
+
+def _root(request: Request) -> bytes:
+    adapter = request.adapter
+    return root_digest(request.cache_salt) if adapter is None else root_digest(request.cache_salt, str(adapter))
 
 
 def page_digest(parent: bytes, page_bytes: bytes) -> bytes:
@@ -456,6 +461,6 @@ def extend_hashes(request: Request, block_size: int, num_pages: int) -> list[byt
     hashes = request.hashes
     while len(hashes) < num_pages:
         start = len(hashes) * block_size
-        parent = hashes[-1] if hashes else root_digest(request.cache_salt)
+        parent = hashes[-1] if hashes else _root(request)
         hashes.append(page_digest(parent, request.page_bytes(start, start + block_size)))
     return hashes

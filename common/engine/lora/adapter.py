@@ -8,6 +8,9 @@ from typing import Final
 NO_ADAPTER: Final = -1
 """Slot of a sequence without an adapter."""
 
+LORA_FIELD: Final = "lora_request"
+"""The field that errors of adapters name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:

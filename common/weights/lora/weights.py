@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.config.groups.model import LORA_RANKS
 from pagoda.common.models.mixers import (
     Attention,
     GatedDelta,
@@ -29,9 +30,6 @@ from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 
 Float32 = npt.NDArray[np.float32]
-
-RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of --max-lora-rank. An adapter's rank is padded to the next of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +51,7 @@ class AdapterWeights:
     are its keys the product of `k` is there again as that of `v`.
     """
 
-    rank: int  # R of every matrix, one of RANKS: smaller ones are padded with zeros
+    rank: int  # R of every matrix, one of LORA_RANKS: smaller ones are padded with zeros
     matrices: Mapping[str, LowRank]
 
     @property
@@ -67,7 +65,7 @@ class LoraOptions:
     """The slots for adapters that a backend is created with."""
 
     slots: int  # adapters that steps may mix
-    max_rank: int  # of an adapter, one of RANKS
+    max_rank: int  # of an adapter, one of LORA_RANKS
     dtype: str  # of the adapters' matrices in the slots, resolved, not `auto`
     fully_sharded: bool = False  # a is sharded over tensor-parallel devices, too
 
@@ -133,5 +131,5 @@ def slot_elements(matrices: Collection[Param], rank: int) -> int:
 
 
 def rank_bucket(rank: int) -> int:
-    """Return the smallest of RANKS that is at least `rank`."""
-    return next(each for each in RANKS if each >= rank)
+    """Return the smallest of LORA_RANKS that is at least `rank`."""
+    return next(each for each in LORA_RANKS if each >= rank)

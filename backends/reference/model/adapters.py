@@ -1,0 +1,202 @@
+"""LoRA adapters: what those in slots add to linear layers and to embeddings, for the tokens of one step.
+
+The matrices of all slots lie in one tensor per layer. A step with few tokens for each adapter multiplies by those of
+all slots at once and drops the products of other slots than a token's own; else each adapter's tokens are multiplied
+separately. Axis letters: T tokens, S slots, R rank, P parameters that are one fused layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.execution import TokenSlots
+from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
+from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.common.models.primitives import Param
+from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, slot_elements
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ActiveAdapters:
+    """The adapters of the step that a thread computes."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def tokens(self) -> TokenSlots | None:
+        """The slots of the tokens that this thread's layers run on; None: no token has an adapter."""
+        tokens: TokenSlots | None = getattr(self._local, "tokens", None)
+        return tokens
+
+    @contextmanager
+    def of(self, tokens: TokenSlots | None) -> Iterator[None]:
+        """Return a context in which the layers of this thread run on tokens with these slots."""
+        before, self._local.tokens = self.tokens, tokens
+        try:
+            yield
+        finally:
+            self._local.tokens = before
+
+    @contextmanager
+    def at(self, rows: Tensor | slice) -> Iterator[None]:
+        """Return a context in which they run on some of the tokens."""
+        tokens = self.tokens
+        with self.of(None if tokens is None else tokens.at(rows)):
+            yield
+
+
+class SlotMatrices:
+    """The matrices of all slots for one linear layer of P fused parameters."""
+
+    def __init__(self, sizes: Sequence[int], width: int, options: LoraOptions, numerics: Numerics) -> None:
+        """`sizes`: outputs of each parameter; `width`: inputs."""
+        self._sizes, self._rank, self._count = tuple(sizes), options.max_rank, options.slots
+        self._dtype, self._invariant = numerics.compute, numerics.batch_invariant
+        rounded = options.dtype if options.dtype in _DTYPES else "float32"
+        self._rounded = _DTYPES[rounded]
+        self.a = torch.zeros(len(sizes), options.slots, options.max_rank, width, dtype=self._dtype)
+        self.b = [torch.zeros(size, options.slots, options.max_rank, dtype=self._dtype) for size in sizes]
+        self._filled = [[False] * len(sizes) for _ in range(options.slots)]
+
+    def fill(self, slot: int, factors: Sequence[LowRank | None]) -> None:
+        """Replace a slot's matrices; None: zero."""
+        for part, each in enumerate(factors):
+            if each is None:
+                if self._filled[slot][part]:
+                    self.b[part][:, slot] = 0
+            else:
+                rank = each.a.shape[0]
+                self.a[part, slot, :rank] = self._of(each.a)
+                self.a[part, slot, rank:] = 0
+                self.b[part][:, slot, :rank] = self._of(each.b)
+                self.b[part][:, slot, rank:] = 0
+            self._filled[slot][part] = each is not None
+
+    def _of(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._rounded == torch.float32 else tensor.to(self._rounded)
+
+    def add(self, x: Tensor, y: Tensor, tokens: TokenSlots) -> Tensor:
+        """x [T, D], y [T, F] -> y plus what the tokens' adapters add; y may be written to."""
+        if len(self._used(tokens)) == 0:
+            return y
+        if y.dtype != torch.float32 and not y.is_contiguous():
+            y = y.contiguous()
+        return self._add_apart(x, y, tokens) if tokens.are_apart or self._invariant else self._add_all(x, y, tokens)
+
+    def _used(self, tokens: TokenSlots) -> list[int]:
+        return [slot for slot in tokens.used if any(self._filled[slot])]
+
+    def _add_apart(self, x: Tensor, y: Tensor, tokens: TokenSlots) -> Tensor:
+        for slot in self._used(tokens):
+            rows = tokens.tokens[slot]
+            own = (x if rows is None else x[rows]).to(self._dtype)
+            parts = [part for part, filled in enumerate(self._filled[slot]) if filled]
+            inner = [self._product(own, self.a[part, slot]) for part in parts]
+            for part, low in zip(parts, inner):
+                added = self._product(low, self.b[part][:, slot]).to(y.dtype)
+                columns = y[:, sum(self._sizes[:part]) : sum(self._sizes[: part + 1])]
+                if rows is None:
+                    columns += added
+                else:
+                    columns.index_add_(0, rows, added)
+        return y
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return InvariantLinear(PlainLinear(weight, None))(x) if self._invariant else F.linear(x, weight)
+
+    def _add_all(self, x: Tensor, y: Tensor, tokens: TokenSlots) -> Tensor:
+        inner = F.linear(x.to(self._dtype), self.a.flatten(0, 2)).view(len(x), len(self._sizes), self._count, -1)
+        inner = inner.masked_fill_(tokens.others(self._count)[:, None, :, None], 0).flatten(2)
+        begin = 0
+        for part, (size, weight) in enumerate(zip(self._sizes, self.b)):
+            columns = y[:, begin : begin + size]
+            if y.dtype == self._dtype:
+                columns.addmm_(inner[:, part], weight.flatten(1).T)
+            else:
+                columns += F.linear(inner[:, part], weight.flatten(1))
+            begin += size
+        return y
+
+
+class AdaptedLinear:
+    """A layer, and what the adapters of the tokens add to it. `add`: `SlotMatrices.add`."""
+
+    def __init__(
+        self, layer: Linear, add: Callable[[Tensor, Tensor, TokenSlots], Tensor], active: ActiveAdapters
+    ) -> None:
+        self.layer, self._add, self._active = layer, add, active
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y, tokens = self.layer(x), self._active.tokens
+        return y if tokens is None else self._add(x, y, tokens)
+
+
+class AdapterMatrices:
+    """The slots of a model. `adaptable`: the parameters that adapters may change."""
+
+    def __init__(self, options: LoraOptions, adaptable: Mapping[str, Param], numerics: Numerics) -> None:
+        self.options, self.adaptable, self.active = options, adaptable, ActiveAdapters()
+        self._numerics = numerics
+        self._layers: dict[tuple[tuple[str, ...], int | None], SlotMatrices] = {}  # by parameters, and expert
+        self._lock = threading.Lock()
+        self._embed: list[tuple[Tensor, Tensor] | None] = [None] * options.slots  # b [V, R], a [R, D]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        elements = slot_elements(self.adaptable.values(), self.options.max_rank)
+        return self.options.slots * elements * self._numerics.compute.itemsize
+
+    def adapted(
+        self, layer: Linear, names: Sequence[str], sizes: Sequence[int], width: int, expert: int | None = None
+    ) -> Linear:
+        """Return the layer of these parameters with what adapters add to it; itself if none of them is adaptable.
+
+        `sizes`: outputs of each parameter; `width`: inputs; `expert`: its number, of a parameter that has all experts.
+        """
+        if not any(name in self.adaptable for name in names):
+            return layer
+        key = tuple(names), expert
+        with self._lock:  # layers are packed in several threads
+            if key not in self._layers:
+                self._layers[key] = SlotMatrices(sizes, width, self.options, self._numerics)
+        return AdaptedLinear(layer, self._layers[key].add, self.active)
+
+    def fill(self, slot: int, weights: AdapterWeights) -> None:
+        """Replace the adapter in a slot."""
+        for (names, expert), matrices in self._layers.items():
+            matrices.fill(slot, [_of_expert(weights.matrices.get(name), expert) for name in names])
+        table = weights.matrices.get("embed")
+        compute = self._numerics.compute
+        self._embed[slot] = None
+        if table is not None:
+            self._embed[slot] = torch.from_numpy(table.b).to(compute), torch.from_numpy(table.a).to(compute)
+
+    def add_to_embeddings(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """token_ids int64 [T], rows of the embedding table x [T, D] -> x with what the tokens' adapters add."""
+        tokens = self.active.tokens
+        if tokens is None:
+            return x
+        for slot in tokens.used:
+            if (factors := self._embed[slot]) is not None:
+                table, out = factors
+                rows = tokens.tokens[slot]
+                ids = token_ids if rows is None else token_ids[rows]
+                added = (table[ids] @ out).to(x.dtype)
+                x = x + added if rows is None else x.index_add(0, rows, added)
+        return x
+
+
+def _of_expert(factors: LowRank | None, expert: int | None) -> LowRank | None:
+    return factors if factors is None or expert is None else LowRank(factors.a[expert], factors.b[expert])

@@ -1,0 +1,191 @@
+"""Which adapter is in which slot of the device, and which waiting request may run next.
+
+A running request holds a reference to the slot of its adapter. A slot without references keeps its adapter until
+another one needs it; the least recently used goes first. A waiting request whose adapter has no slot lets requests of
+other adapters pass, but not for ever: see `MOST_OVERTAKEN`. Uses no device and no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Final
+
+from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
+from pagoda.common.engine.request import Request, WaitingQueue
+
+MOST_OVERTAKEN: Final = 256
+"""Later requests that may run before one that waits for a slot. Then the slot with the fewest references takes no
+further requests, until it has none and is the waiting adapter's."""
+
+
+class AdapterSlots:
+    """Slots and their references. `ready`: adapters whose weights are in host memory, to be copied to a slot."""
+
+    def __init__(self, count: int, ready: Container[Adapter]) -> None:
+        self.ready = ready
+        self.references = [0] * count  # of each slot: running requests
+        self._adapters: list[Adapter | None] = [None] * count
+        self._slots: dict[Adapter, int] = {}  # least recently used first
+        self._loads: list[AdapterLoad] = []
+
+    @property
+    def resident(self) -> Iterable[Adapter]:
+        """The adapters in slots."""
+        return self._slots.keys()
+
+    @property
+    def running(self) -> list[Adapter]:
+        """The adapters of running requests."""
+        return [adapter for adapter, slot in self._slots.items() if self.references[slot]]
+
+    def __contains__(self, adapter: object) -> bool:
+        return adapter in self._slots
+
+    def has_room(self) -> bool:
+        """Whether a slot has no references."""
+        return 0 in self.references
+
+    def acquire(self, adapter: Adapter) -> int:
+        """Return the adapter's slot with one more reference; first give it one without. Raises RuntimeError if full."""
+        slot = self._slots.pop(adapter, None)
+        if slot is None:
+            slot = self._replaceable()
+            if (before := self._adapters[slot]) is not None:
+                del self._slots[before]
+            self._adapters[slot] = adapter
+            self._loads = [load for load in self._loads if load.slot != slot] + [AdapterLoad(slot, adapter)]
+        self._slots[adapter] = slot
+        self.references[slot] += 1
+        return slot
+
+    def release(self, adapter: Adapter) -> None:
+        """Drop a reference to the adapter's slot."""
+        slot = self._slots[adapter]
+        if not self.references[slot]:
+            raise RuntimeError(f"slot {slot} of adapter {adapter.name} has no references")
+        self.references[slot] -= 1
+
+    def drop(self, adapter: Adapter) -> None:
+        """Forget an adapter without references, so that its slot is the next to be used; an unknown one is skipped."""
+        slot = self._slots.get(adapter)
+        if slot is not None and not self.references[slot]:
+            del self._slots[adapter]
+            self._adapters[slot] = None
+            self._loads = [load for load in self._loads if load.slot != slot]
+
+    def take_loads(self) -> tuple[AdapterLoad, ...]:
+        """Return the slots whose content changes before the next step, once."""
+        loads, self._loads = self._loads, []
+        return tuple(loads)
+
+    def fewest_references(self) -> Adapter | None:
+        """Return the adapter with the fewest references, None if a slot is empty."""
+        if None in self._adapters:
+            return None
+        return self._adapters[self.references.index(min(self.references))]
+
+    def _replaceable(self) -> int:
+        if None in self._adapters:
+            return self._adapters.index(None)
+        for slot in self._slots.values():
+            if not self.references[slot]:
+                return slot
+        raise RuntimeError("every slot for adapters has references")
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise RuntimeError unless the references are those of the running requests."""
+        expected = [0] * len(self.references)
+        for request in running:
+            if request.adapter is not None:
+                expected[self._slots[request.adapter]] += 1
+        if expected != self.references:
+            raise RuntimeError(f"slots have {self.references} references, running requests hold {expected}")
+        held = {slot: adapter for adapter, slot in self._slots.items()}
+        if held != {slot: adapter for slot, adapter in enumerate(self._adapters) if adapter is not None}:
+            raise RuntimeError("adapters and slots differ")
+
+
+class AdapterQueue(WaitingQueue):
+    """A queue per adapter, and one for requests without. `make`: returns an empty queue.
+
+    The next request is the first by rank among those that may run now.
+    """
+
+    def __init__(self, slots: AdapterSlots, make: Callable[[], WaitingQueue]) -> None:
+        self._slots, self._make = slots, make
+        self._queues: dict[Adapter | None, WaitingQueue] = {}
+        self._adapter_of: dict[str, Adapter | None] = {}  # by request
+        self._blocked: Request | None = None  # the first by rank that waits for a slot
+        self._overtaken = 0  # requests that ran before it since
+        self._next: Request | None = None  # that `peek` returned
+
+    def push(self, request: Request) -> None:
+        self._next = None
+        self._queue_of(request).push(request)
+
+    def push_front(self, request: Request) -> None:
+        self._next = None
+        self._queue_of(request).push_front(request)
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        self._adapter_of[request.request_id] = request.adapter
+        return self._queues.setdefault(request.adapter, self._make())
+
+    def peek(self) -> Request:
+        """Return the next request that may run. Raises IndexError if there is none."""
+        self._next = self._first()
+        if self._next is None:
+            raise IndexError("no waiting request may run")
+        return self._next
+
+    def _first(self) -> Request | None:
+        has_room = self._slots.has_room()
+        draining = self._slots.fewest_references() if self._overtaken >= MOST_OVERTAKEN else None
+        first: Request | None = None
+        blocked: Request | None = None
+        for adapter, queue in self._queues.items():
+            head = queue.peek()
+            resident = adapter is None or adapter in self._slots
+            if not (resident or adapter in self._slots.ready):
+                continue
+            if has_room or adapter is None or (resident and adapter != draining):
+                first = _earlier(first, head)
+            elif not resident:
+                blocked = _earlier(blocked, head)
+        if blocked is not self._blocked:
+            self._blocked, self._overtaken = blocked, 0
+        return first
+
+    def pop(self) -> Request:
+        """Remove and return the request that `peek` returned last."""
+        request = self._next or self.peek()
+        if self._blocked is not None and self._blocked.rank < request.rank:
+            self._overtaken += 1
+        self.remove(request.request_id)
+        return request
+
+    def remove(self, request_id: str) -> Request | None:
+        if request_id not in self._adapter_of:
+            return None
+        self._next, adapter = None, self._adapter_of.pop(request_id)
+        queue = self._queues[adapter]
+        request = queue.remove(request_id)
+        if not len(queue):
+            del self._queues[adapter]
+        return request
+
+    def of(self, adapter: Adapter) -> list[str]:
+        """Return the ids of the waiting requests of an adapter."""
+        return [request_id for request_id, each in self._adapter_of.items() if each == adapter]
+
+    def adapters(self) -> list[Adapter]:
+        """Return the adapters of waiting requests, by the rank of the first request of each."""
+        heads = [(queue.peek().rank, adapter) for adapter, queue in self._queues.items() if adapter is not None]
+        return [adapter for _, adapter in sorted(heads, key=lambda head: head[0])]
+
+    def __len__(self) -> int:
+        return len(self._adapter_of)
+
+
+def _earlier(one: Request | None, other: Request) -> Request:
+    return other if one is None or other.rank < one.rank else one

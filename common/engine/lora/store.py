@@ -1,0 +1,175 @@
+"""The host cache of adapters: their weights are read in a thread, ahead of the requests that wait for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Final
+
+from pagoda.common.backend import LoraBackend
+from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
+from pagoda.common.engine.messages import EngineOutput
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import PagodaError, RequestError
+from pagoda.common.weights.lora.weights import AdapterWeights
+
+logger = logging.getLogger(__name__)
+
+Done = Callable[[RequestError | None], None]
+
+_WAIT_SECONDS: Final = 0.005
+"""How long a step waits for an adapter when there is nothing else to do, so that commands are still read."""
+
+
+class AdapterStore:
+    """At most `capacity` adapters in host memory. `read`: reads one from its files; raises RequestError.
+
+    Not thread-safe but for `read`, which runs in a thread of its own.
+    """
+
+    def __init__(self, read: Callable[[Adapter], AdapterWeights], capacity: int) -> None:
+        self._read, self._capacity = read, capacity
+        self.loaded: dict[Adapter, AdapterWeights] = {}  # least recently used first
+        self._reading: dict[Adapter, Future[AdapterWeights]] = {}
+        self._callers: dict[Adapter, list[Done]] = {}
+        self._thread = ThreadPoolExecutor(1, "pagoda-lora")
+
+    def want(self, adapters: Iterable[Adapter]) -> None:
+        """Start to read those of the first `capacity` adapters that are not there. The others go first to make room."""
+        wanted = list(adapters)[: self._capacity]
+        for adapter in reversed(wanted):
+            if adapter in self.loaded:
+                self.loaded[adapter] = self.loaded.pop(adapter)
+        for adapter in wanted:
+            if adapter not in self.loaded:
+                self._start(adapter)
+
+    def _start(self, adapter: Adapter) -> None:
+        if adapter not in self._reading:
+            self._reading[adapter] = self._thread.submit(self._read, adapter)
+
+    def load(self, adapter: Adapter, done: Done) -> None:
+        """Read an adapter unless it is there. `done` is called by `collect`, with the error if there is one."""
+        if adapter in self.loaded:
+            done(None)
+        else:
+            self._callers.setdefault(adapter, []).append(done)
+            self._start(adapter)
+
+    def load_now(self, adapter: Adapter) -> None:
+        """Read an adapter in this thread. Raises RequestError."""
+        try:
+            self._put(adapter, self._read(adapter))
+        except Exception as error:
+            raise _refusal(adapter, error) from None
+
+    def collect(self) -> list[tuple[Adapter, RequestError]]:
+        """Enter the adapters that were read meanwhile. Returns those that could not be read, with the reason."""
+        failures = []
+        for adapter in [adapter for adapter, weights in self._reading.items() if weights.done()]:
+            weights = self._reading.pop(adapter)
+            failed = weights.exception()
+            error = None if failed is None else _refusal(adapter, failed)
+            if error is None:
+                self._put(adapter, weights.result())
+            else:
+                failures.append((adapter, error))
+            for done in self._callers.pop(adapter, ()):
+                done(error)
+        return failures
+
+    def _put(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        self.loaded[adapter] = weights
+        while len(self.loaded) > self._capacity:
+            del self.loaded[next(iter(self.loaded))]
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter is being read."""
+        return bool(self._reading)
+
+    def take(self, adapter: Adapter) -> AdapterWeights:
+        """Return the weights of an adapter in `loaded`, which is now the last used."""
+        weights = self.loaded.pop(adapter)
+        self.loaded[adapter] = weights
+        return weights
+
+    def drop(self, adapter: Adapter) -> None:
+        """Forget the weights of an adapter; an unknown one is skipped."""
+        self.loaded.pop(adapter, None)
+
+    def wait(self) -> None:
+        """Wait briefly for an adapter that is being read."""
+        wait(self._reading.values(), _WAIT_SECONDS, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """End the thread once it has read what it is reading."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _refusal(adapter: Adapter, error: BaseException) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PagodaError | OSError):
+        return RequestError(LORA_FIELD, f"adapter {adapter.name}: {error}")
+    logger.error("adapter %s cannot be read", adapter.name, exc_info=error)
+    return RequestError(LORA_FIELD, f"adapter {adapter.name} cannot be read: {error!r}")
+
+
+class AdapterLoader:
+    """Brings the adapters of waiting requests to host memory, and those that a plan names to slots."""
+
+    def __init__(self, backend: LoraBackend, scheduler: Scheduler, store: AdapterStore) -> None:
+        """`scheduler`: has slots for adapters."""
+        assert scheduler.adapters is not None
+        self._backend, self._scheduler, self._store, self._slots = backend, scheduler, store, scheduler.adapters
+        self._slots.ready = store.loaded
+        self._known: set[Adapter] = set()  # that `load_now` read
+
+    def update(self) -> list[EngineOutput]:
+        """Before steps are planned: take in what was read, read what waiting requests need next.
+
+        Returns the outputs of requests whose adapter could not be read.
+        """
+        outputs: list[EngineOutput] = []
+        if self._store.is_reading:
+            for adapter, error in self._store.collect():
+                outputs += self._scheduler.fail_adapter(adapter, error)
+        if missing := self._scheduler.missing_adapters():
+            self._store.want(missing)
+        return outputs
+
+    def load_now(self, adapter: Adapter) -> None:
+        """Read an adapter to host memory in this thread, once. Raises RequestError if it cannot be read."""
+        if adapter not in self._known:
+            self._store.load_now(adapter)
+            self._known.add(adapter)
+
+    def fill_slots(self, plan: StepPlan) -> None:
+        """Hand the weights of `plan.adapter_loads` to the backend, before it executes the plan."""
+        for load in plan.adapter_loads:
+            self._backend.load_adapter(load.slot, self._store.take(load.adapter))
+
+    def load(self, adapter: Adapter, done: Done) -> None:
+        """Read an adapter to host memory; `done` is called at once, or by `update`, with the error if there is one."""
+        if adapter in self._slots:
+            done(None)
+        else:
+            self._store.load(adapter, done)
+
+    def remove(self, number: int) -> None:
+        """Forget adapters with that number. Running requests keep theirs; waiting ones have it read again."""
+        for adapter in [each for each in (*self._slots.resident, *self._store.loaded) if each.number == number]:
+            self._slots.drop(adapter)
+            self._store.drop(adapter)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter is being read."""
+        return self._store.is_reading
+
+    def wait(self) -> None:
+        """Wait briefly for an adapter that is being read."""
+        self._store.wait()

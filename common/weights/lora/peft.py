@@ -1,0 +1,262 @@
+"""Read an adapter of the library peft: adapter_config.json beside adapter_model.safetensors or adapter_model.bin.
+
+A module `model.layers.0.self_attn.q_proj` of the base model has `lora_A.weight` [R, D] and `lora_B.weight` [F, R], an
+embedding `lora_embedding_A` [R, V] and `lora_embedding_B` [D, R]. The family's weight rules tell which parameter a
+module fills; of one that fills several, such as a fused q, k, v, each has the same A and rows of its own of B.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+
+from pagoda.common.errors import ModelError
+from pagoda.common.models.family import Rename, Rule, Split, Stack
+from pagoda.common.models.primitives import Param
+from pagoda.common.weights.dtypes import to_float32
+from pagoda.common.weights.files import read_json
+from pagoda.common.weights.folder import WeightFile
+from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, rank_bucket
+from pagoda.common.weights.rules import match_tensor, split_rows
+from pagoda.common.weights.safetensors import SafetensorsFile
+from pagoda.common.weights.torch_bin import TorchFile
+
+CONFIG_FILE: Final = "adapter_config.json"
+_WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapter_model.bin", TorchFile))
+_PREFIX: Final = "base_model.model."
+_PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
+_EMBEDDING: Final = "lora_embedding_"
+_LARGEST: Final = 65504.0  # of float16
+
+# Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
+_HARMLESS: Final = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version"),
+        *("target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern"),
+        *("fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "qalora_group_size", "lora_ga_config"),
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+        *("megatron_core", "runtime_config", "modules_to_save", "bias", "use_dora", "lora_bias"),
+    }
+)
+_CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights, or their beginnings, with which peft changes the weights of the base model, too."""
+
+
+NumberT = TypeVar("NumberT", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What an adapter is read for."""
+
+    rules: Sequence[Rule]  # of the checkpoint's tensor names
+    params: Mapping[str, Param]  # of the model
+    adaptable: Mapping[str, Param]  # that an adapter may change
+    max_rank: int  # value of --max-lora-rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    rank: int
+    alpha: float
+    rank_stabilised: bool  # the scale is alpha / sqrt(rank) instead of alpha / rank
+    ranks: Mapping[str, int]  # by pattern of module names
+    alphas: Mapping[str, float]
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of a module's product, whose matrices have that rank. Raises ModelError for another one."""
+        stated = _by_pattern(self.ranks, module, self.rank)
+        if stated != rank:
+            raise ModelError(f"{CONFIG_FILE}: r is {stated} for {module}, its matrices have {rank}")
+        alpha = _by_pattern(self.alphas, module, self.alpha)
+        return alpha / (sqrt(rank) if self.rank_stabilised else rank)
+
+
+def _by_pattern(values: Mapping[str, NumberT], module: str, default: NumberT) -> NumberT:
+    """Return the value of the first pattern that matches the end of a module's name, as peft does."""
+    for pattern, value in values.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ModelError(f"{CONFIG_FILE}: {pattern!r} is not a pattern of module names: {error}") from None
+    return default
+
+
+def read_adapter(folder: Path, base: BaseModel) -> AdapterWeights:
+    """Return the adapter of a folder. Raises ModelError for one that is unsupported, broken or of another model."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelError(f"{folder}: no {CONFIG_FILE}; is it the folder of an adapter?")
+    config = _read_config(folder / CONFIG_FILE, base.max_rank)
+    file = _open(folder)
+    parts: dict[str, dict[str, Float32]] = {}
+    for name in file.sizes:
+        if (match := _PARTS.match(name)) is None:
+            _check_other(name, file, base)
+        else:
+            parts.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = to_float32(file.tensor(name))
+    if not parts:
+        raise ModelError(f"{file.path}: has no LoRA matrices")
+    builder = _Builder(base)
+    for module, tensors in parts.items():
+        builder.add(module, *_pair(module, tensors, config, base.max_rank))
+    return builder.weights()
+
+
+def _read_config(path: Path, max_rank: int) -> _Config:
+    values = read_json(path)
+
+    def fail(key: str, reason: str) -> ModelError:
+        return ModelError(f"{path}: {key} {reason}")
+
+    if values.get("peft_type") != "LORA":
+        raise fail("peft_type", f"is {values.get('peft_type')!r}; only LORA adapters are supported")
+    if values.get("use_dora"):
+        raise fail("use_dora", "is set: DoRA is not supported; merge the adapter into the checkpoint")
+    if values.get("bias", "none") != "none" or values.get("lora_bias"):
+        raise fail("bias", "is trained: adapters with biases are not supported; merge it into the checkpoint")
+    if values.get("modules_to_save"):
+        raise fail("modules_to_save", f"is {values['modules_to_save']}: whole modules are not supported; merge it")
+    initial = values.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_CHANGED_BASE):
+        raise fail(
+            "init_lora_weights", f"is {initial!r}: the base model's weights differ, too; convert it to plain LoRA"
+        )
+    for key, value in values.items():
+        if key not in _HARMLESS and value:
+            raise fail(key, "is not supported; merge the adapter into the checkpoint")
+    rank, ranks = values.get("r", 8), values.get("rank_pattern") or {}
+    alpha, alphas = values.get("lora_alpha", 8), values.get("alpha_pattern") or {}
+    if not isinstance(ranks, dict) or not all(_is_rank(each) for each in (rank, *ranks.values())):
+        raise fail("r", f"{rank!r} with rank_pattern {ranks!r}: ranks are positive integers")
+    if not isinstance(alphas, dict) or not all(isinstance(each, int | float) for each in (alpha, *alphas.values())):
+        raise fail("lora_alpha", f"{alpha!r} with alpha_pattern {alphas!r}: not numbers")
+    largest = max(rank, *ranks.values()) if ranks else rank
+    if largest > max_rank:
+        raise fail("r", f"is {largest}, above --max-lora-rank {max_rank}")
+    return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _open(folder: Path) -> WeightFile:
+    for name, kind in _WEIGHT_FILES:
+        if (folder / name).is_file():
+            return kind(folder / name)
+    raise ModelError(f"{folder}: no {' or '.join(name for name, _ in _WEIGHT_FILES)}")
+
+
+def _check_other(name: str, file: WeightFile, base: BaseModel) -> None:
+    """Raise ModelError for a tensor that is no LoRA matrix, unless it is a copy of the base model's embeddings."""
+    module, found, _ = name.removeprefix(_PREFIX).partition(".base_layer.weight")
+    if not found:
+        raise ModelError(f"{file.path}: tensor {name} is no LoRA matrix; merge the adapter into the checkpoint")
+    shape = file.tensor(name).shape
+    match = match_tensor(base.rules, f"{module}.weight", {**base.params, **base.adaptable})
+    if match is None or base.adaptable[match.targets[0]].shape != shape:
+        raise ModelError(f"{file.path}: tensor {name} {list(shape)} is not the base model's: its vocabulary differs")
+
+
+def _pair(module: str, tensors: dict[str, Float32], config: _Config, max_rank: int) -> tuple[Float32, Float32]:
+    """Return a [R, D] and b [F, R] with the scale. Raises ModelError for missing ones, or of another rank."""
+    embedding = any(part.startswith(_EMBEDDING) for part in tensors)
+    first, second = (f"{_EMBEDDING}A", f"{_EMBEDDING}B") if embedding else ("lora_A", "lora_B")
+    if tensors.keys() != {first, second}:
+        raise ModelError(f"module {module}: {first} or {second} is missing")
+    a, b = tensors[first], tensors[second]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise ModelError(f"module {module}: {first} {list(a.shape)} and {second} {list(b.shape)} are not factors")
+    rank = a.shape[0]
+    if rank > max_rank:
+        raise ModelError(f"module {module}: rank {rank} is above --max-lora-rank {max_rank}")
+    scale = np.float32(config.scale(module, rank))
+    a, b = (b.T, a.T * scale) if embedding else (a, b * scale)
+    if not max(np.abs(a).max(), np.abs(b).max()) <= _LARGEST:  # also NaN
+        raise ModelError(f"module {module}: numbers beyond {_LARGEST:.0f}, or none; the adapter is broken")
+    return a, b
+
+
+class _Builder:
+    """Collects the matrices of parameters."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base, self._known = base, dict(base.params) | dict(base.adaptable)
+        self._dense: dict[str, LowRank] = {}
+        self._experts: dict[str, dict[int, LowRank]] = {}
+
+    def add(self, module: str, a: Float32, b: Float32) -> None:
+        """Enter a module's factors. Raises ModelError if the model has no such module, or cannot adapt it."""
+        match = match_tensor(self._base.rules, f"{module}.weight", self._known)
+        if match is None:
+            raise ModelError(f"the model has no module {module}; is the adapter of another base model?")
+        for target in match.targets:
+            if target not in self._base.adaptable:
+                raise ModelError(f"module {module} ({target}) cannot have an adapter; merge it into the checkpoint")
+        params = [self._base.adaptable[target] for target in match.targets]
+        match match.rule:
+            case Rename():
+                self._dense[params[0].name] = _checked(module, params[0], params[0].shape, a, b)
+            case Stack():
+                expert = match.numbers["e"]
+                if expert >= params[0].shape[0]:
+                    raise ModelError(f"the model has {params[0].shape[0]} experts, so no module {module}")
+                factors = _checked(module, params[0], params[0].shape[1:], a, b)
+                self._experts.setdefault(params[0].name, {})[expert] = factors
+            case Split(axis=0):
+                total = sum(param.shape[0] for param in params)
+                _checked(module, params[0], (total, *params[0].shape[1:]), a, b)
+                parts = [replace(param, shape=(param.shape[0], b.shape[1])) for param in params]
+                for param, rows in split_rows(module, b, match.rule, parts):
+                    self._dense[param] = _checked(module, self._known[param], self._known[param].shape, a, rows)
+            case rule:
+                raise ModelError(f"module {module}: adapters of {type(rule).__name__} are not supported; merge it")
+
+    def weights(self) -> AdapterWeights:
+        """Return all matrices, padded to one rank."""
+        every = [*self._dense.values(), *(each for experts in self._experts.values() for each in experts.values())]
+        rank = rank_bucket(max(each.a.shape[0] for each in every))
+        matrices = {name: _padded(factors, rank) for name, factors in self._dense.items()}
+        for name, experts in self._experts.items():
+            matrices[name] = _stacked(
+                self._base.adaptable[name], {e: _padded(f, rank) for e, f in experts.items()}, rank
+            )
+        for name, factors in list(matrices.items()):
+            values = f"{name.removesuffix('.k')}.v"
+            if name.endswith(".k") and values in self._base.adaptable and values not in self._base.params:
+                matrices[values] = factors  # values that are keys
+        return AdapterWeights(rank, matrices)
+
+
+def _checked(module: str, param: Param, shape: tuple[int, ...], a: Float32, b: Float32) -> LowRank:
+    """Return the factors of a matrix of that shape, times the parameter's scale."""
+    if (b.shape[0], a.shape[1]) != shape:
+        raise ModelError(
+            f"module {module} is [{b.shape[0]}, {a.shape[1]}] in the adapter and {list(shape)} in the model; "
+            "the adapter is of another base model"
+        )
+    return LowRank(a, b if param.scale == 1 else b * np.float32(param.scale))
+
+
+def _padded(factors: LowRank, rank: int) -> LowRank:
+    more = rank - factors.a.shape[0]
+    a, b = np.pad(factors.a, ((0, more), (0, 0))), np.pad(factors.b, ((0, 0), (0, more)))
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))
+
+
+def _stacked(param: Param, experts: Mapping[int, LowRank], rank: int) -> LowRank:
+    """Return the factors of all experts; those without are zero."""
+    count, rows, columns = param.shape
+    a, b = np.zeros((count, rank, columns), np.float32), np.zeros((count, rows, rank), np.float32)
+    for expert, factors in experts.items():
+        a[expert], b[expert] = factors.a, factors.b
+    return LowRank(a, b)
