@@ -23,6 +23,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     Forward,
     ForwardEmbeds,
     Key,
+    LoadAdapter,
     ScorePrompt,
     StepProgramSet,
 )
@@ -35,6 +36,7 @@ from pagoda.backends.jax_tpu.execution.shapes import (
     make_batch,
     make_embeds,
     step_shapes,
+    token_slots,
     with_row_offset,
     writers_first,
 )
@@ -43,9 +45,11 @@ from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales, with_stored
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, StepModel, build_model
+from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh, platform
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
+from pagoda.backends.jax_tpu.weights.adapters import AdapterWriter, adapted_matrices
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.backends.jax_tpu.weights.loading import WeightWriter, load
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
@@ -61,8 +65,10 @@ from pagoda.common.engine.pending import (
 )
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.transformers_spec import TransformersSpec
+from pagoda.common.weights.lora.weights import AdapterWeights
 from pagoda.common.weights.quantization.kv_scales import take_kv_scales
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
@@ -85,10 +91,29 @@ def create(options: BackendOptions) -> JaxBackend:
         raise ConfigError(
             "--compiled-bundle", "bundles have no programs for embeddings; drop it, or drop --enable-prompt-embeds"
         )
+    if options.lora is not None:
+        _check_lora(options)
     if options.batch_invariant:
         check_invariant(options)
     bundle = None if options.programs.bundle is None else open_bundle(options.programs.bundle)
     return JaxBackend(options, _model(options), bundle)
+
+
+def _check_lora(options: BackendOptions) -> None:
+    """Raise ConfigError for settings that jax_tpu does not have with LoRA adapters."""
+    assert options.lora is not None
+    if isinstance(options.spec, TransformersSpec):
+        raise ConfigError("--enable-lora", "jax_tpu has no adapters for models that transformers computes; drop it")
+    if options.programs.bundle is not None:
+        raise ConfigError("--compiled-bundle", "bundles have no programs for adapters; drop it, or drop --enable-lora")
+    if options.parallel.data > 1:
+        raise ConfigError(
+            "--data-parallel-size",
+            "the replicas of jax_tpu would share the slots for adapters; use 1 with --enable-lora",
+        )
+    if options.lora.fully_sharded:
+        raise ConfigError("--fully-sharded-loras", "jax_tpu keeps A of adapters whole on every device; drop it")
+    dtype_of(options.lora.dtype, "--lora-dtype")
 
 
 def _model(options: BackendOptions) -> StepModel:
@@ -108,7 +133,10 @@ def _model(options: BackendOptions) -> StepModel:
 
         return build_transformers_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel)
     formats = matrix_formats(options.quantization, spec, chip, options.schemes, options.parallel.tensor)
-    return build_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, formats)
+    lora = None
+    if options.lora is not None:
+        lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype_of(options.lora.dtype, "--lora-dtype").name)
+    return build_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, formats, lora)
 
 
 def check(options: BackendOptions) -> None:
@@ -172,6 +200,23 @@ class JaxBackend:
         finally:
             self._leaves = writer.leaves()
 
+    def adaptable(self) -> Mapping[str, Param]:
+        """Return the matrices that adapters may change: those of attention, MLPs, the embeddings and the head."""
+        assert isinstance(self.model, Model), "no other has adapters"
+        return adapted_matrices(self.model)
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Enqueue the replacement of the adapter in a slot, in place: steps that are enqueued use the one before."""
+        model, programs = self.model, self._programs
+        assert isinstance(model, Model), "no other has adapters"
+        assert programs is not None, "init_cache comes first"
+        arrays = tuple(self._leaves[index] for index in model.adapter_leaves)
+        written = programs[LoadAdapter()](arrays, AdapterWriter(model).parts(weights), np.int32(slot))
+        leaves = list(self._leaves)
+        for index, array in zip(model.adapter_leaves, written):
+            leaves[index] = array
+        self._leaves = tuple(leaves)
+
     def _calibrated(self, model: Model, leaves: Leaves) -> Leaves:
         return with_kv_scales(model, leaves) if self.cache_config.calculate_kv_scales else leaves
 
@@ -234,7 +279,10 @@ class JaxBackend:
             self._caches, hidden, logits = programs[ForwardEmbeds(shape)](*inputs, embeds)
         else:
             self._caches, hidden, logits = programs[Forward(shape)](*inputs)
-        scores = {shard: self._score_prompts(shard, plan, hidden, programs, sampler) for shard, plan in active.items()}
+        scores = {
+            shard: self._score_prompts(shard, plan, hidden, programs, sampler, adapted=shape.adapted)
+            for shard, plan in active.items()
+        }
         recompiles = programs.recompiles - before
         steps: list[PendingStep | None] = [None] * shards
         for shard, (plan, order) in parts.items():
@@ -289,15 +337,21 @@ class JaxBackend:
         hidden: jax.Array,
         programs: CompiledPrograms[StepProgramSet, Key],
         sampler: JaxSampler,
+        *,
+        adapted: bool,
     ) -> tuple[PromptScores, ...]:
         """Enqueue the logprobs of a shard's prompt tokens, in fixed-size chunks."""
         shards, first = self.model.shards, shard * SCORE_TOKENS
+
+        slots = token_slots(plan) if adapted else None
 
         def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
             indices, tokens = np.zeros((2, shards * SCORE_TOKENS), np.int32)
             rows = slice(first, first + len(targets))
             indices[rows], tokens[rows] = begin + np.arange(len(targets)), targets
-            logits = programs[ScorePrompt(hidden.shape[0] // shards)](self._leaves, hidden, indices)
+            own = () if slots is None else (slots[np.minimum(indices, len(slots) - 1)],)
+            program = programs[ScorePrompt(hidden.shape[0] // shards, slots is not None)]
+            logits = program(self._leaves, hidden, indices, *own)
             return partial(sampler.score(logits, tokens, SCORE_TOKENS, (best,)).fetch, rows, best)
 
         return score_prompts(plan, sampler.rows, SCORE_TOKENS, score)

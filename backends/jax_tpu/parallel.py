@@ -84,10 +84,10 @@ def platform() -> str:
     return "tpu" if chips else "cpu"
 
 
-def dtype(name: str) -> jnp.dtype:
-    """Return the dtype of weights and activations. Raise ConfigError if TPUs do not support it."""
+def dtype(name: str, flag: str = "--dtype") -> jnp.dtype:
+    """Return the dtype of weights and activations. Raise ConfigError for `flag` if TPUs do not support it."""
     if name not in _DTYPES:
-        raise ConfigError("--dtype", f"jax_tpu does not support {name}; use bfloat16 or float32")
+        raise ConfigError(flag, f"jax_tpu does not support {name}; use bfloat16 or float32")
     return jnp.dtype(_DTYPES[name])
 
 

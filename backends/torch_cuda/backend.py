@@ -43,6 +43,7 @@ from pagoda.backends.torch_cuda.memory.cache import (
     set_kv_scales,
 )
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
+from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, RankShard, comm_of
@@ -57,8 +58,10 @@ from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.caches import IndexCache
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec
+from pagoda.common.weights.lora.weights import AdapterWeights
 from pagoda.common.weights.quantization.kv_scales import take_kv_scales
 
 InputT = TypeVar("InputT")
@@ -115,6 +118,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         ranks.check(spec, options.parallel.tensor)
     for group in layout.groups:
         array_shapes(group.spec, 1, layout.block_size, RankShard())
+    _check_lora(options)
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
     if latent_attentions(spec):
@@ -141,7 +145,21 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         device=device,
         comm=SINGLE_RANK if options.rank is None else comm_of(options.rank),
         batch_invariant=options.batch_invariant,
+        lora=options.lora,
+        lora_dtype=dtype if options.lora is None else DTYPES[options.lora.dtype],
     )
+
+
+def _check_lora(options: BackendOptions) -> None:
+    """Raise ConfigError for settings of LoRA adapters that this backend does not have."""
+    if options.lora is None:
+        return
+    if isinstance(options.spec, TransformersSpec):
+        raise ConfigError("--enable-lora", "torch_cuda has no adapters for models that transformers computes; drop it")
+    if options.lora.dtype not in DTYPES:
+        raise ConfigError("--lora-dtype", f"{options.lora.dtype} is not one of auto, {', '.join(DTYPES)}")
+    if options.lora.fully_sharded:
+        raise ConfigError("--fully-sharded-loras", "torch_cuda keeps A of adapters whole on every rank; drop it")
 
 
 def _check_latent(options: BackendOptions, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -203,7 +221,7 @@ class TorchCudaBackend:
 
     def __init__(self, config: RankConfig, *, sleep_mode: bool = False) -> None:
         self.config = config
-        self._warmup_plans = WarmupPlans(config.limits, config.layout)
+        self._warmup_plans = WarmupPlans(config.limits, config.layout, adapters=config.lora is not None)
         self._stream: DeviceStream = make_stream(config.device)
         self._weights, self._cache = (Storage(config.device, sleep_mode=sleep_mode) for _ in range(2))
         self._compiles = CompileCounter()
@@ -237,7 +255,7 @@ class TorchCudaBackend:
         if config.device.is_gpu:
             usage = self._measured_usage(weight_bytes)
         else:
-            usage = cpu_usage(weight_bytes, config.limits, config.layout, block)
+            usage = cpu_usage(weight_bytes, config.limits, config.layout, block, self._model.adapter_bytes)
         usage = replace(usage, quantised=config.quantised)
         plan = plan_blocks(usage, config.limits, config.layout, config.cache, block)
         logger.info("Memory %s, KV cache %.2f in %s blocks", usage, plan.kv_cache / GIB, per_pool(plan.num_blocks))
@@ -245,6 +263,7 @@ class TorchCudaBackend:
 
     def _measured_usage(self, weight_bytes: int) -> MemoryUsage:
         """Run the largest steps over a temporary cache that has only null blocks."""
+        assert self._model is not None, "load comes first"
         device, null_blocks = self.config.device, (1,) * len(self.config.layout.pools)
         with self._stream.running():
             return measure(
@@ -254,6 +273,7 @@ class TorchCudaBackend:
                 weight_bytes,
                 self._warmup_plans.largest(),
                 outside_torch=self._weights.num_bytes,
+                adapters=self._model.adapter_bytes,
             )
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
@@ -323,6 +343,20 @@ class TorchCudaBackend:
             loader.update(weights)
         self._stream.synchronize()
 
+    def adaptable(self) -> Mapping[str, Param]:
+        """Return the matrices that adapters may change."""
+        return self._adapters().matrices
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Queue the replacement of the adapter in a slot: steps that are queued already use the one before."""
+        with self._stream.running():
+            self._adapters().load(slot, weights)
+
+    def _adapters(self) -> AdapterSlots:
+        assert self._model is not None, "load comes first"
+        assert self._model.adapters is not None, "created with BackendOptions.lora"
+        return self._model.adapters
+
     def _loader(self) -> Loader:
         assert self._model is not None, "load comes first"
         if self._model.loader is None:
@@ -347,6 +381,8 @@ class TorchCudaBackend:
             self._weights.wake_up()
             if self._must_reload:
                 loader.fill(take_kv_scales(read(), {}))  # the scales outlive sleep
+                if self.config.lora is not None:
+                    self._adapters().restore()
         self._stream.synchronize()
 
     def wake_kv_cache(self) -> None:

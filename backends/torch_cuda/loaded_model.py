@@ -24,11 +24,12 @@ from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache, allocate, arrays_of
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
+from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.backends.torch_cuda.weights import Loader
+from pagoda.backends.torch_cuda.weights import Loader, make_layout
 from pagoda.common.backend import Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -36,7 +37,9 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
+from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.quantization.tensors import Scheme
 
 if TYPE_CHECKING:
@@ -81,6 +84,8 @@ class RankConfig:
     device: Device
     comm: Comm
     batch_invariant: bool = False
+    lora: LoraOptions | None = None  # slots for LoRA adapters
+    lora_dtype: torch.dtype = torch.float32  # of their matrices
 
     @property
     def shard(self) -> RankShard:
@@ -131,6 +136,12 @@ class LoadedModel:
     decoder: CudaDecoder | CudaTransformersDecoder
     sampler: CudaSampler
     buffers: DecodeBuffers
+    adapters: AdapterSlots | None = None
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Return the bytes of the slots for LoRA adapters."""
+        return 0 if self.adapters is None else self.adapters.num_bytes
 
 
 def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
@@ -145,11 +156,13 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
     on_host = choose_layers(shapes, config.cache.cpu_offload_gb, spec.shared_blocks.values())
     num_bytes = shapes.num_bytes - on_host.saved
     if device.is_gpu:
-        check_weights(device, config.cache, num_bytes, quantised=config.quantised)
+        slots = 0 if (planned := _make_adapters(config, spec, _meta)) is None else planned.num_bytes
+        check_weights(device, config.cache, num_bytes + slots, quantised=config.quantised)
     offload = Offload(on_host, device, empty) if on_host.layers else None
     host_memory = None if offload is None else offload.allocators()
     loader = Loader(spec, config.shard, config.dtype, empty, config.pack, host_memory, config.schemes)
     loader.fill(weights)
+    adapters = _make_adapters(config, spec, empty)
     decoder = CudaDecoder(
         spec,
         loader.params,
@@ -159,8 +172,18 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
         config.attention,
         offload,
         batch_invariant=config.batch_invariant,
+        adapters=adapters,
     )
-    return LoadedModel(loader, loader.params.num_bytes - on_host.saved, decoder, *_sampling_parts(config))
+    weight_bytes = loader.params.num_bytes - on_host.saved
+    return LoadedModel(loader, weight_bytes, decoder, *_sampling_parts(config), adapters)
+
+
+def _make_adapters(config: RankConfig, spec: ModelSpec, empty: Empty) -> AdapterSlots | None:
+    """Return the slots for LoRA adapters, empty; None without --enable-lora."""
+    if config.lora is None:
+        return None
+    layout = make_layout(spec, config.shard)
+    return AdapterSlots(spec, layout, config.lora, config.lora_dtype, config.device, empty)
 
 
 def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iterable[Weight]) -> LoadedModel:
@@ -187,6 +210,7 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
             device.torch,
             limits.block_size,
             limits.max_drafts,
+            0 if config.lora is None else config.lora.slots,
         ),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Final
 
@@ -60,6 +60,7 @@ class StepShape:
     groups: int  # G block tables, one per KV group
     decode_only: bool  # every sequence has one token, so T equals S
     width: int = 1  # rows of logits per sequence; more than 1 in steps with drafts
+    adapted: bool = False  # some sequences have LoRA adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class StepShapes:
     pages: ShapeLadder
     groups: int
     width: int = 1  # rows of logits per sequence in steps with drafts; 1: no drafts
+    adapters: bool = False  # sequences may have LoRA adapters: every shape twice, without and with them
 
     @classmethod
     def of(cls, limits: Limits, groups: int, *, factor: int = 2) -> StepShapes:
@@ -90,6 +92,7 @@ class StepShapes:
             pages=ShapeLadder(tuple(sorted({-(-pages // SHORT_PAGES), pages}))),
             groups=groups,
             width=1 + limits.max_drafts,
+            adapters=limits.max_loras > 0,
         )
 
     @classmethod
@@ -99,8 +102,13 @@ class StepShapes:
         tokens, seqs = ShapeLadder((limits.max_num_batched_tokens,)), ShapeLadder((limits.max_num_seqs,))
         return cls(decode=ShapeLadder(()), tokens=tokens, rows=seqs, pages=ShapeLadder((pages,)), groups=groups)
 
-    def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool = False) -> StepShape:
+    def shape_for(
+        self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool = False, adapted: bool = False
+    ) -> StepShape:
         """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
+        return replace(self._shape_for(tokens, seqs, pages, decode_only, drafts), adapted=adapted)
+
+    def _shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool) -> StepShape:
         pages, width = self.pages.bucket_for(pages), self.width if drafts else 1
         if decode_only and self.decode.sizes:
             rows = self.decode.bucket_for(seqs)
@@ -116,6 +124,12 @@ class StepShapes:
 
     def __iter__(self) -> Iterator[StepShape]:
         """Yield every shape that a step can have, each once: as many tokens as sequences, or more."""
+        for shape in self._plain():
+            yield shape
+            if self.adapters:
+                yield replace(shape, adapted=True)
+
+    def _plain(self) -> Iterator[StepShape]:
         for pages in self.pages.sizes:
             for rows in self.decode.sizes:
                 yield StepShape(rows, rows, pages, self.groups, True)

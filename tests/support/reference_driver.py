@@ -11,6 +11,7 @@ from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
 from pagoda.common.models.mixers import Attention
@@ -67,6 +68,7 @@ class Driver:
             max_num_seqs=rows,
             block_size=block_size,
             max_drafts=max_drafts,
+            max_loras=make["lora"].slots if "lora" in make else 0,
         )
         self.layout = kv_layout(spec, block_size)
         module = load_backend(backend)
@@ -88,8 +90,8 @@ class Driver:
         self.context[row] = 0
         return RowStart(row, np.array(tokens, np.int32), len(tokens), rules or SamplingRules())
 
-    def step(self, pieces: dict[int, list[int]], starts=(), samples: dict[int, bool] | None = None):
-        """One step: row -> its next tokens. Rows with one token go first."""
+    def step(self, pieces: dict[int, list[int]], starts=(), samples: dict[int, bool] | None = None, adapters=None):
+        """One step: row -> its next tokens. Rows with one token go first. `adapters`: row -> slot of its adapter."""
         rows = sorted(pieces, key=lambda row: (len(pieces[row]) != 1, row))
         lengths = [len(pieces[row]) for row in rows]
         plan = StepPlan(
@@ -101,6 +103,9 @@ class Driver:
             token_ids=np.array([t for row in rows for t in pieces[row]], np.int32),
             block_tables=tuple(table[rows].copy() for table in self.tables),
             samples=np.array([(samples or {}).get(row, True) for row in rows]),
+            adapter_slots=None
+            if adapters is None
+            else np.array([adapters.get(row, NO_ADAPTER) for row in rows], np.int32),
         )
         for row, length in zip(rows, lengths):
             self.context[row] += length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
     Forward,
     ForwardEmbeds,
+    LoadAdapter,
     LogitsProgram,
     PoolProgramSet,
     RecordDrafts,
@@ -245,6 +246,8 @@ def estimated_cycles(program: CompiledProgram) -> int | None:
 def key_name(key: Key) -> str:
     """Return a readable program name, such as `decode 64 rows, 8 pages`."""
     match key:
+        case Forward(shape) if shape.adapted:
+            return f"{key_name(Forward(replace(shape, adapted=False)))}, adapters"
         case Forward(shape) if shape.decode_only:
             return f"decode {shape.seqs} rows, {shape.pages} pages"
         case Forward(shape):
@@ -252,8 +255,10 @@ def key_name(key: Key) -> str:
             return f"step {shape.tokens} tokens, {shape.seqs} rows, {shape.pages} pages{drafts}"
         case ForwardEmbeds(shape):
             return f"{key_name(Forward(shape))}, embeddings"
-        case ScorePrompt(tokens):
-            return f"score {tokens} tokens"
+        case ScorePrompt(tokens, adapted):
+            return f"score {tokens} tokens{', adapters' if adapted else ''}"
+        case LoadAdapter():
+            return "load adapter"
         case Sample(seqs, kind):
             return f"sample {kind} {seqs} rows"
         case LogitsProgram(name, seqs):

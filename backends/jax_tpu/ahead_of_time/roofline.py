@@ -18,6 +18,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
     Forward,
     ForwardEmbeds,
+    LoadAdapter,
     LogitsProgram,
     RecordDrafts,
     Sample,
@@ -121,13 +122,15 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
     match key:
         case Forward(shape) | ForwardEmbeds(shape):
             return _forward(model, shape, load)
-        case ScorePrompt(_):
+        case ScorePrompt():
             head = _head_size(model)
             return RooflineCost(head * model.dtype.itemsize, 2 * head)
         case Sample(seqs, _) | LogitsProgram(_, seqs):
             return RooflineCost(seqs * vocab * 4, 0)
         case PoolShape():
             return _pool(model, key, load)
+        case LoadAdapter():
+            return RooflineCost(2 * model.adapter_bytes // max(model.lora.slots, 1) if model.lora else 0, 0)
         case RecordDrafts(seqs):
             return RooflineCost(2 * seqs * 4, 0)
         case CopyStates(pool, count):

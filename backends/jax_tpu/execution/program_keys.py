@@ -28,6 +28,7 @@ from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, StepModel
 from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
 from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
+from pagoda.backends.jax_tpu.weights.adapters import slot_shapes, write_slot
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import sampling_state
 from pagoda.common.engine.sampling import LogprobsMode
@@ -86,9 +87,18 @@ class LogitsProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScorePrompt:
-    """(leaves, hidden [T, D], token indices [SCORE_TOKENS]) -> logits [SCORE_TOKENS, V]."""
+    """(leaves, hidden [T, D], token indices [SCORE_TOKENS]) -> logits [SCORE_TOKENS, V].
+
+    `adapted`: with a fourth argument, the slots of the tokens' adapters [SCORE_TOKENS].
+    """
 
     tokens: int
+    adapted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """(adapter arrays, their parts of one slot, slot) -> adapter arrays; the arrays are donated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,17 @@ class CopyStates:
 
 FEW_COPIES: Final = 8
 
-Key = Forward | ForwardEmbeds | Sample | LogitsProgram | ScorePrompt | SetHistoryRow | RecordDrafts | CopyStates
+Key = (
+    Forward
+    | ForwardEmbeds
+    | Sample
+    | LogitsProgram
+    | ScorePrompt
+    | SetHistoryRow
+    | RecordDrafts
+    | CopyStates
+    | LoadAdapter
+)
 
 
 def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
@@ -172,7 +192,9 @@ class StepProgramSet:
         shapes = sorted(self.shapes, reverse=True)
         yield from map(Forward, shapes)
         yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
-        yield from map(ScorePrompt, sorted({shape.tokens for shape in shapes}))
+        yield from (ScorePrompt(*kind) for kind in sorted({(shape.tokens, shape.adapted) for shape in shapes}))
+        if self.shapes.adapters:
+            yield LoadAdapter()
         yield SetHistoryRow()
         for pool in self.model.state_pools:
             yield from (CopyStates(pool, count) for count in self.copy_counts)
@@ -198,6 +220,8 @@ class StepProgramSet:
                 return caches, logits, logits
             case CopyStates():
                 return caches
+            case LoadAdapter():
+                return tuple(array.sharding for array in self._adapter_arrays())
             case Sample():
                 return everywhere, everywhere, logits
             case SetHistoryRow() | RecordDrafts() | LogitsProgram("logprobs", _):
@@ -222,9 +246,14 @@ class StepProgramSet:
                 function, donated, arguments = self._program(Forward(shape))
                 embeds = array((shards * shape.tokens, model.spec.hidden_width), model.dtype, "R.")
                 return function, donated, (*arguments, embeds)
-            case ScorePrompt(tokens):
+            case ScorePrompt(tokens, adapted):
                 hidden = array((shards * tokens, model.spec.width), model.dtype, "R.")
-                return model.score, (), (model.leaves, hidden, array((shards * SCORE_TOKENS,), jnp.int32, "R"))
+                numbers = (array((shards * SCORE_TOKENS,), jnp.int32, "R"),) * (2 if adapted else 1)
+                return model.score, (), (model.leaves, hidden, *numbers)
+            case LoadAdapter():
+                assert isinstance(model, Model), "no other has adapters"
+                slot = array((), jnp.int32)
+                return partial(write_slot, model), (0,), (self._adapter_arrays(), slot_shapes(model), slot)
             case SetHistoryRow():
                 row = array(history.shape[1:], jnp.int32)
                 return _set_history_row, (0,), (history, array((), jnp.int32), row)
@@ -262,6 +291,10 @@ class StepProgramSet:
             case "logprobs":
                 function = _per_shard(self.model, partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
+
+    def _adapter_arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        assert isinstance(self.model, Model), "no other has adapters"
+        return tuple(self.model.leaves[index] for index in self.model.adapter_leaves)
 
     def _rules(self, seqs: int) -> jax.ShapeDtypeStruct:
         fields = sampling_state.SAMPLING_FIELDS + (2 if self.shapes.width > 1 else 0)

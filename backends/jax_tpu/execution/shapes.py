@@ -14,6 +14,7 @@ from pagoda.backends.jax_tpu.model.model import StepModel
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.defaults import TPU_TABLE_ENTRIES
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.errors import ConfigError
@@ -45,6 +46,8 @@ def check_invariant(options: BackendOptions) -> None:
         )
     if options.limits.max_drafts:
         raise ConfigError("--batch-invariant", "jax_tpu has other programs for drafts; drop it or --speculative-config")
+    if options.lora is not None:
+        raise ConfigError("--batch-invariant", "jax_tpu has other programs for adapters; drop it or --enable-lora")
     if options.prompt_embeds:
         raise ConfigError(
             "--batch-invariant", "jax_tpu has other programs for embeddings; drop it or --enable-prompt-embeds"
@@ -71,8 +74,20 @@ def make_batch(
     longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
     drafts = any(plan.num_drafts is not None for plan in plans.values())
-    shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only, drafts)
+    adapted = any(map(is_adapted, plans.values()))
+    shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only, drafts, adapted)
     return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
+
+
+def is_adapted(plan: StepPlan) -> bool:
+    """Return whether a sequence has a LoRA adapter."""
+    return plan.adapter_slots is not None and bool((plan.adapter_slots != NO_ADAPTER).any())
+
+
+def token_slots(plan: StepPlan) -> Int32:
+    """Return the slot of each token's adapter, int32 [T], or NO_ADAPTER."""
+    slots = np.full(plan.num_seqs, NO_ADAPTER, np.int32) if plan.adapter_slots is None else plan.adapter_slots
+    return np.repeat(slots, np.diff(plan.query_start))
 
 
 def make_embeds(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -93,7 +108,16 @@ def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
     tables = tuple(table[:, : shape.pages] for table in plan.block_tables)
     ends = plan.context + lengths
     return pack_step(
-        shape, plan.token_ids, plan.query_start, ends, plan.rows, counts, tables, empty_row, plan.num_drafts
+        shape,
+        plan.token_ids,
+        plan.query_start,
+        ends,
+        plan.rows,
+        counts,
+        tables,
+        empty_row,
+        plan.num_drafts,
+        plan.adapter_slots,
     )
 
 
@@ -133,6 +157,7 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
         samples=plan.samples[order],
         num_drafts=None if plan.num_drafts is None else plan.num_drafts[order],
         masked=None if plan.masked is None else np.flatnonzero(np.isin(order, plan.masked)).astype(np.int32),
+        adapter_slots=None if plan.adapter_slots is None else plan.adapter_slots[order],
         embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],
     )
     return reordered, order

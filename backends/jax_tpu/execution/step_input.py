@@ -14,6 +14,7 @@ import numpy as np
 
 from pagoda.backends.jax_tpu.model.layout import KvStack, LatentStack, Stack, StateStack, TailStack
 from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import PREVIOUS, Int32
@@ -174,7 +175,8 @@ class JaxHeadTerms:
 def packed_size(shape: StepShape) -> int:
     """Return the length of a step's packed array."""
     drafts = shape.seqs if shape.width > 1 else 0
-    return shape.tokens + 3 * shape.seqs + 1 + 2 + drafts + shape.groups * shape.seqs * shape.pages
+    adapters = shape.seqs if shape.adapted else 0
+    return shape.tokens + 3 * shape.seqs + 1 + 2 + drafts + adapters + shape.groups * shape.seqs * shape.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +193,40 @@ class StepInput:
     kernel: KernelChoice
     shape: StepShape
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
+    adapter_slots: jax.Array | None = None  # int32 [S], or NO_ADAPTER; None: no sequence has an adapter
+    adapter_mask: jax.Array | None = None  # bool [T, A], see `slot_mask`
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
         """Split int32 [packed_size(shape)] in the order of `pack_step`."""
-        drafts = shape.seqs if shape.width > 1 else 0
-        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts)
-        token_ids, query_start, kv_len, rows, counts, num_drafts, tables = jnp.split(packed, np.cumsum(sizes))
+        drafts, adapters = shape.seqs if shape.width > 1 else 0, shape.seqs if shape.adapted else 0
+        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts, adapters)
+        token_ids, query_start, kv_len, rows, counts, num_drafts, slots, tables = jnp.split(packed, np.cumsum(sizes))
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
-        return cls(token_ids, query_start, kv_len, rows, counts, num_drafts, tables, kernel, shape)
+        adapter_slots = slots if shape.adapted else None
+        return cls(
+            token_ids,
+            query_start,
+            kv_len,
+            rows,
+            counts,
+            num_drafts,
+            tables,
+            kernel,
+            shape,
+            adapter_slots=adapter_slots,
+        )
+
+    def with_adapters(self, slots: int, rank: int) -> StepInput:
+        """Return the step with the mask of its tokens' adapters, of `slots` slots of a rank, if a sequence has one."""
+        if self.adapter_slots is None:
+            return self
+        return replace(self, adapter_mask=slot_mask(self.adapter_slots[self.seq_ids], rank, slots))
+
+    @property
+    def sampled_slots(self) -> jax.Array | None:
+        """Return the slots of adapters of the tokens `sampled`; None: no sequence has an adapter."""
+        return None if self.adapter_slots is None else jnp.repeat(self.adapter_slots, self.shape.width)
 
     def shifted(self, rejected: jax.Array) -> StepInput:
         """Return the step with exact lengths of the sequences whose newest token is PREVIOUS.
@@ -336,6 +363,11 @@ class StepInput:
         return jnp.where(self.token_ids == PREVIOUS, sampled, self.token_ids)
 
 
+def slot_mask(slots: jax.Array, rank: int, count: int) -> jax.Array:
+    """Return bool [T, count * rank]: which ranks of `count` slots are those of the slots int32 [T]; of -1 none."""
+    return slots[:, None] == jnp.arange(count * rank) // rank
+
+
 def pack_step(
     shape: StepShape,
     token_ids: Int32,
@@ -346,6 +378,7 @@ def pack_step(
     page_tables: tuple[Int32, ...],
     empty_row: int,
     num_drafts: Int32 | None = None,
+    adapter_slots: Int32 | None = None,
 ) -> Int32:
     """Pack a step: int32 [packed_size(shape)]. Padding sequences have no tokens, row `empty_row`, the null block."""
     packed = np.zeros(packed_size(shape), np.int32)
@@ -363,6 +396,10 @@ def pack_step(
     start += 2
     if shape.width > 1:
         packed[start : start + seqs] = 0 if num_drafts is None else num_drafts
+        start += shape.seqs
+    if shape.adapted:
+        packed[start : start + shape.seqs] = NO_ADAPTER
+        packed[start : start + seqs] = NO_ADAPTER if adapter_slots is None else adapter_slots
         start += shape.seqs
     tables = packed[start:].reshape(shape.groups, shape.seqs, shape.pages)
     for table, pages in zip(tables, page_tables):
@@ -413,6 +450,7 @@ class PoolInput:
     kernel: KernelChoice
     shape: PoolShape
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
+    adapter_mask: None = None  # pooling models have no adapters
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: PoolShape, kernel: KernelChoice) -> PoolInput:

@@ -59,7 +59,8 @@ def plan_memory(
     `room`: bytes for activations and KV cache, by default what the devices have free. `num_blocks`: instead of the
     configured number. Raise ConfigError if not even one request fits.
     """
-    weights, block = weight_bytes(model), model.block_bytes
+    adapters = model.adapter_bytes if isinstance(model, Model) else 0
+    weights, block = weight_bytes(model) - adapters, model.block_bytes
     activations = activation_bytes(model, limits)
     if num_blocks is not None:
         pass
@@ -82,7 +83,9 @@ def plan_memory(
             f"and {activations >> 20} MiB of activations; use more "
             "devices (--tensor-parallel-size), or lower --max-num-batched-tokens",
         )
-    return MemoryPlan(weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block)
+    return MemoryPlan(
+        weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block, adapters=adapters
+    )
 
 
 def _is_cpu(model: StepModel) -> bool:

@@ -23,6 +23,7 @@ from pagoda.backends.jax_tpu.model.layout import (
     HeadLayout,
     slot_parts,
 )
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.common.models.mixers import (
     Attention,
@@ -58,6 +59,7 @@ class JaxAttention(nnx.Module):
         self.gate = build.parameter("KGD", slots, group, width) if spec.gate_per_head else None
         self.gate_bias = build.parameter("KG", slots, group) if spec.gate_per_head and spec.qkv_bias else None
         self.kv_scale = build.float32().parameter(".", 2) if build.scaled_cache else None  # of K, of V
+        self.lora_in, self.lora_out = _lora(spec, layout, inputs, width, build)
         self.blocks = None if spec.blocks is None else JaxBlockIndex(spec.blocks, spec, slots, width, build)
 
     def __call__(
@@ -77,6 +79,9 @@ class JaxAttention(nnx.Module):
         heads = jax.lax.optimization_barrier(project(x, self.qkv, step))
         heads = heads.reshape(heads.shape[0], self.kv_heads, -1, self.spec.head_dim)
         heads = heads if added is None else heads + added
+        low_rank = self._adapters(x, step)
+        if low_rank:
+            heads = heads + jnp.concatenate([each for each in low_rank.values() if each.ndim == heads.ndim], 2)
         if self.qkv_bias is not None:
             heads = heads + self.qkv_bias[...]
         group, gates = self.layout.group, None
@@ -84,7 +89,7 @@ class JaxAttention(nnx.Module):
             heads, gates = heads[:, :, :-group], heads[:, :, -group:]
         if self.spec.qkv_clip is not None:
             heads = jnp.clip(heads, -self.spec.qkv_clip, self.spec.qkv_clip)
-        q, k, v = self._rotated(heads, self._values(x, step), rotations[self.spec.rope])
+        q, k, v = self._rotated(heads, self._values(x, step, low_rank.get("v")), rotations[self.spec.rope])
         if self.spec.query_growth is not None:
             q = q * query_growth(self.spec.query_growth, step.positions).astype(q.dtype)
         scales = None if self.kv_scale is None else self.kv_scale[...]
@@ -97,18 +102,29 @@ class JaxAttention(nnx.Module):
             attended, cache = self.blocks.attend(x, (q, k, v), caches, cache_index, rotations, step)
         if self.gate is not None:
             gates = project(x, self.gate[...])
+            gates = gates + low_rank["gate"] if low_rank else gates
             gates = (gates if self.gate_bias is None else gates + self.gate_bias[...])[..., None]
         if gates is not None:
             attended = attended * jax.nn.sigmoid(gates.reshape(*attended.shape[:2], -1))
         attended = attended.reshape(len(x), -1)
-        out = all_reduce(project(attended, self.out, step))
+        out = project(attended, self.out, step)
+        if self.lora_out is not None and step.adapter_mask is not None:
+            out = out + self.lora_out(attended, step.adapter_mask)[0]
+        out = all_reduce(out)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
 
-    def _values(self, x: jax.Array, step: AnyStep) -> jax.Array | None:
-        """X [T, D] -> values [T, K, V] if they have a projection of their own."""
+    def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, jax.Array]:
+        """X [T, D] -> what adapters add to each projection: [T, K, n, H], or [T, K, ...] of one that is apart."""
+        if self.lora_in is None or step.adapter_mask is None:
+            return {}
+        return dict(zip(_projections(self.spec), self.lora_in(x, step.adapter_mask)))
+
+    def _values(self, x: jax.Array, step: AnyStep, added: jax.Array | None) -> jax.Array | None:
+        """X [T, D] -> values [T, K, V] if they have a projection of their own. `added`: to them."""
         if self.values is None:
             return None
         v = project(x, self.values, step)
+        v = v if added is None else v + added
         v = v if self.values_bias is None else v + self.values_bias[...]
         return v if self.spec.qkv_clip is None else jnp.clip(v, -self.spec.qkv_clip, self.spec.qkv_clip)
 
@@ -166,6 +182,27 @@ class JaxAttention(nnx.Module):
             mean = all_reduce((jnp.square(wide) * first_copy).sum((1, 2))) / (self.spec.kv_heads * self.spec.head_dim)
             k = scale_norm(wide, mean[:, None, None], norm, self.k_norm[...]).astype(k.dtype)
         return q, k
+
+
+def _projections(spec: Attention) -> tuple[str, ...]:
+    """Return the projections of the input, in the order of a slot's heads."""
+    keys = () if spec.shares_cache_of is not None else ("k",) if spec.values_are_keys else ("k", "v")
+    return ("q", *keys, *(("gate",) if spec.output_gate else ()))
+
+
+def _lora(
+    spec: Attention, layout: HeadLayout, inputs: int, width: int, build: JaxBuildContext
+) -> tuple[JaxLora | None, JaxLora | None]:
+    """Return the adapters of the projections of the input, and of the output; None without slots."""
+    if build.lora is None:
+        return None, None
+    slots, group, dim = layout.slots, layout.group, spec.head_dim
+    value = (slots, 1, dim) if spec.value_width == dim else (slots, spec.value_width)
+    gate = (slots, group) if spec.gate_per_head else (slots, group, dim)
+    shapes = {"q": (slots, group, dim), "k": (slots, 1, dim), "v": value, "gate": gate}
+    outputs = [AdapterOutputs("K" + "." * (len(shapes[name]) - 1), shapes[name]) for name in _projections(spec)]
+    out = JaxLora("K", slots * group * spec.value_width, (AdapterOutputs("D", (width,)),), build)
+    return JaxLora("D", inputs, outputs, build), out
 
 
 def _qk_norms(

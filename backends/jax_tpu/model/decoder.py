@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.execution.step_input import PoolInput
+from pagoda.backends.jax_tpu.execution.step_input import PoolInput, StepInput, slot_mask
 from pagoda.backends.jax_tpu.model.attention import JaxAttention
 from pagoda.backends.jax_tpu.model.input_block import BlockInputs, JaxAdapters, JaxInputBlock, unstacked
 from pagoda.backends.jax_tpu.model.latent_attention import JaxLatentAttention
@@ -37,6 +37,7 @@ from pagoda.backends.jax_tpu.model.layout import (
     scratch_depths,
     segments,
 )
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora, expand
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack, project
 from pagoda.backends.jax_tpu.model.recurrent.gated_delta import JaxGatedDelta
 from pagoda.backends.jax_tpu.model.recurrent.kimi_delta import JaxKimiDelta
@@ -124,7 +125,11 @@ class JaxDecoder(nnx.Module):
         narrow = embed_width != spec.width
         self.embed_in = build.parameter("DD", spec.width, embed_width) if narrow else None
         self.embed_out = build.parameter("DD", embed_width, spec.width) if narrow else None
-        alone = replace(build, repeats=1)
+        self.lora = build.lora
+        self.embed_lora = None if build.lora is None else JaxEmbeddingLora(vocab, embed_width, build)
+        head_outputs = (AdapterOutputs("V", (vocab,)),)
+        self.head_lora = None if build.lora is None else JaxLora("D", embed_width, head_outputs, build)
+        alone = replace(build, repeats=1, lora=None)
         self.blocks = nnx.List(
             [
                 JaxInputBlock(
@@ -158,7 +163,9 @@ class JaxDecoder(nnx.Module):
         `embeds` [T, D]: scaled embeddings that replace the table's for tokens marked EMBEDDED.
         """
         positions = step.positions
-        x = self._embed(token_ids, positions, step.token_types, embeds)
+        if self.lora is not None and isinstance(step, StepInput):
+            step = step.with_adapters(self.lora.slots, self.lora.rank)
+        x = self._embed(token_ids, positions, step, embeds)
         rotations: Rotations = {None: None}
         for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
@@ -182,12 +189,18 @@ class JaxDecoder(nnx.Module):
         share = jnp.asarray(blend.share, x.dtype)
         return x + share * (kept[blend.layer] - x)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden [R, D] -> float32 logits [R, V], replicated; -inf for vocabulary padding."""
+    def logits(self, hidden: jax.Array, adapter_slots: jax.Array | None = None) -> jax.Array:
+        """Hidden [R, D] -> float32 logits [R, V], replicated; -inf for vocabulary padding.
+
+        `adapter_slots` int32 [R]: of the rows' adapters, or -1; None: no row has one.
+        """
         if self.embed_out is not None:
             hidden = project(hidden, self.embed_out[...])
         head = self.embed if self.head is None else self.head
         logits = project(hidden, head[...], dtype=jnp.float32)
+        if self.lora is not None and self.head_lora is not None and adapter_slots is not None:
+            mask = slot_mask(adapter_slots, self.lora.rank, self.lora.slots)
+            logits = logits + self.head_lora(hidden, mask, jnp.float32)[0]
         if self.head_bias is not None:
             logits = logits + self.head_bias[...].astype(jnp.float32)
         logits = jax.lax.all_gather(logits, MODEL, axis=1, tiled=True) * self.spec.logit_scale
@@ -208,11 +221,12 @@ class JaxDecoder(nnx.Module):
             hidden = project(hidden, self.embed_out[...])
         return self.pooler(step.pool(hidden, self.pooler.kind), step.shape.of_tokens)
 
-    def _embed(
-        self, token_ids: jax.Array, positions: jax.Array, token_types: jax.Array | None, embeds: jax.Array | None
-    ) -> jax.Array:
-        embedding = self.spec.embedding
+    def _embed(self, token_ids: jax.Array, positions: jax.Array, step: AnyStep, embeds: jax.Array | None) -> jax.Array:
+        embedding, token_types = self.spec.embedding, step.token_types
         x = lookup(self.embed[...], token_ids)
+        if self.embed_lora is not None and step.adapter_mask is not None:
+            low = jnp.where(step.adapter_mask, lookup(self.embed_lora.b[...], token_ids), 0)
+            x = x + expand(low, self.embed_lora.a[...], x.dtype)
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as in training
         if embeds is not None:
@@ -300,8 +314,9 @@ class JaxDecoderLayer(nnx.Module):
         self.before_ffn = make_norm(spec.norms.before_ffn, width, build)
         self.after_ffn = make_norm(spec.norms.after_ffn, width, build)
         self.low_rank = None if spec.low_rank is None else JaxLowRank(spec.low_rank, width, build)
-        self.side = None if spec.side_moe is None else JaxSideMoe(spec.side_moe, width, build.at("side"))
-        self.shortcut = None if spec.shortcut is None else JaxShortcut(spec.shortcut, width, build.at("shortcut"))
+        plain = replace(build, lora=None)
+        self.side = None if spec.side_moe is None else JaxSideMoe(spec.side_moe, width, plain.at("side"))
+        self.shortcut = None if spec.shortcut is None else JaxShortcut(spec.shortcut, width, plain.at("shortcut"))
         self.part = None if model.per_layer is None else JaxPartUpdate(model.per_layer, width, build)
         self.alt_up = None if model.alt_up is None else JaxAltUp(model.alt_up, width, build)
         self.output_scale = build.parameter(".", 1) if spec.output_scale else None

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, GroupedMatrix, JaxBuildContext, project
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models import spec as models
@@ -176,6 +177,9 @@ class MlpFfn(nnx.Module):
         self.inner_bias = build.parameter(".F", parts, inner) if spec.bias else None
         self.down = build.matrix("down", "DF", width, inner)
         self.down_bias = build.parameter("D", width) if spec.bias or spec.down_bias else None
+        names, lora = parts * (AdapterOutputs("F", (inner,)),), build.lora
+        self.lora_in = None if lora is None else JaxLora("D", width, names, build)
+        self.lora_out = None if lora is None else JaxLora("F", inner, (AdapterOutputs("D", (width,)),), build)
         learned = spec.learned is not None
         self.curvature_p = build.parameter(".", 1) if learned else None
         self.curvature_n = build.parameter(".", 1) if learned else None
@@ -189,11 +193,17 @@ class MlpFfn(nnx.Module):
         """X [T, D] -> this device's addend of the output [T, D] without its bias."""
         parts = project(x, self.inner, step)
         parts = parts if added is None else parts + added
+        if self.lora_in is not None and step.adapter_mask is not None:
+            parts = parts + jnp.stack(self.lora_in(x, step.adapter_mask), 1)
         if self.inner_bias is not None:
             parts = parts + self.inner_bias[...]
         if self.spec.sparsity:
             parts = parts.at[:, 0].set(sparse(parts[:, 0], self.spec))
-        return project(self._activate(parts), self.down, step)
+        hidden = self._activate(parts)
+        out = project(hidden, self.down, step)
+        if self.lora_out is None or step.adapter_mask is None:
+            return out
+        return out + self.lora_out(hidden, step.adapter_mask)[0]
 
     def _activate(self, parts: jax.Array) -> jax.Array:
         if self.spec.learned is None or self.curvature_p is None or self.curvature_n is None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Final, Protocol
 
 import jax
@@ -21,7 +22,8 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
-from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext
+from pagoda.backends.jax_tpu.model.lora import SLOT_RANKS
+from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
@@ -47,8 +49,8 @@ class StepDecoder(Protocol):
         """Return hidden states [T, D] of token_ids int32 [T], and the caches with this step's K and V."""
         ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return float32 logits [R, V] of hidden [R, D]."""
+    def logits(self, hidden: jax.Array, adapter_slots: jax.Array | None = None) -> jax.Array:
+        """Return float32 logits [R, V] of hidden [R, D]; adapter_slots int32 [R]: of their adapters, -1 for none."""
         ...
 
 
@@ -169,7 +171,7 @@ class StepModel(ABC):
             step = step.shifted(history[:, -1])
         decoder = self.decoder(leaves)
         hidden, caches = decoder.hidden(step.resolve_ids(history), step, caches, *embeds)
-        return caches, hidden, decoder.logits(hidden[step.sampled])
+        return caches, hidden, decoder.logits(hidden[step.sampled], step.sampled_slots)
 
     @property
     def state_pools(self) -> tuple[int, ...]:
@@ -190,16 +192,24 @@ class StepModel(ABC):
         )
         return mapped(caches, pairs)
 
-    def score(self, leaves: Leaves, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return float32 logits [n, V] for the token indices int32 [n] of hidden [T, D], both once per shard."""
+    def score(self, leaves: Leaves, hidden: jax.Array, tokens: jax.Array, *adapter_slots: jax.Array) -> jax.Array:
+        """Return float32 logits [n, V] for the token indices int32 [n] of hidden [T, D], both once per shard.
+
+        `adapter_slots`: empty, or int32 [n], see `StepDecoder.logits`.
+        """
         mapped = jax.shard_map(
-            lambda parts, rows, index: self.decoder(parts).logits(rows[index]),
+            lambda parts, rows, index, *slots: self.decoder(parts).logits(rows[index], *slots),
             mesh=self.mesh,
-            in_specs=(tuple(map(partition, self.axes)), partition("R."), partition("R")),
+            in_specs=(
+                tuple(map(partition, self.axes)),
+                partition("R."),
+                partition("R"),
+                *(partition("R") for _ in adapter_slots),
+            ),
             out_specs=partition("R."),
             check_vma=False,
         )
-        return mapped(leaves, hidden, tokens)
+        return mapped(leaves, hidden, tokens, *adapter_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +218,17 @@ class Model(StepModel):
 
     spec: ModelSpec
     split: tuple[Any, Any]  # the decoder's graph definition and the tree of its state
+    lora: LoraForm | None = None  # slots for adapters
+
+    @property
+    def adapter_leaves(self) -> tuple[int, ...]:
+        """Return the indices of the arrays of adapters."""
+        return tuple(index for index, axes in enumerate(self.axes) if SLOT_RANKS in axes)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Return the bytes of all slots for adapters, on one device."""
+        return sum(_device_bytes(self.leaves[index]) for index in self.adapter_leaves)
 
     def decoder(self, leaves: Leaves) -> JaxDecoder:
         """Return the decoder over these arrays, while tracing."""
@@ -223,6 +244,7 @@ def build_model(
     max_len: int,
     kernel: KernelChoice,
     formats: Mapping[Path, MatrixFormat] = NO_FORMATS,
+    lora: LoraForm | None = None,
 ) -> Model:
     """Build a model without weights or arrays.
 
@@ -240,6 +262,7 @@ def build_model(
         scaled_cache=kernel.scaled,
         formats=formats,
         lanes=LANES if kernel.use_kernel else 1,
+        lora=lora,
     )
     module = nnx.eval_shape(lambda: JaxDecoder(spec, cache_index, max_len, build))
     graph, state = nnx.split(module)
@@ -251,7 +274,12 @@ def build_model(
         for value, names in zip(values, axes)
     )
     paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
-    return Model(spec, mesh, layout, cache_index, kernel, max_len, leaves, paths, axes, formats, (graph, tree))
+    return Model(spec, mesh, layout, cache_index, kernel, max_len, leaves, paths, axes, formats, (graph, tree), lora)
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None, "made with one"
+    return prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _copied(cache: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:

@@ -128,6 +128,20 @@ Experts: TypeAlias = nnx.Param | GroupedMatrix
 
 
 @dataclass(frozen=True, slots=True)
+class LoraForm:
+    """The slots for LoRA adapters."""
+
+    slots: int
+    rank: int  # of every slot
+    dtype: str  # of the matrices
+
+    @property
+    def columns(self) -> int:
+        """Return the ranks of all slots."""
+        return self.slots * self.rank
+
+
+@dataclass(frozen=True, slots=True)
 class JaxBuildContext:
     """How modules create their parameters. Parameters of repeated layers are stacked over the repeats."""
 
@@ -138,6 +152,7 @@ class JaxBuildContext:
     formats: Mapping[Path, MatrixFormat] = field(default_factory=dict)  # of quantised matrices, by path in the decoder
     path: Path = ()  # of the module in the decoder
     lanes: int = 1  # of a register, which a kernel's matrices fill; 1 for the kernels' references
+    lora: LoraForm | None = None  # slots for adapters; None: without
 
     def at(self, *path: str | int) -> JaxBuildContext:
         """Return the context of a module at this path inside the current one."""

@@ -142,7 +142,7 @@ class TorchaxDecoder:
         given = None if embeds is None else insert
         return self._run(lambda: source.model.hidden(ids, positions, attend, given)), tuple(stacks)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, adapter_slots: jax.Array | None = None) -> jax.Array:
         """Hidden [R, D] -> float32 logits [R, V], by the model's own code after the layers."""
         return self._run(lambda: self.source.model.logits(torch_view(hidden)))
 

@@ -13,6 +13,7 @@ the devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from pathlib import Path as File
@@ -82,9 +83,12 @@ def load(model: Model, checkpoint: ShardedCheckpoint) -> Leaves:
     for path, checksum in _checksums(arrays, model.mesh).items():
         if checksum != manifest.leaves[_name(path)].checksum:
             raise _damaged(checkpoint, _name(path), "its checksum differs")
+    empty_slots = {model.paths[index] for index in model.adapter_leaves}
     return tuple(
         jax.device_put(constant_arrays[path], leaf.sharding)
         if path in constant_arrays
+        else jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+        if path in empty_slots
         else _convert(arrays.pop(path), leaf, axes, moves.get(path))
         for path, leaf, axes in zip(model.paths, model.leaves, model.axes)
     )
@@ -205,7 +209,11 @@ def head_moves(source: Model, target: Model) -> dict[Path, Index]:
     shapes = dict(zip(source.paths, (leaf.shape for leaf in source.leaves)))
     differing = {path for path, leaf in zip(target.paths, target.leaves) if leaf.shape != shapes.get(path)}
     before, after = _element_numbers(source), _element_numbers(target)
-    return {path: _positions(before[path], numbers) for path, numbers in after.items() if path in differing}
+    return {
+        path: _positions(before[path], numbers)
+        for path, numbers in after.items()
+        if path in differing and path in before  # not adapters
+    }
 
 
 def move_heads(values: jax.Array, axes: str, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -36,6 +36,7 @@ from pagoda.backends.torch_cuda.memory.cache import CudaCache, copy_states
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PendingTokens, PromptScores, score_prompts
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
@@ -67,6 +68,13 @@ class StepParts:
     sampler: CudaSampler
     buffers: DecodeBuffers
 
+    def logits(self, hidden: Tensor, out: Tensor | None, adapter_slots: Tensor | None) -> Tensor:
+        """Return float32 logits [R, V] of hidden [R, D], in `out` if given; see `CudaDecoder.logits`."""
+        if adapter_slots is None:
+            return self.decoder.logits(hidden, out)
+        assert isinstance(self.decoder, CudaDecoder), "no other has adapters"
+        return self.decoder.logits(hidden, out, adapter_slots)
+
 
 class StepPrograms:
     """The programs of one engine: decode steps padded to a graph size. Sizes that are not captured run eagerly.
@@ -76,7 +84,8 @@ class StepPrograms:
     their own forward eagerly and share the sample graph.
 
     Programs are by (size, width): the sequences of a step, and the rows of logits that each has, 1 or, in steps with
-    drafts, 1 + max_drafts. A forward of that width has as many tokens per sequence, padded at the front.
+    drafts, 1 + max_drafts. A forward of that width has as many tokens per sequence, padded at the front. With slots for
+    LoRA adapters there is a second one of each, for steps in which a sequence has one.
     """
 
     def __init__(
@@ -88,9 +97,17 @@ class StepPrograms:
         self._widths = (1,) if most == 1 else (1, most)
         kinds = [(size, width) for size in graph_sizes.sizes for width in self._widths]
         self._sample: dict[tuple[int, int], Run] = {kind: self._make_sample(*kind) for kind in kinds}
-        self._forward: dict[tuple[int, int], Run] = {
-            kind: self._make_forward(*kind) for kind in kinds if kind[1] <= MAX_QUERY_LEN
+        self._forward: dict[tuple[int, int, bool], Run] = {
+            (*kind, adapted): self._make_forward(*kind, adapted)
+            for kind in kinds
+            for adapted in ((False, True) if self.adapters else (False,))
+            if kind[1] <= MAX_QUERY_LEN
         }
+
+    @property
+    def adapters(self) -> int:
+        """Return the number of slots for LoRA adapters."""
+        return self.parts.buffers.adapters
 
     def capture(self, sizes: tuple[int, ...] | None = None) -> None:
         """Capture these sizes (default: all configured), largest first: the others reuse its memory."""
@@ -99,9 +116,10 @@ class StepPrograms:
         self.parts.buffers.clear()  # the capture runs on them
         for size in sizes_to_capture:
             for width in reversed(self._widths):
-                for programs in (self._forward, self._sample):
-                    if (run := programs.get((size, width))) is not None:
-                        programs[size, width] = self._stream.capture(run, self._pool)
+                for adapted in (True, False):
+                    if (run := self._forward.get((size, width, adapted))) is not None:
+                        self._forward[size, width, adapted] = self._stream.capture(run, self._pool)
+                self._sample[size, width] = self._stream.capture(self._sample[size, width], self._pool)
         if sizes_to_capture:
             captured = self._stream.captures - before
             logger.info("%d graphs captured in %.1f s", captured, time.perf_counter() - begin)
@@ -110,31 +128,37 @@ class StepPrograms:
         """Return whether `decode` computes steps with `width` tokens per sequence."""
         return width <= MAX_QUERY_LEN
 
-    def decode(self, size: int, width: int) -> None:
-        """Compute the logits of `size` sequences from the input buffers, into the buffers."""
-        self._forward[size, width]()
+    def decode(self, size: int, width: int, *, adapted: bool = False) -> None:
+        """Compute the logits of `size` sequences from the input buffers, into the buffers.
+
+        `adapted`: some sequences have LoRA adapters.
+        """
+        self._forward[size, width, adapted]()
 
     def hidden(self, batch: CudaStepBatch) -> Tensor:
         """Return the hidden states [T, D] of any step."""
         return self.parts.decoder.hidden(batch, self.parts.caches)
 
-    def logits(self, hidden: Tensor) -> None:
-        """Compute logits from hidden [R, D] into the first R rows of the buffer."""
-        self.parts.decoder.logits(hidden, self.parts.buffers.logits[: len(hidden)])
+    def logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> None:
+        """Compute logits from hidden [R, D], with adapters in the slots [R], into the first R rows of the buffer."""
+        self.parts.logits(hidden, self.parts.buffers.logits[: len(hidden)], adapter_slots)
 
     def sample(self, size: int, width: int) -> Tensor:
         """Return tokens int32 [size * width] of the buffers' logits and parameters, recorded by the sampler."""
         self._sample[size, width]()
         return self.parts.buffers.tokens[: size * width]
 
-    def _make_forward(self, size: int, width: int) -> Run:
+    def _make_forward(self, size: int, width: int, adapted: bool) -> Run:
         parts, buffers, splits = self.parts, self.parts.buffers, self.splits[size]
 
         def run() -> None:
-            hidden = self.hidden(buffers.batch(size, parts.sampler.newest, splits, width))
+            batch = buffers.batch(size, parts.sampler.newest, splits, width, adapted=adapted)
+            hidden, slots = self.hidden(batch), batch.adapter_slots
             if width > 1:
-                hidden = hidden.index_select(0, buffers.logits_indices(size, width))
-            self.logits(hidden)
+                indices = buffers.logits_indices(size, width)
+                hidden = hidden.index_select(0, indices)
+                slots = None if slots is None else slots.index_select(0, indices)
+            self.logits(hidden, slots)
 
         return run
 
@@ -160,6 +184,12 @@ class QueuedStep:
     rounds: tuple[tuple[Int32, Int32], ...] = ()  # of latent prefill
     chunks: Int32 | None = None  # of recurrent mixers, if the model has any
 
+    @property
+    def adapted(self) -> bool:
+        """True if a sequence has a LoRA adapter."""
+        slots = self.plan.adapter_slots
+        return slots is not None and bool((slots != NO_ADAPTER).any())
+
 
 class Runner:
     """Runs steps over one set of caches."""
@@ -183,7 +213,7 @@ class Runner:
         step = self._padded(plan)
         packed = self._send(step)
         hidden = self._forward(step, packed)
-        scores = self._score_prompts(plan, hidden) if hidden is not None else ()
+        scores = self._score_prompts(step, packed, hidden) if hidden is not None else ()
         self._staging.mark_read()
         pending = PendingStep(plan, prompt_scores=scores)
         if plan.masked is not None:
@@ -209,7 +239,8 @@ class Runner:
         size = self.programs.graph_sizes.bucket_for(plan.num_seqs)
         lengths, width, drafts = np.diff(plan.query_start), sampler.width(plan), sampler.max_drafts > 0
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
-            shape = decode_shape(size, groups, table, drafts=drafts, query_len=width)
+            slots = self.programs.adapters
+            shape = decode_shape(size, groups, table, drafts=drafts, query_len=width, adapters=slots)
             return QueuedStep(plan, shape, size, None, width)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
@@ -228,6 +259,7 @@ class Runner:
             drafts,
             blocks,
             0 if chunks is None else len(chunks),
+            adapters=self.programs.adapters,
         )
         return QueuedStep(plan, shape, num_decodes, tiles, width, rounds, chunks)
 
@@ -260,7 +292,7 @@ class Runner:
         buffers, keeps_hidden = programs.parts.buffers, self._needs_prompt_logprobs(plan)
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
-            programs.decode(step.num_decodes, step.width)
+            programs.decode(step.num_decodes, step.width, adapted=step.adapted)
             return None
         batch = make_batch(
             shape,
@@ -271,6 +303,7 @@ class Runner:
             splits=programs.splits[programs.graph_sizes.bucket_for(max(step.num_decodes, 1))],
             block_size=self._block_size,
             tile=self._tile,
+            adapted=step.adapted,
         )
         if plan.embeds is not None:  # captured steps read no embeddings
             dtype, device = programs.parts.decoder.embedding_dtype, batch.token_ids.device
@@ -278,21 +311,25 @@ class Runner:
         hidden = programs.hidden(batch)
         if plan.samples.any():
             buffers.fill_sampling(shape, packed)
-            programs.logits(hidden.index_select(0, shape.vector(packed, "logits_indices")))
+            indices, slots = shape.vector(packed, "logits_indices"), batch.adapter_slots
+            slots = None if slots is None else slots.index_select(0, indices)
+            programs.logits(hidden.index_select(0, indices), slots)
         return hidden if keeps_hidden else None
 
     def _needs_prompt_logprobs(self, plan: StepPlan) -> bool:
         return bool(self.programs.parts.sampler.rows.columns["prompt_logprobs"][plan.rows].any())
 
-    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptScores, ...]:
+    def _score_prompts(self, step: QueuedStep, packed: Tensor, hidden: Tensor) -> tuple[PromptScores, ...]:
         """Enqueue the logprobs of prompt tokens. hidden: [T, D]."""
         parts = self.programs.parts
+        slots = step.shape.vector(packed, "adapter_slots") if step.adapted else None
 
         def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
-            logits = parts.decoder.logits(hidden[begin : begin + len(targets)])
+            chunk = slice(begin, begin + len(targets))
+            logits = parts.logits(hidden[chunk], None, None if slots is None else slots[chunk])
             return parts.sampler.score(logits, targets, best, self.stream)
 
-        return score_prompts(plan, parts.sampler.rows, LOGITS_CHUNK, score)
+        return score_prompts(step.plan, parts.sampler.rows, LOGITS_CHUNK, score)
 
 
 class Staging:

@@ -1,7 +1,7 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
-    sampling | token ids | token rows | positions | slots | token sequences | shift rows | query starts | KV lengths |
-    query counts | logits indices | tiles | chunks | spans | blocks | tables
+    sampling | token ids | token rows | adapter slots | positions | slots | token sequences | shift rows |
+    query starts | KV lengths | query counts | logits indices | tiles | chunks | spans | blocks | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.kernels.latent_prefill import ExpansionRound
+from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
 from pagoda.common.engine.step import PREVIOUS, Int32, StepPlan
 
@@ -73,6 +74,8 @@ class CudaStepBatch:
         None  # int32 [n, 2]: as `tiles`, of a chunk of recurrent mixers; None: no sequence has tiles
     )
     embedded: Embedded | None = None  # prompt embeddings; None: all tokens are looked up
+    # int32 [T]: slot of each token's LoRA adapter, the number of slots for tokens without one; None: no token has one
+    adapter_slots: Tensor | None = None
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -113,6 +116,7 @@ class CudaStepShape:
     round_blocks: tuple[int, ...] = ()  # blocks of each round of latent prefill
     chunks: int = 0  # of recurrent mixers
     query_len: int | None = None  # tokens of every sequence, padded at the front; None: of different lengths, or 1
+    adapters: int = 0  # slots for LoRA adapters
 
     @property
     def sections(self) -> dict[str, InputSection]:
@@ -142,6 +146,7 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
         ("sampling", SAMPLING_FIELDS + (2 if shape.drafts else 0), shape.rows, ALIGN),
         ("token_ids", 1, shape.tokens, ALIGN),
         ("token_rows", 1, shape.tokens, ALIGN),
+        ("adapter_slots", int(shape.adapters > 0), shape.tokens, ALIGN),
         ("positions", 1, shape.tokens, ALIGN),
         ("slots", 0 if shape.drafts else shape.groups, shape.tokens, ALIGN),
         ("token_sequences", int(shape.drafts), shape.tokens, ALIGN),
@@ -170,7 +175,8 @@ def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int, emp
     """Write the plan into int32 [shape.size], all but sampling, logits_indices and tiles, which become zero.
 
     token_rows: the batch row of each token's sequence. Padding tokens get slot 0, of an engine with drafts position -1;
-    padding sequences get kv_len 0 and the shift row `empty_row`.
+    padding sequences get kv_len 0 and the shift row `empty_row`. Tokens without an adapter, as padding, get the number
+    of adapter slots.
     """
     flat[: shape.prefix_size] = 0
     seqs = plan.num_seqs
@@ -178,6 +184,11 @@ def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int, emp
     places = slice(plan.num_tokens) if shape.query_len is None else _last_places(plan, shape.query_len)
     shape.vector(flat, "token_ids")[places] = plan.token_ids
     shape.vector(flat, "token_rows")[places] = plan.rows[sequence]
+    if shape.adapters:
+        shape.vector(flat, "adapter_slots")[:] = shape.adapters
+        if plan.adapter_slots is not None:
+            own = np.where(plan.adapter_slots == NO_ADAPTER, shape.adapters, plan.adapter_slots)
+            shape.vector(flat, "adapter_slots")[places] = own[sequence]
     starts = shape.vector(flat, "query_start")
     if shape.query_len is None:
         starts[: seqs + 1] = plan.query_start
@@ -231,11 +242,13 @@ def _token_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
     return sequence, positions
 
 
-def decode_shape(size: int, groups: int, width: int, *, drafts: bool = False, query_len: int = 1) -> CudaStepShape:
+def decode_shape(
+    size: int, groups: int, width: int, *, drafts: bool = False, query_len: int = 1, adapters: int = 0
+) -> CudaStepShape:
     """Return the shape of a step of `size` sequences with at most `query_len` tokens each."""
     tokens = size * query_len
     of_each = query_len if query_len > 1 else None
-    return CudaStepShape(tokens, size, tokens, groups, width, drafts=drafts, query_len=of_each)
+    return CudaStepShape(tokens, size, tokens, groups, width, drafts=drafts, query_len=of_each, adapters=adapters)
 
 
 def tables(shape: CudaStepShape, packed: Tensor) -> Tensor:
@@ -261,8 +274,12 @@ def make_batch(
     splits: int,
     block_size: int,
     tile: int | None = None,
+    adapted: bool = False,
 ) -> CudaStepBatch:
-    """Return the decoder's input from int32 [shape.prefix_size or more] and block tables [G, S, W]."""
+    """Return the decoder's input from int32 [shape.prefix_size or more] and block tables [G, S, W].
+
+    `adapted`: some tokens have adapters.
+    """
     token_ids, token_rows = shape.vector(packed, "token_ids"), shape.vector(packed, "token_rows")
     positions, kv_lens = shape.vector(packed, "positions"), shape.vector(packed, "kv_lens")
     if shape.drafts:
@@ -287,6 +304,7 @@ def make_batch(
         tile=tile,
         rounds=tuple(_rounds(shape, packed)),
         chunks=shape.sections["chunks"].of(packed) if shape.chunks else None,
+        adapter_slots=shape.vector(packed, "adapter_slots") if adapted else None,
     )
 
 
@@ -315,14 +333,22 @@ def make_slots(tables: Tensor, sequences: Tensor, positions: Tensor, block_size:
 class DecodeBuffers:
     """Static input buffers for decode steps of at most S sequences in G groups with W blocks each.
 
-    `max_drafts`: per sequence.
+    `max_drafts`: per sequence. `adapters`: slots for LoRA adapters.
     """
 
     def __init__(
-        self, seqs: int, groups: int, width: int, vocab: int, device: torch.device, block_size: int, max_drafts: int = 0
+        self,
+        seqs: int,
+        groups: int,
+        width: int,
+        vocab: int,
+        device: torch.device,
+        block_size: int,
+        max_drafts: int = 0,
+        adapters: int = 0,
     ) -> None:
         self.groups, self.width = groups, round_up(width, TABLE_ALIGN)
-        self.block_size, self.drafts = block_size, max_drafts > 0
+        self.block_size, self.drafts, self.adapters = block_size, max_drafts > 0, adapters
         rows = seqs * (1 + max_drafts)  # of logits
         size = self._shape(seqs, 1 + max_drafts).prefix_size
         self._prefix = torch.zeros(size, dtype=torch.int32, device=device)
@@ -353,7 +379,9 @@ class DecodeBuffers:
         """Return int32 [R]: the token of each row of logits of a step of `size` sequences."""
         return self._shape(size, query_len).vector(self._prefix, "logits_indices")
 
-    def batch(self, size: int, before: RowTokens, splits: int, query_len: int = 1) -> CudaStepBatch:
+    def batch(
+        self, size: int, before: RowTokens, splits: int, query_len: int = 1, *, adapted: bool = False
+    ) -> CudaStepBatch:
         """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`."""
         return make_batch(
             self._shape(size, query_len),
@@ -363,7 +391,10 @@ class DecodeBuffers:
             num_decodes=size,
             splits=splits,
             block_size=self.block_size,
+            adapted=adapted,
         )
 
     def _shape(self, size: int, query_len: int) -> CudaStepShape:
-        return decode_shape(size, self.groups, self.width, drafts=self.drafts, query_len=query_len)
+        return decode_shape(
+            size, self.groups, self.width, drafts=self.drafts, query_len=query_len, adapters=self.adapters
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -47,8 +48,9 @@ _ALIGNMENT: Final = 16
 class WarmupPlans:
     """Makes plans that write to the null block. All tokens are 0; a step ends at its sequences' last known tokens."""
 
-    def __init__(self, limits: Limits, layout: KvLayout) -> None:
-        self._limits, self._layout = limits, layout
+    def __init__(self, limits: Limits, layout: KvLayout, *, adapters: bool = False) -> None:
+        """`adapters`: sequences may have LoRA adapters."""
+        self._limits, self._layout, self._adapters = limits, layout, adapters
 
     def plan(
         self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = RULES[0], *, drafts: bool = False
@@ -91,8 +93,7 @@ class WarmupPlans:
         each[: tokens % seqs] += 1
         return self.plan([1] * decodes + each.tolist(), 0, rules)
 
-    def largest(self) -> Iterator[StepPlan]:
-        """Yield the steps that need the most memory: with the most tokens, with the most rows."""
+    def _largest(self) -> Iterator[StepPlan]:
         seqs, tokens = self._limits.max_num_seqs, self._max_step_tokens
         min_seqs = -(-tokens // self._limits.max_model_len)
         yield self.prefill(tokens, min_seqs, rules=MOST_MEMORY)
@@ -103,14 +104,31 @@ class WarmupPlans:
         yield self.decode(seqs, MOST_MEMORY)
         yield from self.drafts(seqs, MOST_MEMORY)
 
+    def largest(self) -> Iterator[StepPlan]:
+        """Yield the steps that need the most memory: with the most tokens, with the most rows."""
+        return self._adapted(self._largest())
+
     def minimal(self) -> Iterator[StepPlan]:
         """Yield a short prefill and a decode: enough where nothing is compiled."""
+        return self._adapted(self._minimal())
+
+    def all(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
+        """Yield decode steps of every size, prefills of every relevant size, and every kind of sampling parameters."""
+        return self._adapted(self._all(sizes))
+
+    def _adapted(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan]:
+        """Yield each plan, and if sequences may have adapters the same with the one in the first slot for all."""
+        for plan in plans:
+            yield plan
+            if self._adapters:
+                yield replace(plan, adapter_slots=np.zeros(plan.num_seqs, np.int32))
+
+    def _minimal(self) -> Iterator[StepPlan]:
         yield self.prefill(min(8, self._max_step_tokens))
         yield self.decode(1)
         yield from self.drafts(1)
 
-    def all(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
-        """Yield decode steps of every size, prefills of every relevant size, and every kind of sampling parameters."""
+    def _all(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
         limits, max_tokens = self._limits, self._max_step_tokens
         for size in sizes:
             yield self.decode(size)
@@ -119,7 +137,7 @@ class WarmupPlans:
                 yield self.prefill(2, decodes=size)
         for tokens in _prefill_sizes(max_tokens):
             yield self.prefill(tokens, -(-tokens // limits.max_model_len))
-        yield from self.largest()
+        yield from self._largest()
         for rules in RULES:
             for seqs in (seqs for seqs in _BATCHES if seqs <= limits.max_num_seqs):
                 yield self.decode(seqs, rules)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import lt, mul
 from typing import Final
 
@@ -48,11 +48,13 @@ class MemoryUsage:
     graphs: int
     other: int  # of the system and other processes
     quantised: bool = False  # the weights
+    adapters: int = 0  # slots for LoRA adapters
 
     @property
     def available(self) -> int:
         """Bytes available to the KV cache; negative if everything else does not fit."""
-        return self.usable - self.weights - self.buffers - self.activations - self.graphs - self.other
+        taken = self.weights + self.adapters + self.buffers + self.activations + self.graphs + self.other
+        return self.usable - taken
 
     def __str__(self) -> str:
         parts = {
@@ -62,6 +64,8 @@ class MemoryUsage:
             "buffers": self.buffers,
             "other": self.other,
         }
+        if self.adapters:
+            parts["LoRA adapters"] = self.adapters
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         return f"of {self.total / GIB:.2f} GiB of {self.device} {self.usable / GIB:.2f} may be used: {listed}"
 
@@ -99,6 +103,7 @@ def plan_blocks(
         num_blocks=num_blocks,
         block_bytes=block,
         graphs=usage.graphs,
+        adapters=usage.adapters,
     )
 
 
@@ -119,11 +124,11 @@ def allocation_error(num_blocks: tuple[int, ...], config: CacheConfig) -> Config
     return ConfigError(name, f"the device has no memory for {per_pool(num_blocks)} KV blocks; use less")
 
 
-def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: tuple[int, ...]) -> MemoryUsage:
+def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: tuple[int, ...], adapters: int = 0) -> MemoryUsage:
     """Return the usage on a CPU: a cache for the running requests, within CPU_KV_BYTES and half the free memory."""
     needed = sum(map(mul, max_blocks(layout, limits), block))
-    total = weights + min(CPU_KV_BYTES, available_bytes() // 2, needed)
-    return MemoryUsage("CPU", total, total, weights, buffers=0, activations=0, graphs=0, other=0)
+    total = weights + adapters + min(CPU_KV_BYTES, available_bytes() // 2, needed)
+    return MemoryUsage("CPU", total, total, weights, buffers=0, activations=0, graphs=0, other=0, adapters=adapters)
 
 
 def check_weights(device: Device, cache: CacheConfig, weights: int, *, quantised: bool) -> None:
@@ -143,18 +148,20 @@ def measure(
     largest: Iterable[StepPlan],
     *,
     outside_torch: int = 0,
+    adapters: int = 0,
 ) -> MemoryUsage:
     """Measure everything but the KV cache.
 
-    `make_runner`: over a tiny cache. `weights`: loaded bytes, `outside_torch` of them not in torch's memory. Raise
-    ConfigError if the largest step does not fit.
+    `make_runner`: over a tiny cache. `weights`, `adapters`: loaded bytes, `outside_torch` of them not in torch's
+    memory. Raise ConfigError if the largest step does not fit.
     """
     gpu = device.torch
     _release_cached(gpu)
     free, total = torch.cuda.mem_get_info(gpu)
     reserved = torch.cuda.memory_reserved(gpu) + outside_torch
     usable = int(total * cache.gpu_memory_utilization)
-    before = MemoryUsage(device.name, total, usable, weights, reserved - weights, 0, 0, other=total - free - reserved)
+    buffers, other = reserved - weights - adapters, total - free - reserved
+    before = MemoryUsage(device.name, total, usable, weights, buffers, 0, 0, other=other, adapters=adapters)
     try:
         activations, kernels, graphs = _measure_steps(make_runner(), gpu, largest)
     except torch.OutOfMemoryError:
@@ -162,7 +169,7 @@ def measure(
             "--max-num-batched-tokens", f"the largest step does not fit: {before}; lower it, or --max-num-seqs"
         ) from None
     _release_cached(gpu)
-    return MemoryUsage(device.name, total, usable, weights, before.buffers, activations, graphs, before.other + kernels)
+    return replace(before, activations=activations, graphs=graphs, other=before.other + kernels)
 
 
 def _measure_steps(runner: Runner, gpu: torch.device, largest: Iterable[StepPlan]) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ from pagoda.backends.torch_cuda.kernels.invariant_attention import SequenceToken
 from pagoda.backends.torch_cuda.kernels.norm import norm as norm_rows
 from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rope_and_cache, rope_queries, rotated
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, Linear
+from pagoda.backends.torch_cuda.model.parameters import Linear
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm

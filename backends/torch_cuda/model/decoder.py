@@ -24,14 +24,14 @@ from pagoda.backends.torch_cuda.kernels.invariant_attention import span_tokens
 from pagoda.backends.torch_cuda.kernels.moe import moe
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.memory.offload import Offload
+from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
 from pagoda.backends.torch_cuda.model.attention import CudaAttention
 from pagoda.backends.torch_cuda.model.block_sparse import CudaBlockAttention
 from pagoda.backends.torch_cuda.model.latent_attention import CudaLatentAttention
-from pagoda.backends.torch_cuda.model.parameters import RankParams
+from pagoda.backends.torch_cuda.model.parameters import Linear, RankParams
 from pagoda.backends.torch_cuda.model.parts import (
     CudaBuildContext,
     CudaTokenEmbedding,
-    Linear,
     NormStep,
     linear,
     rotary_tables,
@@ -65,6 +65,7 @@ class CudaDecoder:
         offload: Offload | None = None,
         *,
         batch_invariant: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         build = CudaBuildContext(
             (params if offload is None else offload.staged(params)).with_shared_blocks(spec.shared_blocks),
@@ -73,6 +74,7 @@ class CudaDecoder:
             attention or own_kernels(device),
             spec.width,
             span_tokens(max_len) if batch_invariant else None,
+            adapters,
         )
         tables = rotary_tables(spec, max_len, device.torch)
         self.spec, self.build = spec, build
@@ -102,17 +104,25 @@ class CudaDecoder:
     @torch.inference_mode()
     def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return hidden states [T, D] after the final norm; the caches, by number, are written."""
+        if (adapters := self.build.adapters) is not None:
+            adapters.begin(batch.adapter_slots, batch_invariant=self.build.batch_invariant)
         x = self.embed(batch.token_ids, batch.positions, embedded=batch.embedded)
         residual, update = run_layers(self.layers, self.first, batch.token_ids, x, batch, caches)
         return self.final_norm(update, residual)[0]
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [R, V] of hidden [R, D], contiguous, on every rank; in `out` if given."""
-        spec = self.spec
+    def logits(self, hidden: Tensor, out: Tensor | None = None, adapter_slots: Tensor | None = None) -> Tensor:
+        """Return float32 logits [R, V] of hidden [R, D], contiguous, on every rank; in `out` if given.
+
+        adapter_slots int32 [R]: of the rows' adapters, as in `CudaStepBatch`; None: no row has one.
+        """
+        spec, adapters = self.spec, self.build.adapters
         if self.embed_out is not None:
             hidden = self.embed_out(hidden)
-        whole = self.build.comm.gather_last(self.head(hidden))[:, : spec.vocab]
+        own = self.head(hidden)
+        if adapters is not None and adapter_slots is not None:
+            own = adapters.add_to_logits(own, hidden, adapter_slots, batch_invariant=self.build.batch_invariant)
+        whole = self.build.comm.gather_last(own)[:, : spec.vocab]
         logits = whole.contiguous() if out is None else out.copy_(whole)
         if spec.logit_scale != 1.0:
             logits *= spec.logit_scale

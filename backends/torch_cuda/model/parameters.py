@@ -18,6 +18,9 @@ Pack = Callable[[Tensor], PackedMatrix]
 
 Matrix = Tensor | PackedMatrix
 
+Linear = Callable[[Tensor], Tensor]
+"""[T, in] -> [T, out]."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankParams:

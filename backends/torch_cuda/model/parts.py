@@ -17,14 +17,12 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
 from pagoda.backends.torch_cuda.kernels.norm import norm
 from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
-from pagoda.backends.torch_cuda.model.parameters import Matrix, RankParams
+from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
+from pagoda.backends.torch_cuda.model.parameters import Linear, Matrix, RankParams
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.spec import Embedding, ModelSpec
-
-Linear = Callable[[Tensor], Tensor]
-"""[T, in] -> [T, out]."""
 
 
 def linear(
@@ -79,6 +77,7 @@ class CudaBuildContext:
     attention: AttentionKernels
     width: int  # of the residual stream
     span: int | None = None  # positions per span of batch-invariant attention; None: without --batch-invariant
+    adapters: AdapterSlots | None = None  # LoRA adapters that the linear maps add; None: of no request
 
     @property
     def batch_invariant(self) -> bool:
@@ -89,9 +88,10 @@ class CudaBuildContext:
         return RankShard(self.comm.rank, self.comm.size)
 
     def linear(self, name: str) -> Linear:
-        """Return the linear map `name`; where its outputs are sharded, this rank's part."""
+        """Return the linear map `name`, with adapters; where its outputs are sharded, this rank's part."""
         weight, bias = self.params.matrix(name), self.params.get(f"{name}_bias")
-        return linear(weight, bias, self.device, batch_invariant=self.batch_invariant)
+        plain = linear(weight, bias, self.device, batch_invariant=self.batch_invariant)
+        return plain if self.adapters is None else self.adapters.wrap(name, plain)
 
     def summed(self, name: str) -> Linear:
         """Return the linear map `name`, whose inputs are sharded, all-reduced over the ranks."""
@@ -139,7 +139,7 @@ class CudaTokenEmbedding:
 
     def __init__(self, spec: Embedding, build: CudaBuildContext) -> None:
         params = build.params
-        self.spec, self.comm = spec, build.comm
+        self.spec, self.comm, self.adapters = spec, build.comm, build.adapters
         self.table, self.positions = params["embed"], params.get("positions")
         self.types = params.get("token_types")
         self.norm = build.norm(spec.norm, "embed_norm")
@@ -157,7 +157,10 @@ class CudaTokenEmbedding:
 
         `embedded`: replaces rows after lookup and scaling.
         """
-        x = lookup(self.table, token_ids if embedded is None else embedded.mask_ids(token_ids), self.comm)
+        looked_up = token_ids if embedded is None else embedded.mask_ids(token_ids)
+        x = lookup(self.table, looked_up, self.comm)
+        if self.adapters is not None:
+            x = self.adapters.add_to_embeddings(x, looked_up, self.comm)
         if self.scale != 1.0:
             x = x * self.scale
         if embedded is not None:

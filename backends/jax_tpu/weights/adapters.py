@@ -1,0 +1,125 @@
+"""Write LoRA adapters into their slots: host arrays of one slot, and the program that puts them there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.backends.jax_tpu.model.lora import SLOT_RANKS
+from pagoda.backends.jax_tpu.model.model import Leaves, Model
+from pagoda.backends.jax_tpu.parallel import named_sharding
+from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements
+from pagoda.common.models.primitives import Param
+from pagoda.common.weights.lora.weights import AdapterWeights, LowRank, adaptable
+from pagoda.common.weights.rope_order import half_split
+
+Array = npt.NDArray[Any]
+
+_ROW_PARALLEL = ("out", "down")
+"""Matrices whose inputs are sharded."""
+
+_SINGLE = {"embed": ("embed_lora",), "head": ("head_lora",)}
+
+
+def adapted_matrices(model: Model) -> dict[str, Param]:
+    """Return the matrices that adapters may change: those of modules with slots."""
+    paths, places = set(model.paths), placements(model.spec, model.tensor)
+    return {
+        name: param for name, param in adaptable(model.spec).items() if (*_module(name, places[name]), "a") in paths
+    }
+
+
+def _module(name: str, placement: Placement) -> Path:
+    """Return the path of the module with a matrix's adapters."""
+    if name in _SINGLE:
+        return _SINGLE[name]
+    *parent, last = placement.target
+    return (*parent, "lora_out" if last in _ROW_PARALLEL else "lora_in")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWriter:
+    """Arranges adapters as the arrays of one slot."""
+
+    model: Model
+
+    def parts(self, weights: AdapterWeights) -> tuple[jax.Array, ...]:
+        """Return a slot of each adapter array, in the order of `Model.adapter_leaves`, on the devices."""
+        arrays = {self.model.paths[index]: np.zeros(_slot(self.model, index).shape, _slot(self.model, index).dtype)
+                  for index in self.model.adapter_leaves}  # fmt: skip
+        places, projections = placements(self.model.spec, self.model.tensor), self._projections()
+        ordered = half_split(self.model.spec, ((name, each.b) for name, each in weights.matrices.items()))
+        for name, b in ordered:
+            if name in projections:  # not values that are keys
+                matrix = LowRank(weights.matrices[name].a, np.asarray(b))
+                _put(arrays, name, matrix, places[name], projections[name])
+        return tuple(
+            jax.make_array_from_callback(array.shape, _slot(self.model, index).sharding, array.__getitem__)
+            for index, array in zip(self.model.adapter_leaves, arrays.values())
+        )
+
+    def _projections(self) -> dict[str, int]:
+        """Return the index of each matrix among those of its module."""
+        places, counts = placements(self.model.spec, self.model.tensor), {}
+        result: dict[str, int] = {}
+        for name in adapted_matrices(self.model):
+            if name.endswith(".v") and self._is_key(name):
+                continue
+            key = (_module(name, places[name]), places[name].start[:1])
+            result[name] = counts.get(key, 0)
+            counts[key] = result[name] + 1
+        return result
+
+    def _is_key(self, name: str) -> bool:
+        """Return whether the values of a layer are its keys, whose adapter then changes both."""
+        _, layer, _, mixer, _ = name.split(".")
+        return bool(getattr(self.model.spec.layers[int(layer)].mixers[int(mixer)], "values_are_keys", False))
+
+
+def _put(arrays: Mapping[Path, Array], name: str, matrix: LowRank, placement: Placement, number: int) -> None:
+    """Write a matrix of rank R into the first R ranks of its arrays, padding the others' axes."""
+    module, rank = _module(name, placement), len(matrix.a)
+    if name == "embed":
+        arrays[*module, "b"][: len(matrix.b), :rank] = matrix.b
+        arrays[*module, "a"][:rank] = matrix.a
+        return
+    if name == "head":
+        arrays[*module, "a"][0, :rank] = matrix.a
+        arrays[*module, "b", 0][:rank, : len(matrix.b)] = matrix.b.T
+        return
+    repeat, last = placement.start[0], placement.target[-1]
+    if last in _ROW_PARALLEL:
+        a, b = np.asarray(placement.arrange(matrix.a))[0], matrix.b.T
+    else:
+        a, b = matrix.a, np.moveaxis(np.asarray(placement.arrange(matrix.b))[0], -1, 0)
+        b = b[:, 0] if last == "inner" else b  # the axis of gate and up
+    arrays[*module, "a"][repeat, number, :rank, : a.shape[1]] = a
+    arrays[*module, "b", number][repeat, :rank, : b.shape[1]] = b
+
+
+def _slot(model: Model, index: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of one slot of an adapter array."""
+    leaf, axes = model.leaves[index], model.axes[index]
+    assert model.lora is not None, "has slots"
+    shape = tuple(model.lora.rank if axis == SLOT_RANKS else size for axis, size in zip(axes, leaf.shape))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named_sharding(model.mesh, axes))
+
+
+def slot_shapes(model: Model) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes of `AdapterWriter.parts`."""
+    return tuple(_slot(model, index) for index in model.adapter_leaves)
+
+
+def write_slot(model: Model, arrays: Leaves, parts: Leaves, slot: jax.Array) -> Leaves:
+    """Return the adapter arrays with `parts` in a slot."""
+    assert model.lora is not None, "has slots"
+    written = []
+    for index, array, part in zip(model.adapter_leaves, arrays, parts):
+        axis = model.axes[index].index(SLOT_RANKS)
+        written.append(jax.lax.dynamic_update_slice_in_dim(array, part, slot * model.lora.rank, axis))
+    return tuple(written)

@@ -1,0 +1,221 @@
+"""LoRA adapters of a rank's model: slots in device memory, and the linear maps that add them.
+
+The adapters of the parts of a fused matrix are one stack: A and B are cut as the matrix is, so that of a matrix whose
+outputs are sharded each rank has its rows of B, and of one whose inputs are, its columns of A, and a partial sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels.lora import (
+    AdapterRows,
+    AdapterStack,
+    add_adapters,
+    add_expanded,
+    output_sections,
+    padded_rank,
+    sort_by_slot,
+)
+from pagoda.backends.torch_cuda.model.parameters import Empty, Linear
+from pagoda.backends.torch_cuda.parallel import Comm
+from pagoda.backends.torch_cuda.weights import RankLayout, TensorSlice
+from pagoda.common.models.primitives import Param
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
+from pagoda.common.weights.rope_order import half_split
+
+_EMBED, _HEAD = "embed", "head"
+_MATRIX_AXES: Final = 2
+_ALIGN: Final = 32
+"""Elements: alignment of each stack's ranks."""
+
+
+def adapted_matrices(spec: ModelSpec, layout: RankLayout) -> dict[str, Param]:
+    """Return the matrices that adapters may change: all but those of routed experts."""
+    return {
+        name: param
+        for name, param in adaptable(spec).items()
+        if len(param.shape) == _MATRIX_AXES and _placement(layout, name) is not None
+    }
+
+
+def _placement(layout: RankLayout, name: str) -> TensorSlice | None:
+    """Return where a matrix is stored; None: values that are the keys have no place of their own."""
+    if name == _HEAD and _HEAD not in layout.placements:
+        return layout.placements[_EMBED]
+    return layout.placements.get(name)
+
+
+class AdapterSlots:
+    """The adapters in the slots, and the rows of the step that is being computed."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: RankLayout,
+        options: LoraOptions,
+        dtype: torch.dtype,
+        device: Device,
+        empty: Empty,
+    ) -> None:
+        """`dtype`: of the matrices in the slots. `empty`: allocates memory, all of which `clear` writes."""
+        self._spec, self._options, self._device = spec, options, device
+        self.matrices = adapted_matrices(spec, layout)
+        self._parts: dict[str, dict[str, TensorSlice]] = {}  # stack -> its parameters
+        for name in self.matrices:
+            placement = _placement(layout, name)
+            assert placement is not None, "only those are adapted"
+            stack = name if name in (_EMBED, _HEAD) else placement.tensor
+            self._parts.setdefault(stack, {})[name] = placement
+        self._rank = padded_rank(options.max_rank)
+        padded_slots = -(-options.slots // _ALIGN) * _ALIGN
+        self._ranks = empty((len(self._parts), padded_slots), torch.int32)
+        self._stacks = {
+            name: self._allocate(name, layout, dtype, ranks[: options.slots], empty)
+            for (name, ranks) in zip(self._parts, self._ranks)
+        }
+        self._resident: dict[int, AdapterWeights] = {}
+        self._rows: AdapterRows | None = None
+        self.clear()
+
+    def _allocate(self, name: str, layout: RankLayout, dtype: torch.dtype, ranks: Tensor, empty: Empty) -> AdapterStack:
+        tensor = _EMBED if name == _HEAD and _HEAD not in layout.shapes else name
+        outputs, inputs = layout.shapes[tensor]
+        slots, parts = self._options.slots, self._parts[name]
+        if name == _EMBED:
+            table, back = empty((slots, outputs, self._rank), dtype), empty((slots, inputs, self._rank), dtype)
+            return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
+        spans = [(each.into[0].start, each.into[0].stop) for each in parts.values()]
+        return AdapterStack(
+            empty((slots, len(parts) * self._rank, inputs), dtype),
+            empty((slots, outputs, self._rank), dtype),
+            ranks,
+            output_sections(spans).to(self._device.torch),
+        )
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots."""
+        return self._options.slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all slots on the device."""
+        return self._ranks.nbytes + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+
+    @property
+    def has_head(self) -> bool:
+        """True if adapters change the logits of given hidden states."""
+        return _HEAD in self._stacks
+
+    def clear(self) -> None:
+        """Make all slots empty, whatever the memory holds."""
+        self._resident.clear()
+        self._ranks.zero_()
+        for stack in self._stacks.values():
+            stack.a.zero_()
+            stack.b.zero_()
+
+    def restore(self) -> None:
+        """Write the adapters again that the slots had before their memory was lost."""
+        resident = dict(self._resident)
+        self.clear()
+        for slot, weights in resident.items():
+            self.load(slot, weights)
+
+    @torch.inference_mode()
+    def load(self, slot: int, weights: AdapterWeights) -> None:
+        """Queue the replacement of a slot's adapter on the current stream."""
+        self._resident[slot] = weights
+        matrices = _half_split(self._spec, weights.matrices)
+        ranks = np.zeros(len(self._stacks), np.int32)
+        for number, (name, parts) in enumerate(self._parts.items()):
+            own = {part: matrices[part] for part in parts if part in matrices}
+            if not own:
+                continue
+            ranks[number] = weights.rank
+            stack = self._stacks[name]
+            if name == _EMBED:
+                self._write_embedding(stack, slot, own[_EMBED], parts[_EMBED])
+            else:
+                self._write(stack, slot, own, parts)
+        self._ranks[:, slot].copy_(torch.from_numpy(ranks))
+
+    def _write(
+        self, stack: AdapterStack, slot: int, own: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]
+    ) -> None:
+        """Assemble A and B of a slot on the host, zero but for `own`, and copy them as a whole."""
+        a = torch.zeros(len(parts), self._rank, stack.a.shape[2], dtype=stack.a.dtype)
+        b = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
+        for projection, (name, placement) in enumerate(parts.items()):
+            if (matrix := own.get(name)) is None:
+                continue
+            rows, columns = placement.cut
+            rank = len(matrix.a)
+            a[projection, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a[:, columns]))
+            b[placement.into[0], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
+        stack.a[slot].copy_(a.flatten(0, 1))
+        stack.b[slot].copy_(b)
+
+    def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
+        table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
+        back = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
+        rank, rows = len(matrix.a), np.ascontiguousarray(matrix.b[placement.cut[0]])
+        table[: len(rows), :rank] = torch.from_numpy(rows)
+        back[:, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a.T))
+        stack.a[slot].copy_(table)
+        stack.b[slot].copy_(back)
+
+    # A step.
+
+    def begin(self, slots: Tensor | None, *, batch_invariant: bool = False) -> None:
+        """Let the maps compute rows with these slots, int32 [T], `self.slots` for none; None: no row has an adapter."""
+        self._rows = None if slots is None else self._sorted(slots, batch_invariant)
+
+    def _sorted(self, slots: Tensor, batch_invariant: bool) -> AdapterRows:
+        return sort_by_slot(slots, self.slots, batch_invariant=batch_invariant, use_kernel=self._device.use_kernels)
+
+    def wrap(self, name: str, layer: Linear) -> Linear:
+        """Return a linear map with its adapters; the map itself if it has none."""
+        stack = self._stacks.get(name)
+        if stack is None:
+            return layer
+
+        def adapted(x: Tensor) -> Tensor:
+            y = layer(x)
+            return y if self._rows is None else self._add(y, x, stack, self._rows)
+
+        return adapted
+
+    def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
+        return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip)
+
+    def add_to_embeddings(self, x: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
+        """Add those of tokens [T] to their embeddings x [T, D], in place; return x."""
+        stack, rows = self._stacks[_EMBED], self._rows
+        if rows is None:
+            return x
+        count = stack.a.shape[1]
+        own = token_ids - comm.rank * count
+        absent = (own < 0) | (own >= count) | (rows.slots == self.slots)
+        index = (rows.slots * count + own).masked_fill(absent, 0)
+        h = F.embedding(index, stack.a.flatten(0, 1)).float().masked_fill(absent[:, None], 0)
+        return add_expanded(x, comm.all_reduce(h)[None], stack, rows, self._device.chip)
+
+    def add_to_logits(self, logits: Tensor, hidden: Tensor, slots: Tensor, *, batch_invariant: bool = False) -> Tensor:
+        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them."""
+        return self._add(logits, hidden, self._stacks[_HEAD], self._sorted(slots, batch_invariant))
+
+
+def _half_split(spec: ModelSpec, matrices: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """Return the matrices with the rows of B in the order of the model's."""
+    ordered = half_split(spec, ((name, matrix.b) for name, matrix in matrices.items()))
+    return {name: LowRank(matrices[name].a, np.asarray(b)) for name, b in ordered}

@@ -1,0 +1,103 @@
+"""LoRA adapters on the accelerators' backends: the log-probabilities of W + B A, alone and beside other adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.adapted_models import logprobs_of, merged, random_adapter, run, weights_of
+from support.reference_driver import Driver, tiny_spec
+
+from pagoda.backends.torch_cuda.device import CPU
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.spec import ModelSpec, Moe
+from pagoda.common.weights.lora.weights import LoraOptions
+
+BACKENDS = pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+TOLERANCE = {"rtol": 0, "atol": 3e-5}
+SLOTS, RANK = 9, 16
+PROMPTS = {row: [(7 * row + 3 * at) % 96 for at in range(1 + row * 2 % 7)] for row in range(SLOTS + 1)}
+
+
+def tied() -> ModelSpec:
+    return replace(tiny_spec(), tied=True)
+
+
+def interleaved() -> ModelSpec:
+    """Backends that rotate halves move the rows of q and k, those of B, too."""
+    spec = tiny_spec()
+    layer = spec.layers[0]
+    (attention,) = layer.mixers
+    assert isinstance(attention, Attention)
+    assert attention.rope is not None
+    other = replace(attention, rope=replace(attention.rope, interleaved=True))
+    return replace(spec, layers=(replace(layer, mixers=(other,)), spec.layers[1]))
+
+
+def shared_expert() -> ModelSpec:
+    """A mixture with a shared expert: attention, the shared expert and what is around the layers are adapted."""
+    spec = tiny_spec(moe=True)
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, Moe)
+    return replace(spec, layers=tuple(replace(each, ffn=replace(ffn, shared=ffn.expert)) for each in spec.layers))
+
+
+SPECS = {"dense": tiny_spec(window=3), "tied": tied(), "interleaved": interleaved(), "mixture": shared_expert()}
+
+
+def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, **make) -> Driver:
+    lora = LoraOptions(slots, RANK, "float32")
+    if backend == "torch_cuda":
+        make.setdefault("device", CPU)
+    options = {"rows": SLOTS + 1, "block_size": 8, "backend": backend, "lora": lora, "weights": weights_of(spec)}
+    return Driver(spec, "scattered", **options, **make)
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", SPECS)
+def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) -> None:
+    """Nine adapters and none in one batch, of different ranks and matrices, prompts and decode; then one alone."""
+    spec = SPECS[name]
+    driver = make_driver(spec, backend)
+    matrices = driver.backend.adaptable()
+    only = [("",), ("q", "v"), ("",), ("o", "down"), ("embed",), ("head",), ("",), ("gate", "up", "k"), ("",)]
+    adapters = [random_adapter(matrices, [16, 8, 1][slot % 3], slot, only[slot]) for slot in range(SLOTS)]
+    for slot, adapter in enumerate(adapters):
+        driver.backend.load_adapter(slot, adapter)
+    slots = {row: row for row in range(SLOTS)}
+    together = run(driver, PROMPTS, slots)
+    alone = run(driver, {3: PROMPTS[3]}, {3: 3})
+    for row, (tokens, found) in {**together, "alone": alone[3]}.items():
+        slot = 3 if row == "alone" else row
+        model = merged(spec, weights_of(spec), adapters[slot] if slot < SLOTS else None)
+        want = logprobs_of(model, tokens[:-1])
+        np.testing.assert_allclose(found, want, **TOLERANCE, err_msg=f"row {row}")
+        assert tokens[-4:] == want[-4:].argmax(1).tolist()
+    plain = logprobs_of(merged(spec, weights_of(spec), None), together[0][0][:-1])
+    assert np.abs(plain - together[0][1]).max() > 0.1, "the adapter changes something"
+
+
+@BACKENDS
+def test_a_slot_is_replaced(backend: str) -> None:
+    """The next adapter changes fewer matrices, with a smaller rank: nothing is left of the first."""
+    spec = SPECS["dense"]
+    driver = make_driver(spec, backend, slots=2)
+    matrices = driver.backend.adaptable()
+    first, second = random_adapter(matrices, 16, 0), random_adapter(matrices, 8, 1, ("q", "down", "embed"))
+    for adapter in (first, second):
+        driver.backend.load_adapter(1, adapter)
+        tokens, found = run(driver, {0: PROMPTS[4]}, {0: 1})[0]
+        want = logprobs_of(merged(spec, weights_of(spec), adapter), tokens[:-1])
+        np.testing.assert_allclose(found, want, **TOLERANCE)
+
+
+@BACKENDS
+def test_an_empty_slot_and_steps_without_adapters_are_the_model(backend: str) -> None:
+    spec = SPECS["dense"]
+    driver = make_driver(spec, backend)
+    driver.backend.load_adapter(0, random_adapter(driver.backend.adaptable(), 16, 0))
+    for slots in ({0: 1}, {}, None):
+        tokens, found = run(driver, {0: PROMPTS[6]}, slots)[0]
+        want = logprobs_of(merged(spec, weights_of(spec), None), tokens[:-1])
+        np.testing.assert_allclose(found, want, **TOLERANCE)
