@@ -143,7 +143,7 @@ def test_precise_layers_keep_16_bits_of_activations(name: str, lanes: int) -> No
 @pytest.mark.parametrize("name", ["w8a8", "int4-offsets"])
 def test_a_row_is_independent_of_the_others(name: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_SERIAL_WORK", 0)
-    monkeypatch.setattr(compiled, "_PANEL_BYTES", 1)  # 8 rows at a time
+    monkeypatch.setattr(compiled, "_PANEL_BYTES", 1)  # 16 rows at a time
     case = CASES[name]
     x = torch.randn(31, case.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     product = linear(tensor(case), None, replace(NARROW, batch_invariant=True))
