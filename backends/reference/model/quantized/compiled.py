@@ -45,6 +45,9 @@ _PANEL_BYTES: Final = 1 << 18
 
 _TASKS_PER_THREAD: Final = 4
 
+_TASK_BYTES: Final = 1 << 18
+"""Of weights of a task that meet the rows of a panel in several parts: they stay in the second cache, too."""
+
 
 def lanes() -> Literal[0, 8, 16]:
     """Return the outputs that one instruction of this processor multiplies; 0: there is no kernel."""
@@ -136,6 +139,8 @@ class CompiledLinear:
         threads = torch.get_num_threads() if rows * self.outputs * self.padded > _SERIAL_WORK else 1
         words = self._words[:]
         step = -(-self.tiles // (_TASKS_PER_THREAD * threads)) if threads > 1 else self.tiles
+        if self.form.matrix_rows:
+            step = min(step, max(1, _TASK_BYTES // (self.padded * MATRIX_ROWS)))
         tasks = -(-self.tiles // step)
         words[Argument.X], words[Argument.X_STRIDE] = x.data_ptr(), x.stride(0)
         words[Argument.OUT], words[Argument.OUT_STRIDE] = out.data_ptr(), out.stride(0)
