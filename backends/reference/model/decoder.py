@@ -118,6 +118,8 @@ def _mlp(
     if not spec.gated:
         return lambda x: down(act(inner(x)))
     plain = not spec.sparsity and spec.clip is None and spec.clamped is None
+    if plain and native is not None and (fed := native.gated(inner, spec.activation)) is not None:
+        return in_chunks(lambda x: down(fed(x)))
     if plain and native is not None and (gate_up := native.gate(width, spec.activation)) is not None:
         return in_chunks(lambda x: down(gate_up(inner(x))), active)
 

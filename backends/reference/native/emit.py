@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from llvmlite import ir
 
+from pagoda.backends.reference.native.jit import has_feature
+
 LANES: Final = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32: Final = ir.FloatType()
@@ -253,6 +255,8 @@ class Emitter:
 
     def narrow(self, value: Any) -> Any:
         """Return floats rounded to bfloat16 (i16), ties to even. NaN stays NaN."""
+        if has_feature("avx512bf16"):  # rounds numbers below 1.2e-38 to 0
+            return self.builder.bitcast(self._rounded(value), ir.VectorType(I16, LANES))
         wide, builder = ir.VectorType(I32, LANES), self.builder
         bits = builder.bitcast(value, wide)
         odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))

@@ -140,6 +140,12 @@ class Operators:
 
         return gate
 
+    def gated(self, inner: Callable[[Tensor], Tensor], activation: str) -> Callable[[Tensor], Tensor] | None:
+        """Return act(gate) * up [T, F] of the results [T, 2F] of a layer, in one kernel with its product."""
+        if activation not in rows.GATES or not isinstance(inner, products.PackedProduct):
+            return None
+        return inner.gated(activation)
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum of x and y [T, D]."""
         if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()) or x.shape[1] % LANES:

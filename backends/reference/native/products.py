@@ -6,6 +6,7 @@ panel. A task is one panel times all rows; the last panel is padded with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -56,27 +57,41 @@ class PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, result: torch.dtype) -> None:
         """`weight` bfloat16 [out, in]; `result`: bfloat16 or float32."""
         self.outputs, self.width = weight.shape
-        self.panels, self.result = pack(weight), result
-        self.padded = len(self.panels) * COLUMNS
+        self._tiled, self.result = tile_products.supported(self.width), result
+        self.panels = tile_products.pack(weight) if self._tiled else pack(weight)
+        self.padded = -(-self.outputs // COLUMNS) * COLUMNS
         self.bias = None if bias is None else F.pad(bias.float(), (0, self.padded - self.outputs))
-        self._tiled = tile_products.supported(self.width)
         compiled = tile_products.tile_product_kernel if self._tiled else product_kernel
         self._kernel = compiled(self.width, bfloat16=result == torch.bfloat16, bias=bias is not None)
         self._packed = self.panels.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         """X bfloat16 [T, in] -> [T, out]."""
-        x = x if x.stride(-1) == 1 else x.contiguous()
         out = allocate(x.shape[0], self.padded, dtype=self.result)
-        panels, bias = self._packed
-        arguments = x.shape[0], x.data_ptr(), x.stride(0), panels, out.data_ptr(), self.padded, bias, len(self.panels)
-        self._kernel(arguments, self._tasks(x.shape[0]), torch.get_num_threads())
+        self._run(self._kernel, self.padded // COLUMNS, x, out)
         return out if self.padded == self.outputs else out[:, : self.outputs].contiguous()
 
-    def _tasks(self, rows: int) -> int:
-        if not self._tiled:
-            return len(self.panels)
-        return -(-rows // tile_products.task_rows(self.width)) * -(-len(self.panels) // tile_products.PANELS)
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """Return act(gate) * up in bfloat16 [T, F] of results [gate, up] of width 2F; None without a kernel for it."""
+        half = self.outputs // 2
+        if not self._tiled or self.result != torch.bfloat16 or self.outputs % COLUMNS:
+            return None
+        kernel = tile_products.gated_product_kernel(self.width, activation, bias=self.bias is not None)
+
+        def gate(x: Tensor) -> Tensor:
+            out = allocate(x.shape[0], half, dtype=torch.bfloat16)
+            self._run(kernel, half // LANES, x, out)
+            return out
+
+        return gate
+
+    def _run(self, kernel: Kernel, units: int, x: Tensor, out: Tensor) -> None:
+        """Run a kernel over this many panels, or units of tile products."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        panels, bias = self._packed
+        arguments = x.shape[0], x.data_ptr(), x.stride(0), panels, out.data_ptr(), out.stride(0), bias, units
+        tasks = tile_products.tasks(self.width, x.shape[0], units) if self._tiled else units
+        kernel(arguments, tasks, torch.get_num_threads())
 
 
 class _Product:

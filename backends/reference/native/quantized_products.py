@@ -38,6 +38,9 @@ FACTOR_BYTES: Final = 16
 E2M1_DOUBLED: Final = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """Twice the values of e2m1, plus 12: unsigned numbers whose zero is 12."""
 
+_FIRST_CACHE: Final = 36 << 10
+"""Bytes of the first cache that numbers may fill; the rest is for a tile of weights."""
+
 _LARGEST: Final = 127.0
 _MAGNITUDE: Final = 0x7FFFFFFF
 """Bits of a float32 without its sign."""
@@ -102,6 +105,13 @@ class ProductForm:
         """Rows that are multiplied at a time; both rows of an activation are in one block."""
         vectors = ROW_BLOCKS[:-1] if self.precise else ROW_BLOCKS
         return (MATRIX_ROWS, *vectors) if self.matrix_groups else vectors
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows whose numbers stay in the first cache while they meet the tiles of a task; 0: all of a panel."""
+        if not self.matrix_groups or self.bits < 8:
+            return 0
+        return max(1, _FIRST_CACHE // (self.matrix_groups * self.group) // MATRIX_ROWS) * MATRIX_ROWS
 
     @property
     def matrix_inputs(self) -> int:
@@ -550,11 +560,24 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         first = f.let(f"mul i64 {f.let(f'urem i64 {number}, {tasks}')}, {step}")
         last = f.least(f.let(f"add i64 {first}, {step}"), words[Argument.TILES])
 
-        def one(index: str, _: Sequence[str]) -> list[str]:
-            tile(index, first_row, last_row)
+        def some_rows(row: str, end: str) -> list[str]:
+            def one(index: str, _: Sequence[str]) -> list[str]:
+                tile(index, row, end)
+                return []
+
+            f.loop(first, last, one)
             return []
 
-        f.loop(first, last, one)
+        if not form.matrix_rows:
+            some_rows(first_row, last_row)
+            return
+        size = form.matrix_rows
+        f.loop(
+            first_row,
+            last_row,
+            lambda row, _: some_rows(row, f.least(f.let(f"add i64 {row}, {size}"), last_row)),
+            step=size,
+        )
 
     f.claim(f.at("%words", 8 * Argument.TASKS_CLAIMED), words[Argument.TASKS], task)
     if form.matrix_groups:

@@ -145,19 +145,20 @@ class _Gate(_Rows):
         start, result = e.mul(row, self.stride), e.mul(row, self.width)
         with e.loop(0, self.width, LANES) as at:
             gate, up = (e.load(self.both, e.add(start, at, offset)) for offset in (0, self.width))
-            active = e.rounded(self._active(gate), self.kind)
+            active = e.rounded(activated(e, self.activation, gate), self.kind)
             e.store(e.builder.fmul(active, up), self.out, e.add(result, at))
 
-    def _active(self, x: Any) -> Any:
-        e, builder = self.e, self.e.builder
-        inner = x
-        if self.activation == "gelu_tanh":
-            factor = 2 * (2 / 3.141592653589793) ** 0.5
-            inner = builder.fmul(
-                builder.fmul(x, e.splat(factor)), e.fma(builder.fmul(x, x), e.splat(0.044715), e.splat(1.0))
-            )
-        below = builder.fadd(e.splat(1.0), e.exp(builder.fsub(e.splat(0.0), inner)))
-        return builder.fdiv(x, below)
+
+def activated(e: Emitter, activation: str, x: Any) -> Any:
+    """Return an activation of GATES of a vector."""
+    inner, builder = x, e.builder
+    if activation == "gelu_tanh":
+        factor = 2 * (2 / 3.141592653589793) ** 0.5
+        inner = builder.fmul(
+            builder.fmul(x, e.splat(factor)), e.fma(builder.fmul(x, x), e.splat(0.044715), e.splat(1.0))
+        )
+    below = builder.fadd(e.splat(1.0), e.exp(builder.fsub(e.splat(0.0), inner)))
+    return builder.fdiv(x, below)
 
 
 @cache

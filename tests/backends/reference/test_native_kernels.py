@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from pagoda.common.models.primitives import Norm
 
 pytest.importorskip("llvmlite")
 
-from pagoda.backends.reference.native import choice
+from pagoda.backends.reference.native import choice, operators, products, tile_attention, tile_products
+from pagoda.backends.reference.native import tiles as matrix_tiles
 from pagoda.backends.reference.native.jit import has_feature
 from pagoda.backends.reference.native.operators import HeadShape, Operators, packed_product
 
@@ -29,6 +31,21 @@ HEADS = HeadShape(heads=6, kv_heads=2, head_dim=32, value_dim=48, scale=0.2)
 PAIRED = HeadShape(heads=6, kv_heads=2, head_dim=64, value_dim=96, scale=0.2)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 pair_instructions = pytest.mark.skipif(not has_feature("avx512bf16"), reason="the processor has no AVX512-BF16")
+
+
+has_tiles = matrix_tiles.available("amx-bf16")
+needs_tiles = pytest.mark.skipif(not has_tiles, reason="the processor has no matrix tiles")
+
+
+@pytest.fixture(params=[pytest.param(True, marks=needs_tiles, id="tiles"), pytest.param(False, id="no-tiles")])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether kernels use matrix tiles."""
+    if not request.param:
+        for module in (tile_products, tile_attention):
+            monkeypatch.setattr(module, "supported", lambda _: False)
+    operators._paged_attend.cache_clear()
+    yield request.param
+    operators._paged_attend.cache_clear()
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -54,7 +71,9 @@ def defined(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | No
 @DTYPES
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("heads", "block"), [(HEADS, 4), (PAIRED, 16), (PAIRED, 48)], ids=["4", "16", "48"])
-def test_attention_over_scattered_blocks(dtype: torch.dtype, window: int | None, heads: HeadShape, block: int) -> None:
+def test_attention_over_scattered_blocks(
+    dtype: torch.dtype, window: int | None, heads: HeadShape, block: int, tiles: bool
+) -> None:
     context, new = [0, 3, 4, 30, 71, 0, 9, 37], [1, 1, 1, 1, 1, 5, 40, 2]
     pages = 20
     table = 1 + np.random.default_rng(0).permutation(len(new) * pages).astype(np.int32).reshape(len(new), pages)
@@ -63,7 +82,7 @@ def test_attention_over_scattered_blocks(dtype: torch.dtype, window: int | None,
     keys[:, :block], values[:, :block] = torch.nan, torch.nan
     queries = random(sum(new), heads.heads, heads.head_dim, dtype=dtype)
     attend = Operators(dtype).attention(heads, block)
-    tiles, expected, begin = [], [], 0
+    query_tiles, expected, begin = [], [], 0
     freed = [0 if window is None else max(0, cached + 1 - window) // block for cached in context]
     for row, (cached, count) in enumerate(zip(context, new)):
         positions = torch.arange(cached, cached + count)
@@ -77,17 +96,17 @@ def test_attention_over_scattered_blocks(dtype: torch.dtype, window: int | None,
         ) * 2
         if count > 1:
             step = attend.tile_tokens
-            tiles += [(row, begin + t, cached + t, min(step, count - t)) for t in range(0, count, step)]
+            query_tiles += [(row, begin + t, cached + t, min(step, count - t)) for t in range(0, count, step)]
         begin += count
     for row, blocks in zip(table, freed):
         row[:blocks] = 0  # holds NaN
     run = partial(attend, queries, (keys, values), table, np.array(context, np.int32), 5)
-    assert_close(run(np.array(tiles, np.int32), window), torch.cat(expected))
+    assert_close(run(np.array(query_tiles, np.int32), window), torch.cat(expected))
 
 
 @pair_instructions
 @pytest.mark.parametrize("block", [16, 48, 128])
-def test_shared_prefixes(block: int) -> None:
+def test_shared_prefixes(block: int, tiles: bool) -> None:
     """Sequences 0 to 5 share 300 positions, 6 to 9 share 140, 10 and 11 are alone or too few."""
     shared, pages = {0: (range(6), 300), 6: (range(6, 10), 140), 10: (range(10, 12), 200)}, -(-340 // block)
     table = 1 + np.arange(12 * pages, dtype=np.int32).reshape(12, pages)
@@ -170,9 +189,13 @@ def test_cache_writer(dtype: torch.dtype, rotary: int) -> None:
 
 
 @pair_instructions
-@pytest.mark.parametrize(("outputs", "inputs", "with_bias"), [(64, 48, False), (50, 34, True), (7, 2, True)])
-def test_products(outputs: int, inputs: int, with_bias: bool) -> None:
-    weight, x = random(outputs, inputs, dtype=torch.bfloat16), random(29, inputs + 5, dtype=torch.bfloat16)[:, :inputs]
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "with_bias"), [(64, 48, False), (50, 34, True), (7, 2, True), (96, 64, False), (50, 96, True)]
+)
+@pytest.mark.parametrize("rows", [29, 16, 32, 77])
+def test_products(outputs: int, inputs: int, with_bias: bool, rows: int, tiles: bool) -> None:
+    weight = random(outputs, inputs, dtype=torch.bfloat16)
+    x = random(rows, inputs + 5, dtype=torch.bfloat16)[:, :inputs]
     bias = random(outputs, dtype=torch.bfloat16) if with_bias else None
     numerics = Numerics(torch.bfloat16, torch.bfloat16)
     wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -182,6 +205,54 @@ def test_products(outputs: int, inputs: int, with_bias: bool) -> None:
     alone = torch.cat([linear(weight, bias, numerics)(row[None]) for row in x])
     assert torch.equal(alone, together)
     assert packed_product(weight[:, :-1], bias, torch.bfloat16) is None
+
+
+@needs_tiles
+def test_products_of_more_rows_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_products, "_CACHED_BYTES", 32 * 2 * 128)
+    tile_products.tile_product_kernel.cache_clear()
+    weight, x = random(96, 128, dtype=torch.bfloat16), random(81, 128, dtype=torch.bfloat16)
+    product = products.PackedProduct(weight, None, torch.bfloat16)
+    assert tile_products.tasks(128, 81, 3) == 6
+    assert_close(product(x), F.linear(x.float(), weight.float()).bfloat16())
+    tile_products.tile_product_kernel.cache_clear()
+
+
+@needs_tiles
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17, 75])
+def test_gated_products(activation: str, with_bias: bool, rows: int) -> None:
+    weight, x = random(2 * 80, 96, dtype=torch.bfloat16), random(rows, 96, dtype=torch.bfloat16)
+    bias = random(160, dtype=torch.bfloat16) if with_bias else None
+    both = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    gated = Operators(torch.bfloat16).gated(products.PackedProduct(weight, bias, torch.bfloat16), activation)
+    assert gated is not None
+    wanted = ops.activation(activation)(both[:, :80]) * both[:, 80:]  # type: ignore[arg-type]
+    assert_close(gated(x), wanted.bfloat16())
+    assert torch.equal(torch.cat([gated(row[None]) for row in x]), gated(x))
+
+
+def test_which_layers_are_gated_in_one_kernel(tiles: bool) -> None:
+    native, weight = Operators(torch.bfloat16), random(64, 64, dtype=torch.bfloat16)
+    packed = partial(products.PackedProduct, bias=None)
+    assert (native.gated(packed(weight, result=torch.bfloat16), "silu") is not None) == tiles
+    assert native.gated(packed(weight, result=torch.bfloat16), "relu") is None
+    assert native.gated(packed(weight, result=torch.float32), "silu") is None
+    assert native.gated(packed(weight[:48], result=torch.bfloat16), "silu") is None
+    assert native.gated(lambda x: x, "silu") is None
+
+
+@pytest.mark.parametrize(("granted", "features"), [(True, True), (False, True), (True, False)])
+def test_tiles_need_the_systems_permission(granted: bool, features: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Libc:
+        @staticmethod
+        def syscall(*arguments: object) -> int:
+            return 0 if granted else -1
+
+    monkeypatch.setattr(matrix_tiles, "has_feature", lambda name: features)
+    monkeypatch.setattr(matrix_tiles.ctypes, "CDLL", lambda name: Libc)
+    assert matrix_tiles.available.__wrapped__("amx-bf16") == (granted and features)
 
 
 @pytest.mark.parametrize("order", ["consecutive", "scattered"])

@@ -1,6 +1,6 @@
 """Products with quantised weights by kernels compiled for this processor.
 
-Activations are rounded to 8 bits, with a scale per group of inputs: that of the weights, else of up to 128. One per
+Activations are rounded to 8 bits, with a scale per group of inputs: that of the weights, else of up to 192. One per
 row, as W8A8 checkpoints have it, is hardly faster and several times less exact. A precise layer multiplies what the
 rounding leaves as further rows: 16 bits in all.
 """
@@ -34,7 +34,7 @@ if importlib.util.find_spec("llvmlite"):
 
 _REAL: Final[dict[torch.dtype, Real]] = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _CHUNK: Final = 32
-_GROUPS: Final = (128, 64, 32)
+_GROUPS: Final = (192, 128, 64, 32)
 """Inputs that share a scale of the activations where weights have one per output: the first that divides a row."""
 
 _SERIAL_WORK: Final = 1 << 18
@@ -44,6 +44,9 @@ _PANEL_BYTES: Final = 1 << 18
 """Of rounded activations that are multiplied with all weights before the next: they stay in the second cache."""
 
 _TASKS_PER_THREAD: Final = 4
+
+_TASK_BYTES: Final = 1 << 18
+"""Of weights of a task that meet the rows of a panel in several parts: they stay in the second cache, too."""
 
 
 def lanes() -> Literal[0, 8, 16]:
@@ -136,6 +139,8 @@ class CompiledLinear:
         threads = torch.get_num_threads() if rows * self.outputs * self.padded > _SERIAL_WORK else 1
         words = self._words[:]
         step = -(-self.tiles // (_TASKS_PER_THREAD * threads)) if threads > 1 else self.tiles
+        if self.form.matrix_rows:
+            step = min(step, max(1, _TASK_BYTES // (self.padded * MATRIX_ROWS)))
         tasks = -(-self.tiles // step)
         words[Argument.X], words[Argument.X_STRIDE] = x.data_ptr(), x.stride(0)
         words[Argument.OUT], words[Argument.OUT_STRIDE] = out.data_ptr(), out.stride(0)
