@@ -27,20 +27,21 @@ TEXT = (
     "evening and writes the number in a green book with the date, the wind and the height of the water. On market days "
     "the farmers bring apples, cheese and honey across the lake, and the square smells of coffee until noon."
 )
-CODE = (
-    "def load_settings(path):\n    settings = {}\n    with open(path) as lines:\n        for line in lines:\n"
-    "            line = line.strip()\n            if not line or line.startswith('#'):\n                continue\n"
-    "            name, _, value = line.partition('=')\n            settings[name.strip()] = value.strip()\n"
-    "    return settings\n"
+RECIPE = (
+    "Wash two pounds of apples, peel them and cut them into thin slices. Mix the slices with sugar, cinnamon and the "
+    "juice of one lemon. Rub cold butter into the flour until it looks like sand, add a spoon of water and press the dough "
+    "into a round dish. Fill it with the apples, cover it with the rest of the dough and bake it for forty minutes."
 )
-LIST = (
-    "Anna Berger, Vienna; Tomas Novak, Prague; Lucia Rossi, Milan; Peter Horvath, Budapest; Jana Kral, Brno; Ivo Maric"
+NEWS = (
+    "The city council of Graz decided on Tuesday to close the old bridge over the Mur for repairs. Work will begin in "
+    "April and end in November. Cyclists can use the new path along the river, while buses stop at the main square. "
+    "Mayor Elke Kahr said that the bridge, built in 1890, will look exactly as it did before."
 )
 PROMPTS = {
     "copy": [
         f"Repeat the following text exactly, word for word:\n\n{TEXT}",
-        f"Copy this Python function without any change:\n\n{CODE}",
-        f"Copy this list exactly as it is:\n\n{LIST}",
+        f"Repeat the following text exactly, word for word:\n\n{RECIPE}",
+        f"Repeat the following text exactly, word for word:\n\n{NEWS}",
     ],
     "free": [
         "Write a short story about a dragon who learns to bake bread.",

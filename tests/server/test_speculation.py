@@ -32,6 +32,8 @@ PARAMS = {
     "penalised": SamplingParams(
         temperature=0.5, seed=2, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.2, max_tokens=30
     ),
+    "repeating": SamplingParams(temperature=0, frequency_penalty=-2.0, max_tokens=60, ignore_eos=True, logprobs=1),
+    "repeating, seeded": SamplingParams(n=2, temperature=0.6, seed=8, frequency_penalty=-1.5, max_tokens=50),
     "guided": SamplingParams(
         temperature=0.8, seed=3, max_tokens=30, structured_outputs=StructuredOutputsParams(regex="(ab|ba){3,9}c")
     ),
@@ -109,7 +111,7 @@ def streamed(raw: bytes) -> str:
 
 
 def test_a_streamed_answer_is_the_whole_one(folder: Path) -> None:
-    body = {"model": "fake", "prompt": PROMPTS[0], "temperature": 0.5, "seed": 3, "max_tokens": 50}
+    body = {"model": "fake", "prompt": PROMPTS[0], "frequency_penalty": -2, "seed": 3, "max_tokens": 60}
     engine = {"backend": "reference", "dtype": "float32", **SMALL}
     with live_server(str(folder), engine=engine) as server:
         status, want = server.post("/v1/completions", body)
