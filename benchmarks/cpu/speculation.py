@@ -29,8 +29,8 @@ TEXT = (
 )
 RECIPE = (
     "Wash two pounds of apples, peel them and cut them into thin slices. Mix the slices with sugar, cinnamon and the "
-    "juice of one lemon. Rub cold butter into the flour until it looks like sand, add a spoon of water and press the dough "
-    "into a round dish. Fill it with the apples, cover it with the rest of the dough and bake it for forty minutes."
+    "juice of one lemon. Rub cold butter into the flour until it looks like sand, add a spoon of water and press the "
+    "dough into a round dish. Fill it with the apples, cover it with the rest and bake it for forty minutes."
 )
 NEWS = (
     "The city council of Graz decided on Tuesday to close the old bridge over the Mur for repairs. Work will begin in "
