@@ -7,6 +7,7 @@ from pathlib import Path
 import interface
 import pytest
 
+from pagoda import LLM
 from pagoda.common.config.settings import ENGINE_SETTINGS, from_file
 from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
 from pagoda.common.errors import ConfigError
@@ -41,6 +42,11 @@ def test_a_json_flag_gives_the_reason_for_a_key(capsys: pytest.CaptureFixture[st
 def test_a_keyword_gives_the_reason() -> None:
     with pytest.raises(ConfigError, match="moe_backend: is not supported: each backend chooses its kernels itself"):
         EngineArgs("m", moe_backend="triton")
+
+
+def test_a_parameter_of_llm_gives_the_reason() -> None:
+    with pytest.raises(ConfigError, match="offload_params: is not supported: weights are offloaded by"):
+        LLM("m", offload_params=["w"])
 
 
 def test_a_file_gives_the_reason(tmp_path: Path) -> None:
