@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pagoda.common.beam_search import BeamSearchParams
+from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.pooling_params import PoolingParams
@@ -58,18 +59,6 @@ Bar = bool | Callable[..., Any]
 T = TypeVar("T")
 Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "openai", "string"]
-
-
-_OFFLOAD: Final = "weights are offloaded by cpu_offload_gb"
-REFUSED_KEYWORDS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params"), _OFFLOAD
-    ),
-    "enable_return_routed_experts": "the experts of a token are not reported",
-    "return_sampling_mask": "the mask of sampled tokens is not reported",
-    "quantization_config": "quantization has no settings beyond its method",
-}
-"""Keyword of LLM without a setting -> reason."""
 
 
 class LLM(ExplainsMissingMethods):
@@ -132,9 +121,9 @@ class LLM(ExplainsMissingMethods):
     ) -> None:
         named = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
         template = named.pop("chat_template")
-        for name, why in REFUSED_KEYWORDS.items():
+        for name in sorted(named.keys() & FLAGS_WITHOUT_SETTING.keys()):
             if named.pop(name):
-                raise ConfigError(name, f"is not supported: {why}; leave it unset")
+                raise ConfigError(name, f"is not supported: {FLAGS_WITHOUT_SETTING[name]}")
         given = {name: value for name, value in named.items() if value is not None} | kwargs
         self._start(LLMEngine(EngineArgs(**given).create_engine_config()), template)
 

@@ -33,6 +33,7 @@ from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.settings import Setting
+from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
@@ -103,6 +104,11 @@ def _flags() -> str:
             ("flag", "value", "default", "key and variable", "description", *_BACKEND_COLUMNS, "reason"),
             map(_flag_row, known.values()),
         )
+    text += "\n## Flags of vLLM without a setting\n\nRefused by name, also as a key of `--config` and as a keyword.\n\n"
+    text += _table(
+        ("flag", "reason"),
+        ((f"`--{name.replace('_', '-')}`", why) for name, why in sorted(FLAGS_WITHOUT_SETTING.items())),
+    )
     return text
 
 

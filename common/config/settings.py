@@ -18,6 +18,7 @@ from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.fields import Option, did_you_mean
 from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.config.without_setting import why_no_setting
 from pagoda.common.errors import ConfigError
 
 _SWITCH_WORDS: Final = {
@@ -437,6 +438,8 @@ def _entry(path: str, key: str, value: Any, table: Mapping[str, Setting]) -> tup
     if name not in table and positive is not None and positive.is_switch and isinstance(value, bool):
         return positive.name, not value
     if name not in table:
+        if why := why_no_setting(name):
+            raise ConfigError("--config", f"{path}: {key} is not supported: {why}")
         near = did_you_mean(outer.replace("_", "-"), (setting.key for setting in table.values()))
         raise ConfigError("--config", f"{path}: unknown key {key}{near}")
     if inner and not table[name].is_json:

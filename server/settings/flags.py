@@ -33,6 +33,7 @@ from pagoda.common.config.settings import (
     merge_json,
     merge_layers,
 )
+from pagoda.common.config.without_setting import why_no_setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.help import Flag, Group, Page, describe, help_text, metavar, overview
 
@@ -73,6 +74,8 @@ class EngineArgs:
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         for name in settings:
             if name not in ENGINE_SETTINGS:
+                if why := why_no_setting(name):
+                    raise ConfigError(name, f"is not supported: {why}")
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}{did_you_mean(name, ENGINE_SETTINGS)}")
         keywords = from_keywords(ENGINE_SETTINGS, _as_mappings({**settings, "model": model}))
         self._apply(merge_layers(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
@@ -289,6 +292,8 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"argument {flag}: needs a key after the dot")
         if outer != flag and outer in self._option_string_actions:
             self.error(f"{outer} is not a JSON setting and has no key {flag[len(outer) + 1 :]}; use {outer} VALUE")
+        if why := why_no_setting(outer):
+            self.error(f"{outer} is not supported: {why}")
         kind = "flag" if flag.startswith("-") else "argument"
         self.error(f"unknown {kind} {flag}{did_you_mean(flag, self._option_string_actions)}")
 

@@ -91,7 +91,7 @@ def test_content_type_must_be_json(server: LiveServer) -> None:
 
 def test_a_connection_is_kept_after_a_refusal(server: LiveServer) -> None:
     """An unhandled error would close the connection after its response."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     statuses, sockets = [], set()
     for method, path in (("POST", "/v1/load_lora_adapter"), ("GET", "/health"), ("GET", "/nothing")):
         connection.request(method, path)
@@ -108,7 +108,7 @@ def test_a_chunked_body_is_limited(server: LiveServer) -> None:
     status, _ = server.request("POST", "/v1/completions", b"", {"content-type": "application/json"})
     assert status == 400
     chunked = b"".join(b"1000\r\n" + b"a" * 0x1000 + b"\r\n" for _ in range(8)) + b"0\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunked)
         assert b"413" in raw.recv(1000).split(b"\r\n")[0]
 

@@ -66,17 +66,17 @@ class LiveServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         self._listener.close()
 
     def call(self, work: Any) -> Any:
         """Run a coroutine in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -89,7 +89,7 @@ class LiveServer:
 
     def response(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         """All of an answer."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection.request(method, path, raw, {"content-type": "application/json"} | (headers or {}))
         response = connection.getresponse()
@@ -108,7 +108,7 @@ class LiveServer:
     def raw(self, method: str, path: str, body: Any) -> socket.socket:
         """A connection on which a request was sent and nothing was read."""
         text = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n"
         connection.sendall(head.encode() + text)
         return connection

@@ -232,7 +232,7 @@ def test_a_step_that_was_abandoned_has_no_result(make: Make) -> None:
     def lose(plan: StepPlan) -> FakePending:
         pending = execute(plan)
         pair.leader.close()
-        heard.get(timeout=10)
+        heard.get(timeout=60)
         return pending
 
     pair.here.execute = lose  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ def test_a_step_that_was_abandoned_has_no_result(make: Make) -> None:
         answers(engine)
     with pytest.raises(EngineDeadError, match=r"^host 1 \(b\) is gone: "):
         pending[0].result()
-    assert pair.abandoned.wait(10)
+    assert pair.abandoned.wait(60)
     assert following.exception() is not None
     pair.leading.close()
     assert pair.left == ["release"]

@@ -26,7 +26,7 @@ def browser() -> Iterator[Page]:
 
 
 def headers_of(server: LiveServer, path: str) -> dict[str, str]:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", path)
     response = connection.getresponse()
     response.read()

@@ -51,7 +51,7 @@ def script() -> str:
 def rendered(text: str) -> list[Any]:
     """The blocks that the text becomes; attributes that are empty are left out."""
     assert NODE is not None
-    done = subprocess.run([NODE, "-e", script()], input=json.dumps(text), capture_output=True, text=True, timeout=20)
+    done = subprocess.run([NODE, "-e", script()], input=json.dumps(text), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [simplified(each) for each in json.loads(done.stdout)[2:]]
 

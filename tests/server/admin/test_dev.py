@@ -33,7 +33,7 @@ def answer_in_thread(server: LiveServer, body: dict[str, Any]) -> tuple[threadin
 
 
 def ended(thread: threading.Thread) -> None:
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

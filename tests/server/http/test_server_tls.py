@@ -42,7 +42,7 @@ def handshake(server: LiveServer, **how: Any) -> tuple[bytes, str]:
         context.maximum_version = how["maximum"]
     if "own" in how:
         context.load_cert_chain(f"{how['own']}.crt", f"{how['own']}.key")
-    raw = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    raw = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     with raw, context.wrap_socket(raw) as secure:
         secure.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200 OK" in secure.recv(1000)

@@ -154,7 +154,7 @@ def test_the_process_does_not_outlive_its_parent(check):
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(5) == 0
+    assert process.wait(60) == 0
     check._process = None
 
 

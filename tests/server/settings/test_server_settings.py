@@ -101,7 +101,7 @@ def test_cross_origin_rules() -> None:
 def headers_of(server: LiveServer, path: str, body: Any = None, **headers: str) -> dict[str, str]:
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     raw = None if body is None else json.dumps(body)
     connection.request("GET" if raw is None else "POST", path, raw, {"content-type": "application/json"} | headers)
     response = connection.getresponse()
@@ -157,7 +157,7 @@ def test_load() -> None:
     with live_server("fake:slow", enable_server_load_tracking=True, api_key=("k",)) as server:
         assert server.get("/load") == (200, {"server_load": 0})
         body = json.dumps(TEXT | {"max_tokens": 60, "stream": True, "ignore_eos": True}).encode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ncontent-length: {len(body)}"
             client.sendall(head.encode() + b"\r\n\r\n" + body)
             eventually(lambda: server.get("/load")[1] == {"server_load": 1})
@@ -460,7 +460,7 @@ def test_shutdown_timeout(seconds: float, word: bytes) -> None:
     with live_server("fake:slow", shutdown_timeout=seconds) as server:
         connection = server.raw("POST", "/v1/completions", {"prompt": "a", "max_tokens": 30, "stream": True})
         answer = connection.recv(65536)
-        asyncio.run_coroutine_threadsafe(server.state.drain(), server._loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.state.drain(), server._loop).result(60)
         while b"[DONE]" not in answer and (part := connection.recv(65536)):
             answer += part
         assert word in answer

@@ -53,7 +53,7 @@ def served(model: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> int:
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request(method, path, None if body is None else json.dumps(body), {"content-type": "application/json"})
     status = connection.getresponse().status
     connection.close()
@@ -74,7 +74,7 @@ def test_keep_alive_on_engine_death() -> None:
         assert ask(port, "GET", "/health") == 503
         assert ask(port, "POST", "/v1/completions", request) >= 500
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.setting("--log-stats-interval")

@@ -46,7 +46,7 @@ def started(client: openai.OpenAI, *lines: str, endpoint: Any = "/v1/completions
 
 
 def until(client: openai.OpenAI, batch: Any, *statuses: str) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (batch := client.batches.retrieve(batch.id)).status not in statuses:
         assert time.monotonic() < deadline, batch
         time.sleep(0.02)
@@ -172,7 +172,7 @@ def test_cancel_keeps_the_answers_so_far() -> None:
         client = client_of(server)
         batch = started(client, line({"prompt": "a", "max_tokens": 1}, custom_id="fast"), slow)
         waiting = started(client, line(TEXT))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (state := client.batches.retrieve(batch.id)).request_counts.completed:
             assert time.monotonic() < deadline, state
         assert client.batches.cancel(batch.id).status == "cancelling"
@@ -236,7 +236,7 @@ def test_a_stopped_server_keeps_what_was_answered(tmp_path: Path) -> None:
     with live_server("fake:slow", files_dir=str(tmp_path)) as server:
         client = client_of(server)
         batch = started(client, fast, slow)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not client.batches.retrieve(batch.id).request_counts.completed:
             assert time.monotonic() < deadline
         server.call(server.state.drain())
