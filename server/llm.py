@@ -67,7 +67,6 @@ REFUSED_KEYWORDS: Final[Mapping[str, str]] = {
     ),
     "enable_return_routed_experts": "the experts of a token are not reported",
     "return_sampling_mask": "the mask of sampled tokens is not reported",
-    "quantization_config": "quantization has no settings beyond its method",
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
 }
 """Keyword of LLM without a setting -> reason."""

@@ -92,7 +92,7 @@ ENGINE = [
     ("--distributed-executor-backend ray", "--distributed-executor-backend: reference drives all devices"),
     ("--enable-sleep-mode", "--enable-sleep-mode: reference cannot move its weights"),
     ("--cpu-offload-gb 1", "--cpu-offload-gb: reference cannot move its weights"),
-    ("--quantization mxfp4", "--quantization: mxfp4: the checkpoint is not quantised by it"),
+    ("--quantization quark", "--quantization: quark: the checkpoint is not quantised by it"),
     ("--quantization gguf", "--quantization: the model is not a GGUF file"),
     ("--load-format sharded_state", "--load-format: sharded_state is not read by reference"),
     ("--kv-cache-dtype fp8", "--kv-cache-dtype: the reference backend's cache"),
