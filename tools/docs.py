@@ -39,7 +39,7 @@ from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
 from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport, bits_per_weight
-from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Scheme
+from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
@@ -302,9 +302,11 @@ def _method_rows() -> Iterator[tuple[str, str]]:
 
 def _scheme_words(scheme: Scheme) -> str:
     """Return what the numbers of a method are, what shares a scale and how activations are rounded."""
-    assert isinstance(scheme, Float8 | Int8 | Int4 | Codes4)
+    assert isinstance(scheme, Float8 | Int8 | Int4 | Codes4 | Mxfp4)
     name = scheme.table.upper() if isinstance(scheme, Codes4) else type(scheme).__name__.upper().replace("FLOAT", "FP")
     group = scheme.group if isinstance(scheme.group, str) else " x ".join(map(str, scheme.group)) + " numbers"
+    if scheme.group == Mxfp4.group and isinstance(scheme, Float8 | Mxfp4):
+        group += ", a power of two"
     activations = getattr(scheme, "activations", None)
     if activations is None:
         return f"{name}, a scale per {group}; weight-only"

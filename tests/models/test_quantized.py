@@ -457,7 +457,9 @@ def rounded_twin(dense: Path, folder: Path, method: str) -> Path:
 
 ON_THE_FLY = [
     *(("reference", method) for method in ("int4", "tpu_int8", "bitsandbytes")),
-    *(("torch_cuda", method) for method in ("int4", "bitsandbytes")),
+    *(("torch_cuda", method) for method in ("int4", "bitsandbytes", "mxfp4", "mxfp8")),
+    *(("reference", method) for method in ("mxfp4", "mxfp8")),
+    *(("jax_tpu", method) for method in ("mxfp4", "mxfp8")),
 ]
 
 

@@ -14,6 +14,7 @@ DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 RUNTIME_QUANTIZATIONS: Final = (
     *("fp8", "fp8_per_channel", "ptpc_fp8", "fp8_per_tensor", "fp8_per_block"),
     *("int8", "int8_per_channel_weight_only", "tpu_int8", "experts_int8", "int4", "bitsandbytes"),
+    *("mxfp8", "mxfp4"),
 )
 """--quantization methods that quantise an unquantised checkpoint while loading: those of
 `common.weights.quantization.on_the_fly`."""
@@ -21,10 +22,10 @@ RUNTIME_QUANTIZATIONS: Final = (
 PRE_QUANTIZED: Final = (
     *("auto-round", "awq", "awq_marlin", "compressed-tensors", "cpu_awq", "fbgemm_fp8", "gptq"),
     *("gptq_marlin", "inc", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16"),
-    *("mxfp4", "petit_nvfp4", "quark", "torchao"),
+    *("petit_nvfp4", "quark", "torchao"),
 )
-"""--quantization methods of checkpoints that were quantised before, besides gguf; fp8 and bitsandbytes are some,
-too. Those that choose a kernel of vLLM are other names of the checkpoint's method."""
+"""--quantization methods of checkpoints that were quantised before, besides gguf; fp8, mxfp4, mxfp8, bitsandbytes are
+some, too. Those that choose a kernel of vLLM are other names of the checkpoint's method."""
 
 UNREAD_QUANTIZATIONS: Final = (
     *("aqlm", "bitblas", "deepspeedfp", "fp_quant", "gptq_bitblas", "gptq_marlin_24", "hqq", "ipex", "neuron_quant"),
@@ -36,6 +37,13 @@ _UNREAD: Final = (
     "its checkpoints are not read; serve a GGUF file or the unquantised weights of the model, those with fp8, int8 or "
     "int4 to quantise them while loading"
 )
+
+_OTHER_QUANTIZATIONS: Final = {
+    "humming": "it chooses a kernel of vLLM; drop it, the checkpoint's method is detected",
+    "nvfp4_per_token": "no backend rounds activations to NVFP4; use mxfp4 or int4",
+    "online": "it means the methods of --quantization-config, which is not supported; name one, such as fp8 or int4",
+}
+"""Other values of vLLM's that are refused -> why, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +104,20 @@ class ModelConfig:
         f"layers while loading: {', '.join(RUNTIME_QUANTIZATIONS)}.",
         aliases=("-q",),
         choices=("gguf", *PRE_QUANTIZED, *RUNTIME_QUANTIZATIONS),
-        refused_values=dict.fromkeys(UNREAD_QUANTIZATIONS, _UNREAD),
+        refused_values={**dict.fromkeys(UNREAD_QUANTIZATIONS, _UNREAD), **_OTHER_QUANTIZATIONS},
+        same_values={
+            "auto_awq": "awq",
+            "auto_gptq": "gptq",
+            "gpt_oss_mxfp4": "mxfp4",
+            "deepseek_v4_fp8": "fp8",
+        },
+    )
+    quantization_config: Mapping[str, Any] = option(
+        {},
+        "Quantisation while loading, per kind of layer, as JSON.",
+        parse=json_object,
+        refused="all matrices of layers, or those of experts, have one method; use --quantization, whose experts_int8 "
+        "is that of experts only",
     )
     max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(

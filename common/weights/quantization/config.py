@@ -79,7 +79,7 @@ class QuantizationConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Values of --quantization that name this quantisation."""
-        numbers = {_NAMES[type(group.scheme)] for group in self.groups}
+        numbers = {"mxfp8" if _is_mxfp8(group.scheme) else _NAMES[type(group.scheme)] for group in self.groups}
         return tuple(dict.fromkeys((self.method, *self.aliases, *(numbers if len(numbers) == 1 else ()))))
 
     @property
@@ -109,6 +109,10 @@ class QuantizationConfig:
         """Return the scheme of the linear layer `module`; None: not quantised."""
         group = self.group(module)
         return None if group is None else group.scheme
+
+
+def _is_mxfp8(scheme: Scheme) -> bool:
+    return isinstance(scheme, Float8) and scheme.group == Mxfp4.group
 
 
 def with_inputs(scheme: Scheme, inputs: int) -> Scheme | None:

@@ -16,6 +16,7 @@ import numpy as np
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import to_bfloat16, to_float8, to_float32
 from pagoda.common.weights.quantization.tensors import (
+    E2M1,
     TABLES,
     Activations,
     Array,
@@ -25,6 +26,7 @@ from pagoda.common.weights.quantization.tensors import (
     Group,
     Int4,
     Int8,
+    Mxfp4,
     QuantizedTensor,
     Scheme,
     Value,
@@ -36,7 +38,7 @@ GROUPS: Final = (128, 64, 32)
 
 _PER_ROW: Final = {numbers: Activations(numbers, "row") for numbers in ("float8", "int8")}
 
-_SCHEMES: Final[Mapping[str, Float8 | Int8 | Int4 | Codes4]] = {
+_SCHEMES: Final[Mapping[str, Float8 | Int8 | Int4 | Codes4 | Mxfp4]] = {
     **dict.fromkeys(("fp8", "fp8_per_channel", "ptpc_fp8"), Float8("channel", _PER_ROW["float8"])),
     "fp8_per_tensor": Float8("tensor", _PER_ROW["float8"]),
     "fp8_per_block": Float8((128, 128), Activations("float8", 128)),
@@ -44,6 +46,8 @@ _SCHEMES: Final[Mapping[str, Float8 | Int8 | Int4 | Codes4]] = {
     **dict.fromkeys(("int8_per_channel_weight_only", "tpu_int8", "experts_int8"), Int8("channel")),
     "int4": Int4((1, GROUPS[0]), offsets=True),
     "bitsandbytes": Codes4("nf4", (1, 64)),
+    "mxfp8": Float8((1, 32), Activations("float8", 32)),
+    "mxfp4": Mxfp4(),
 }
 
 METHODS: Final = tuple(_SCHEMES)
@@ -87,7 +91,9 @@ def scheme_of(method: str, inputs: int) -> Scheme | None:
         case Int4():
             group = next((size for size in GROUPS if inputs % size == 0), None)
             return None if group is None else Int4((1, group), offsets=True)
-        case Codes4(group=(_, size)):
+        case Codes4(group=(_, size)) | Mxfp4(group=(_, size)):
+            return None if inputs % size else scheme
+        case Float8(group=(1, size)):
             return None if inputs % size else scheme
         case _:
             return scheme
@@ -166,7 +172,7 @@ def rounded_int4(array: Array, group: int, *, symmetric: bool) -> QuantizedTenso
 
 
 def _group_shape(scheme: Scheme, outputs: int, inputs: int) -> tuple[int, int]:
-    assert isinstance(scheme, Float8 | Int8 | Int4 | Codes4)
+    assert isinstance(scheme, Float8 | Int8 | Int4 | Codes4 | Mxfp4)
     group: Group = scheme.group
     match group:
         case "tensor":
@@ -183,6 +189,8 @@ def _rounding(scheme: Scheme, group: tuple[int, int]) -> Callable[[Floats], _Rou
             return partial(_round_int4, group=group[1])
         case Codes4(table=table):
             return partial(_round_codes, table=TABLES[table], group=group[1])
+        case Mxfp4():
+            return partial(_round_codes, table=E2M1, group=group[1], powers=True)
         case _:
             return partial(_round_scaled, scheme=scheme, group=group)
 
@@ -193,6 +201,8 @@ def _round_scaled(wide: Floats, scheme: Scheme, group: tuple[int, int]) -> _Roun
     rows, columns = (np.arange(0, size, part) for size, part in zip(wide.shape, group))
     peaks = np.maximum.reduceat(np.maximum.reduceat(np.abs(wide), rows, 0), columns, 1)
     scales: Floats = np.where(peaks > 0, peaks / largest, np.float32(1)).astype(np.float32)
+    if scheme == _SCHEMES["mxfp8"]:
+        scales = _powers(scales)
     spread = np.repeat(np.repeat(scales, group[0], 0)[: len(wide)], group[1], 1)[:, : wide.shape[1]]
     numbers = np.clip(wide / spread, -largest, largest)
     return _Rounded(to_float8(numbers) if isinstance(scheme, Float8) else np.rint(numbers).astype(np.int8), scales)
@@ -271,15 +281,26 @@ def _nearest(exact: Floats, zero: Floats) -> Floats:
     return numbers
 
 
-def _round_codes(wide: Floats, table: Floats, group: int) -> _Rounded:
-    """Round to the nearest values of a table times the largest magnitude of a group."""
+def _round_codes(wide: Floats, table: Floats, group: int, powers: bool = False) -> _Rounded:
+    """Round to the nearest values of a table times a scale per group, with which its largest magnitude is the table's.
+
+    `powers`: the scale is the power of two with which it is that, or just below.
+    """
     grouped = wide.reshape(len(wide), -1, group)
-    peaks = np.abs(grouped).max(-1)
+    peaks = np.abs(grouped).max(-1) / np.abs(table).max()
     scales: Floats = np.where(peaks > 0, peaks, np.float32(1))
+    scales = _powers(scales) if powers else scales
     order = np.argsort(table, kind="stable")
     middles = (table[order][1:] + table[order][:-1]) / 2
     codes = order[np.searchsorted(middles, grouped / scales[..., None])].astype(np.uint8)
     return _Rounded(_pairs(codes.reshape(wide.shape)), scales)
+
+
+def _powers(values: Floats) -> Floats:
+    """Return the smallest powers of two, from 2^-126 on, that are not below positive values."""
+    mantissas, exponents = np.frexp(values)
+    powers: Floats = np.ldexp(np.float32(1), np.maximum(exponents - (mantissas == 0.5), -126))
+    return powers
 
 
 def _pairs(codes: Array) -> Array:

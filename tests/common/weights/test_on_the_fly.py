@@ -15,7 +15,17 @@ from pagoda.common.weights.quantization.on_the_fly import (
     scheme_of,
     schemes_on_the_fly,
 )
-from pagoda.common.weights.quantization.tensors import TABLES, Codes4, Float8, Int4, Int8, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import (
+    E2M1,
+    TABLES,
+    Activations,
+    Codes4,
+    Float8,
+    Int4,
+    Int8,
+    Mxfp4,
+    QuantizedTensor,
+)
 
 UP = "layers.0.ffn.up"
 
@@ -92,6 +102,34 @@ def test_nf4_has_the_nearest_values_of_the_table() -> None:
     units = values.reshape(8, 2, 64) / tensor.scales[..., None]
     nearest = TABLES["nf4"][np.abs(units[..., None] - TABLES["nf4"]).argmin(-1)]
     np.testing.assert_allclose(tensor.dequantize().reshape(8, 2, 64), nearest * tensor.scales[..., None], rtol=1e-6)
+
+
+def test_mxfp8_has_powers_of_two() -> None:
+    values = matrix(64, 96)
+    tensor = quantise(values, "mxfp8")
+    assert tensor.scheme == Float8((1, 32), Activations("float8", 32))
+    assert tensor.scales.shape == (64, 3)
+    assert (np.frexp(tensor.scales)[0] == 0.5).all()
+    numbers = to_float32(tensor.data).reshape(64, 3, 32)
+    peaks = np.abs(numbers).max(-1)
+    assert ((peaks > 223) & (peaks <= 448) | (peaks == 0)).all(), "of numbers up to 448, less than one octave is unused"
+    expected = (values.reshape(64, 3, 32) / tensor.scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(numbers, expected.astype(np.float32))
+
+
+def test_mxfp4_has_the_nearest_values_times_powers_of_two() -> None:
+    values = matrix(64, 96)
+    tensor = quantise(values, "mxfp4")
+    assert tensor.scheme == Mxfp4()
+    assert (np.frexp(tensor.scales)[0] == 0.5).all()
+    candidates = E2M1 * tensor.scales[..., None, None]
+    best = np.abs(candidates - values.reshape(64, 3, 32, 1)).min(-1)
+    got = tensor.dequantize().reshape(64, 3, 32)
+    np.testing.assert_allclose(np.abs(got - values.reshape(64, 3, 32)), best, rtol=1e-5, atol=1e-7)
+    peaks = np.abs(got / tensor.scales[..., None]).max(-1)
+    assert set(np.unique(peaks)) <= {0, 3, 4, 6}
+    narrow = quantize_on_the_fly(UP, matrix(8, 48), "mxfp4")
+    assert isinstance(narrow, np.ndarray), "32 does not divide its inputs"
 
 
 @pytest.mark.parametrize("method", METHODS)
