@@ -54,9 +54,8 @@ def test_an_adapter_of_peft_gives_its_logits(backend: str, name: str, tmp_path: 
             for seed in range(2)
         ]
     requests = [others[0], LoRARequest(name, 1, str(FOLDER / name)), None, others[1]]
-    outputs = llm.generate(
-        [{"prompt_token_ids": saved["prompt"]}] * 4, EVERYTHING, use_tqdm=False, lora_request=requests
-    )
+    prompts = [{"prompt_token_ids": saved["prompt"]}] * 4
+    outputs = llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
     np.testing.assert_allclose(logits(outputs[1]), np.array(saved["logits"]), atol=3e-5)
     assert np.abs(logits(outputs[2]) - np.array(saved["logits"])).max() > 0.1
     if backend == "jax_tpu":
