@@ -20,7 +20,8 @@ import pagoda
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.admin import api_docs, chat_page, dev, health, sagemaker, tokenize, unsupported_routes
+from pagoda.server.admin import adapters, api_docs, chat_page, dev, health, sagemaker, tokenize, unsupported_routes
+from pagoda.server.admin.adapters import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from pagoda.server.admin.dev import AbortRequest
 from pagoda.server.admin.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pagoda.server.anthropic import messages
@@ -100,6 +101,8 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/invocations": (CompletionRequest, ChatCompletionRequest),
     "/inference/v1/generate": GenerateRequest,
     "/v1/batches": BatchCreateRequest,
+    "/v1/load_lora_adapter": LoadLoRAAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadLoRAAdapterRequest,
     "/abort_requests": AbortRequest,
 }
 """Path -> request body, or alternatives."""
@@ -140,7 +143,7 @@ def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     pooling = (embeddings.router, scoring.router, embed.router, cohere_chat.router)
     batch = (files.router, batches.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
-    for router in (*generating, *pooling, *batch, *server, unsupported_routes.router):
+    for router in (*generating, *pooling, *batch, *server, adapters.router, unsupported_routes.router):
         app.include_router(router)
     if not config.disable_fastapi_docs:
         app.include_router(api_docs.router)

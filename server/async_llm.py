@@ -740,10 +740,18 @@ class AsyncInputs:
         *,
         text: TextOptions | None = None,
         arrival_time: float | None = None,
+        adapter: Adapter | None = None,
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, see InputProcessor.prepare. Raises RequestError."""
         prepare = partial(
-            self.processor.prepare, request_id, prompt, params, priority, text=text, arrival_time=arrival_time
+            self.processor.prepare,
+            request_id,
+            prompt,
+            params,
+            priority,
+            text=text,
+            arrival_time=arrival_time,
+            adapter=adapter,
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         long = isinstance(given, str | list) and len(given) > LONG_TEXT

@@ -412,7 +412,7 @@ def log_engine_stats(now: EngineStats) -> None:
 def _metrics_of(info: EngineInfo, config: EngineConfig) -> Metrics:
     from pagoda.common.observe.metrics import Metrics  # prometheus_client is not needed to generate
 
-    return Metrics(info.names[0], config.parallel.data_parallel_size)
+    return Metrics(info.names[0], config.parallel.data_parallel_size, config.lora.slots)
 
 
 WORKER_METHODS: Final = ("check_health", "get_model", "get_supported_tasks")

@@ -194,9 +194,6 @@ _MODEL: Final = (
     _unused("S3_SECRET_ACCESS_KEY", "S3 secret access key, for tensorizer.", _NO_TENSORIZER, shared=True),
     _unused("S3_ENDPOINT_URL", "S3 endpoint URL, for tensorizer.", _NO_TENSORIZER, shared=True),
     _unused("VLLM_CI_USE_S3", "Download test models from S3.", "the tests generate their models"),
-    _unused(
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "Allow loading LoRA adapters at run time.", "LoRA is not in this version"
-    ),
 )
 _USAGE: Final = (
     _unused("VLLM_USAGE_STATS_SERVER", "URL that usage data is sent to.", _NO_USAGE_DATA),
@@ -381,6 +378,17 @@ CPU_OMP_THREADS_BIND: Final = _ours(
     "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8.",
     "cpu_omp_threads_bind",
 )
+ALLOW_RUNTIME_LORA_UPDATING: Final = EnvVar(
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "1: allow POST /v1/load_lora_adapter and /v1/unload_lora_adapter, and resolvers of LoRA adapters.",
+    aliases=("PAGODA_ALLOW_RUNTIME_LORA_UPDATING",),
+)
+LORA_RESOLVER_CACHE_DIR: Final = EnvVar(
+    "VLLM_LORA_RESOLVER_CACHE_DIR",
+    "Folder in which unknown model names are looked up as LoRA adapters, each in a folder of its name; "
+    "/v1/load_lora_adapter then reads no others.",
+    aliases=("PAGODA_LORA_RESOLVER_CACHE_DIR",),
+)
 OMP_NUM_THREADS: Final = EnvVar(
     "OMP_NUM_THREADS",
     "Number of compute threads of the CPU backend.",
@@ -421,6 +429,7 @@ SERVER_DEV_MODE: Final = _ours(
 VARIABLES: Final = (
     *(API_KEY, CLIENT_API_KEY, HF_TOKEN, HF_HUB_OFFLINE, ALLOW_LONG_MAX_MODEL_LEN, TEST_FORCE_LOAD_FORMAT, PLUGINS),
     *(BATCH_INVARIANT, XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE, TRANSFORMERS_DEVICE),
+    *(ALLOW_RUNTIME_LORA_UPDATING, LORA_RESOLVER_CACHE_DIR),
     *(ATTENTION_BACKEND, CPU_KVCACHE_SPACE, CPU_OMP_THREADS_BIND, OMP_NUM_THREADS),
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),

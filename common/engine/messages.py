@@ -165,6 +165,7 @@ class FinishedSequence:
     preemptions: int
     generation_tokens: int | None  # None: pooling
     max_tokens: int | None
+    adapter: str | None = None  # name of its LoRA adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

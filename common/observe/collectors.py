@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -120,8 +121,11 @@ _FROM_STATS: Final = (
 class StatsCollector(Collector):
     """Gauges and totals from the latest statistics. `state` returns them and the sleep level."""
 
-    def __init__(self, model_name: str, replicas: int, state: Callable[[], tuple[EngineStats, int]]) -> None:
-        self._model_name, self._replicas, self._state = model_name, replicas, state
+    def __init__(
+        self, model_name: str, replicas: int, state: Callable[[], tuple[EngineStats, int]], max_loras: int = 0
+    ) -> None:
+        """`max_loras`: LoRA adapters that a batch may use."""
+        self._model_name, self._replicas, self._state, self._max_loras = model_name, replicas, state, max_loras
 
     def collect(self) -> Iterator[Metric]:
         stats, sleep_level = self._state()
@@ -135,6 +139,18 @@ class StatsCollector(Collector):
             for level, name in enumerate(SLEEP_STATES):
                 asleep.add_metric((self._model_name, str(index), name), float(sleep_level == level))
         yield asleep
+        yield self._adapters(parts)
+
+    def _adapters(self, parts: Sequence[EngineStats]) -> Metric:
+        """Return the adapters in use, as labels; the value is the time, as in vLLM. No series without --enable-lora."""
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters of running requests.", labels=labels)
+        if self._max_loras:
+            running, waiting = (
+                ",".join(sorted({name for part in parts for name in of(part)})) for of in (_running, _waiting)
+            )
+            family.add_metric((str(self._max_loras), waiting, running), time.time())
+        return family
 
     def _family(self, metric: _FromStats, parts: Sequence[EngineStats]) -> Metric:
         labels = LABELS if metric.label is None else (*LABELS, metric.label)
@@ -148,6 +164,14 @@ class StatsCollector(Collector):
             else:
                 family.add_metric((self._model_name, str(index)), values)
         return family
+
+
+def _running(stats: EngineStats) -> tuple[str, ...]:
+    return stats.running_adapters
+
+
+def _waiting(stats: EngineStats) -> tuple[str, ...]:
+    return stats.waiting_adapters
 
 
 class FormerName(Collector):
@@ -186,7 +210,6 @@ _NO_DRAFTS: Final = "No series: there is no speculative decoding."
 _NO_DETAILED_TRACES: Final = "No series: vLLM measures it with detailed traces, which do not exist."
 
 WITHOUT_SERIES: Final[Mapping[str, tuple[str, str]]] = {
-    "vllm:lora_requests_info": ("gauge", "No series: there are no LoRA adapters."),
     "vllm:spec_decode_draft_acceptance_rate": ("gauge", _NO_DRAFTS),
     "vllm:spec_decode_efficiency": ("gauge", _NO_DRAFTS),
     "vllm:spec_decode_num_accepted_tokens": ("counter", _NO_DRAFTS),

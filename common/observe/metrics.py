@@ -54,16 +54,19 @@ _PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 
 class Metrics:
-    """All metrics of one server. `replicas`: data-parallel copies of the model, each with series of its own."""
+    """All metrics of one server. `replicas`: data-parallel copies of the model, each with series of its own.
 
-    def __init__(self, model_name: str, replicas: int = 1) -> None:
+    `max_loras`: LoRA adapters that a batch may use.
+    """
+
+    def __init__(self, model_name: str, replicas: int = 1, max_loras: int = 0) -> None:
         self.registry = CollectorRegistry()
         self.model_name = model_name
         self.stats = EngineStats()
         self.sleep_level = 0
         self._generated = self._prompted = 0
         ProcessCollector(registry=self.registry)
-        self.registry.register(StatsCollector(model_name, replicas, lambda: (self.stats, self.sleep_level)))
+        self.registry.register(StatsCollector(model_name, replicas, lambda: (self.stats, self.sleep_level), max_loras))
         parents = _Parents(self.registry)
         self._replicas = [_ReplicaSeries(parents, model_name, str(index)) for index in range(replicas)]
         self.registry.register(FormerName("vllm:time_per_output_token_seconds", parents.inter_token))
@@ -72,6 +75,9 @@ class Metrics:
 
         rejections = self._counter("vllm:admission_rejections", "Requests refused (429), by limit.", "reason")
         self._rejections = {reason: rejections.labels(model_name, reason) for reason in REJECTION_REASONS}
+        self._adapter_tokens = self._counter(
+            "pagoda:lora_tokens", "Tokens of finished sequences of each LoRA adapter, by kind.", "lora_name", "kind"
+        )
         ignored = self._counter(
             "pagoda:ignored_request_parts",
             "Request fields, hints and tools accepted and ignored, by kind.",
@@ -109,9 +115,15 @@ class Metrics:
             self._prompted += first.prompt_tokens
         for sequence in events.sequences:
             self._replicas[sequence.replica].on_sequence(sequence)
+            if sequence.adapter is not None:
+                self._on_adapted(sequence, sequence.adapter)
         for request in events.requests:
             self._replicas[request.replica].params_n.observe(request.n)
             self._replicas[request.replica].longest.observe(request.longest)
+
+    def _on_adapted(self, sequence: FinishedSequence, name: str) -> None:
+        for kind, tokens in (("prompt", sequence.prompt_tokens), ("generation", sequence.generation_tokens or 0)):
+            self._adapter_tokens.labels(self.model_name, name, kind).inc(tokens)
 
     def set_cache_info(self, info: Mapping[str, object]) -> None:
         """Publish the KV cache configuration of each replica."""

@@ -172,7 +172,7 @@ async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation, whole or streamed."""
     state = server_of(request)
     body = await read_body(request, AnthropicMessagesRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     thinks = state.reasoning_format is not None
     params = body.params(state.llm().info.sampling_defaults, thinks=thinks)
     budget = body.budget_without_effect(thinks=thinks)
@@ -185,7 +185,7 @@ async def create_message(request: Request) -> Response:
         note_ignored(request, (*budget, *chat.ignored), body.own_name)
         user = body.metadata.user_id if body.metadata is not None else None
         message_id = f"msg_{uuid.uuid4().hex}"
-        generation = Generation(state, message_id, [chat], chat.params, user=user)
+        generation = Generation(state, message_id, [chat], chat.params, model=model, user=user)
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         builder = MessagesBuilder(message_id, model, parser, body.shows_thinking)
         style = EventStyle(
@@ -204,7 +204,7 @@ async def render_message(request: Request) -> Response:
     """Return the token ids and sampling parameters of a conversation without running it."""
     state = server_of(request)
     body = await read_body(request, AnthropicMessagesRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     params = body.params(state.llm().info.sampling_defaults, thinks=state.reasoning_format is not None)
     try:
         chat = await prepare(state, replace(body.conversation(), cache_salt=body.cache_salt), params)
@@ -221,7 +221,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation without running it."""
     state = server_of(request)
     body = await read_body(request, AnthropicCountTokensRequest, state.config)
-    model_of(state, body)
+    await model_of(state, body)
     try:
         chat = await prepare(state, body.conversation(), SamplingParams())
         note_ignored(request, chat.ignored, body.own_name)

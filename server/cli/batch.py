@@ -110,7 +110,7 @@ def _run(
     from pagoda.server.http.state import ServerState
 
     llm = AsyncLLM(engine_config, wait=False, client=client)
-    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size)
+    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size, llm.config.lora.slots)
     metrics_context = (
         metrics_server(metrics, config.url, server_config.port) if config.enable_metrics else contextlib.nullcontext()
     )

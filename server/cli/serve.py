@@ -233,7 +233,7 @@ def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, Serve
     from pagoda.server.http.server import http_server
     from pagoda.server.http.state import ServerState
 
-    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size)
+    metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size, llm.config.lora.slots)
     state = ServerState(llm, config, metrics)
     return http_server(create_app(state), config), state
 

@@ -337,13 +337,13 @@ async def cohere_chat(request: Request) -> Response:
     """Continue a conversation, streamed or whole (Cohere Chat API)."""
     state = server_of(request)
     body = await read_body(request, CohereChatRequest, state.config)
-    model_of(state, body)
+    model = await model_of(state, body)
     try:
         params = body.params(state.llm().info.sampling_defaults, thinks=state.reasoning_format is not None)
         chat = await prepare(state, body.conversation(), params)
         note_ignored(request, chat.ignored, body.own_name)
         response_id = f"chat-{uuid.uuid4().hex}"
-        generation = Generation(state, response_id, [chat], chat.params, priority=body.priority or 0)
+        generation = Generation(state, response_id, [chat], chat.params, model=model, priority=body.priority or 0)
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         names = TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids) if body.logprobs else None
         builder = CohereChatBuilder(response_id, parser, names)

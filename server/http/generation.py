@@ -150,7 +150,8 @@ class PromptBatch:
 
 
 class Generation(PromptBatch):
-    """The prompts of a request to generate. `accepted` is set once the engine has all prompts.
+    """The prompts of a request to generate. `accepted` is set once the engine has all prompts. `model`: the name in the
+    request, which may be a LoRA adapter's.
 
     Raises RequestError for too many completions or stop strings.
     """
@@ -162,6 +163,7 @@ class Generation(PromptBatch):
         prompts: Sequence[PromptType],
         params: SamplingParams,
         *,
+        model: str | None,
         priority: int = 0,
         user: str | None = None,
     ) -> None:
@@ -177,7 +179,7 @@ class Generation(PromptBatch):
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
-        self._params = params
+        self._params, self._adapter = params, state.adapters.find(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
 
@@ -216,7 +218,9 @@ class Generation(PromptBatch):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
-            streams.append(await self._llm.add_request(engine_id, prompt, self._params, priority=self._priority))
+            streams.append(
+                await self._llm.submit(engine_id, prompt, self._params, self._priority, adapter=self._adapter)
+            )
             self._unfinished.append(engine_id)
         return streams
 

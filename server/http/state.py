@@ -22,6 +22,7 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import read_chat_template, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.http.adapters import ServedAdapters
 from pagoda.server.http.conversation_store import ConversationStore
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.file_store import FileStore
@@ -33,6 +34,8 @@ from pagoda.server.parsers.registry import reasoning_format, tool_format
 logger = logging.getLogger(__name__)
 
 MAX_ID_LENGTH = 256
+
+_SHOWN_ADAPTERS: Final = 20
 
 
 class StopSignal:
@@ -77,6 +80,7 @@ class ServerState:
         self.stopping = StopSignal()
         self.running = 0  # HTTP requests in the engine
         self._llm = llm
+        self.adapters = ServedAdapters(llm, config.lora_modules)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -136,11 +140,16 @@ class ServerState:
         """Return the requested model name, by default the first. Raise ModelNotFoundError if it is not served."""
         if not requested:
             return self.names[0]
-        if requested not in self.names:
+        if not self.serves(requested):
+            served = [*self.names, *(each.adapter.name for each in self.adapters.served[:_SHOWN_ADAPTERS])]
             raise ModelNotFoundError(
-                f"the model {requested[:200]!r} does not exist; served models: {', '.join(self.names)}"
+                f"the model {requested[:200]!r} does not exist; served models: {', '.join(served)}"
             )
         return requested
+
+    def serves(self, name: str) -> bool:
+        """Return whether requests may name this model or adapter."""
+        return name in self.names or self.adapters.find(name) is not None
 
     async def check_health(self) -> None:
         """Raise EngineDeadError or UnavailableError unless the engine is loaded and makes progress."""
@@ -173,6 +182,7 @@ class ServerState:
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish its cache configuration as a metric. Raises if it does not start."""
         info = await self._llm.wait_until_ready()
+        await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))
 
     async def log_stats(self) -> None:
@@ -285,8 +295,13 @@ class ToModel(Protocol):
         ...
 
 
-def model_of(state: ServerState, body: ToModel) -> str:
-    """Check the body and return the model name. Raise ModelNotFoundError, UnavailableError or RequestError."""
+async def model_of(state: ServerState, body: ToModel) -> str:
+    """Check the body and return the model name. Raise ModelNotFoundError, UnavailableError or RequestError.
+
+    An unknown name may be a LoRA adapter's, which a resolver finds.
+    """
+    if body.model and not state.serves(body.model) and state.engine.is_running:
+        await state.adapters.resolve(body.model)
     model = state.model_name(body.model)
     state.llm()
     body.check()

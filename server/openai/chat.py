@@ -594,7 +594,7 @@ async def chat_completions(request: Request) -> Response:
     """Continue a conversation, streamed or whole."""
     state = server_of(request)
     body = await read_body(request, ChatCompletionRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     return await _answer(request, state, body, model, [body.conversation()])
 
 
@@ -603,7 +603,7 @@ async def chat_completions_batch(request: Request) -> Response:
     """Continue several conversations."""
     state = server_of(request)
     body = await read_body(request, BatchChatCompletionRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     return await _answer(request, state, body, model, list(body.conversations()))
 
 

@@ -278,7 +278,7 @@ async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
     state = server_of(request)
     body = await read_body(request, CompletionRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     try:
         params = body.params(state.llm().info.sampling_defaults)
         prompts: list[PromptType] = [await embeds_of(state, body, text) for text in body.embeds]

@@ -201,12 +201,12 @@ async def generate(request: Request) -> Response:
     """Continue token ids, streamed or whole."""
     state = server_of(request)
     body = await read_body(request, GenerateRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     params = body.params(state.llm().info.sampling_defaults)
     prompt: PromptType = {"prompt_token_ids": body.token_ids, "cache_salt": body.cache_salt}
     request_id = request_id_of(request, body, "generate-tokens")
     try:
-        source = Generation(state, request_id, [prompt], params, priority=body.priority)
+        source = Generation(state, request_id, [prompt], params, model=model, priority=body.priority)
         builder = GenerateBuilder(body, params, request_id, model, state.config)
         if body.output_mode == "text":
             builder.names = _names(state)

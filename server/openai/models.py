@@ -13,26 +13,30 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the served model names."""
+    """List the served models and LoRA adapters."""
     state = server_of(request)
-    return {"object": "list", "data": [_card(state, name) for name in state.names]}
+    names = [*state.names, *(each.adapter.name for each in state.adapters.served)]
+    return {"object": "list", "data": [_card(state, name) for name in names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    """Describe one served model name."""
+    """Describe one served model or LoRA adapter."""
     state = server_of(request)
     return _card(state, state.model_name(name))
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
     llm = state.llm()
+    root, parent = llm.config.model.model, None
+    if (served := llm.adapters.find(name)) is not None:
+        root, parent = served.adapter.path, served.parent
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "pagoda",
-        "root": llm.config.model.model,
-        "parent": None,
+        "root": root,  # of a LoRA adapter its folder
+        "parent": parent,  # of a LoRA adapter its base model
         "max_model_len": llm.max_model_len,  # tokens
     }

@@ -23,7 +23,7 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
     """Return the token ids and sampling parameters of a completion's prompts."""
     state = server_of(request)
     body = await read_body(request, CompletionRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     if body.embeds:
         raise RequestError("prompt_embeds", "prompt_embeds have no tokens to render; leave it out")
     try:
@@ -41,7 +41,7 @@ async def render_chat(request: Request) -> dict[str, Any]:
     """Return the token ids and sampling parameters of a conversation."""
     state = server_of(request)
     body = await read_body(request, ChatCompletionRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     params = body.params(state.llm().info.sampling_defaults)
     try:
         prompt = await prepare(state, body.conversation(), params)

@@ -99,7 +99,7 @@ def output_source(
     body.check_generation_fields()
     priority = body.priority or 0
     if not body.use_beam_search:
-        return Generation(state, request_id, prompts, params, priority=priority, user=body.user)
+        return Generation(state, request_id, prompts, params, model=body.model, priority=priority, user=body.user)
     search = body.beam_search_params(params, state.llm().max_model_len)
     text = BeamText(
         state.tokenizer(),
@@ -108,7 +108,15 @@ def output_source(
         search.include_stop_str_in_output,
     )
     return BeamGeneration(
-        state, request_id, prompts, search, text, cache_salt=body.cache_salt, priority=priority, user=body.user
+        state,
+        request_id,
+        prompts,
+        search,
+        text,
+        model=body.model,
+        cache_salt=body.cache_salt,
+        priority=priority,
+        user=body.user,
     )
 
 
@@ -134,6 +142,7 @@ class BeamGeneration:
         params: BeamSearchParams,
         text: BeamText,
         *,
+        model: str | None,
         cache_salt: str | None = None,
         priority: int = 0,
         user: str | None = None,
@@ -144,7 +153,7 @@ class BeamGeneration:
         self._prompts = prompts
         self._params = params
         self._text = text
-        self._salt = cache_salt
+        self._salt, self._model = cache_salt, model
         self._priority = priority
         self._user = user
         self.request_id = request_id
@@ -178,6 +187,7 @@ class BeamGeneration:
             self.request_id,
             prompts,
             step_params(self._params),
+            model=self._model,
             priority=self._priority,
             user=self._user,
         )

@@ -227,7 +227,7 @@ async def generative_scoring(request: Request) -> Response:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     prompts = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompt_ids]
-    generation = Generation(state, request_id, prompts, params, priority=body.priority)
+    generation = Generation(state, request_id, prompts, params, model=model, priority=body.priority)
     try:
         outputs = await cancel_on_disconnect(request.receive, state.stopping, generation.final_outputs())
     except RequestError as error:

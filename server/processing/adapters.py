@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Final, Protocol
 
 from pagoda.common.config.groups.model import LoRAConfig
@@ -39,6 +40,7 @@ class AdapterRegistry:
     def __init__(self, config: LoRAConfig) -> None:
         self._enabled = config.enable_lora
         self._versions: dict[tuple[int, str, str], int] = {}
+        self._new_versions = count(1)
         self._added: dict[int, Adapter] = {}
         self._served: dict[str, ServedAdapter] = {}
 
@@ -64,9 +66,9 @@ class AdapterRegistry:
         """Return the adapter in a new version, so that its files are read again for requests from now on."""
         adapter = self.adapter(request)
         assert adapter is not None
-        key = adapter.number, adapter.name, adapter.path
-        self._versions[key] = adapter.version + 1
-        return replace(adapter, version=adapter.version + 1)
+        version = next(self._new_versions)
+        self._versions[adapter.number, adapter.name, adapter.path] = version
+        return replace(adapter, version=version)
 
     def add(self, adapter: Adapter) -> bool:
         """Note an adapter as loaded. False if its number was."""
@@ -76,7 +78,10 @@ class AdapterRegistry:
 
     def remove(self, number: int) -> bool:
         """Forget a loaded adapter. False if there is none of that number."""
-        return self._added.pop(number, None) is not None
+        adapter = self._added.pop(number, None)
+        if adapter is not None:
+            self._versions[adapter.number, adapter.name, adapter.path] = next(self._new_versions)
+        return adapter is not None
 
     @property
     def numbers(self) -> set[int]:
@@ -95,12 +100,11 @@ class AdapterRegistry:
         return self._served.get(name)
 
     def new(self, name: str, path: str) -> Adapter:
-        """Return an adapter with a number of its own, or the next version of the one that has the name."""
-        served = self._served.get(name)
+        """Return an adapter with a number of its own, or a new version of the one that has the name."""
+        served, version = self._served.get(name), next(self._new_versions)
         if served is not None:
-            return replace(served.adapter, path=path, version=served.adapter.version + 1)
-        used = {each.adapter.number for each in self._served.values()} | self.numbers
-        return Adapter(number=1 + max(used, default=0), name=name, path=path)
+            return replace(served.adapter, path=path, version=version)
+        return Adapter(number=1 + max(self._added, default=0), name=name, path=path, version=version)
 
     def serve(self, adapter: Adapter, parent: str) -> None:
         """Serve an adapter under its name."""

@@ -254,6 +254,7 @@ def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: 
 
 def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -> None:
     metrics, request = sequence.metrics, sequence.request
+    adapter = request.prepared.children[sequence.index].adapter
     finished = FinishedSequence(
         replica=metrics.replica,
         finish_reason=reason,
@@ -267,6 +268,7 @@ def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -
         preemptions=metrics.num_preemptions,
         generation_tokens=metrics.num_generation_tokens,
         max_tokens=request.prepared.children[sequence.index].max_tokens,
+        adapter=None if adapter is None else adapter.name,
     )
     events.sequences.append(finished)
     answers = request.metrics.answers

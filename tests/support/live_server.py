@@ -42,7 +42,7 @@ class LiveServer:
     def __init__(self, model: str, config: ServerConfig, ready: bool, **engine: Any) -> None:
         engine.setdefault("served_model_name", ["fake"])
         engine_config = AsyncEngineArgs(model, **engine).create_engine_config()
-        metrics = Metrics("fake", engine_config.parallel.data_parallel_size)
+        metrics = Metrics("fake", engine_config.parallel.data_parallel_size, engine_config.lora.slots)
         text = FRAMED if ":pool-" in model else TEXT
         if model.startswith("fake"):
             self.llm = AsyncLLM(

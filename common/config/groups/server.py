@@ -115,8 +115,7 @@ class ServerConfig:
     )
     lora_modules: tuple[str, ...] = option(
         (),
-        "LoRA adapters to serve, as name=path.",
-        refused="LoRA adapters are not in this version; serve the merged weights",
+        'LoRA adapters to serve, as name=path or JSON: {"name": "a", "path": "/a", "base_model_name": "m"}.',
     )
     enable_auto_tool_choice: bool = option(
         False, "Enable tool_choice auto: the model decides when to call tools; needs --tool-call-parser."

@@ -58,14 +58,14 @@ async def create_response(request: Request) -> Response:
     """Create a response: whole, streamed, or in the background."""
     state = server_of(request)
     body = await read_body(request, ResponsesRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     stores, owner = _stores(state, body), owner_of(request.scope)
     response_id = _new_id(state, body, owner)
     context = _context_of(state, body, owner)
     try:
         chat = await _prepared(request, state, body, context)
         user = body.safety_identifier or body.user
-        generation = Generation(state, response_id, [chat], chat.params, priority=body.priority, user=user)
+        generation = Generation(state, response_id, [chat], chat.params, model=model, priority=body.priority, user=user)
         tools, _ = body.offered(context.items, context.num_earlier)
         builder = _builder(state, body, chat, tools, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
@@ -89,7 +89,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response without generating it."""
     state = server_of(request)
     body = await read_body(request, ResponsesRequest, state.config)
-    model_of(state, body)
+    await model_of(state, body)
     context = _context_of(state, body, owner_of(request.scope))
     try:
         chat = await _prepared(request, state, body, context)
@@ -103,7 +103,7 @@ async def render_response(request: Request) -> Response:
     """Return the token ids and sampling parameters of a response without generating it."""
     state = server_of(request)
     body = await read_body(request, ResponsesRequest, state.config)
-    model = model_of(state, body)
+    model = await model_of(state, body)
     owner = owner_of(request.scope)
     context = _context_of(state, body, owner)
     try:
