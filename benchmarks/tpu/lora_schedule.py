@@ -45,7 +45,7 @@ class Case:
     rank: int
 
 
-CASES = (Case(64, 8, 16), Case(64, 8, 64), Case(64, 32, 16), Case(8, 8, 16), Case(2048, 8, 16), Case(2048, 8, 64))
+CASES = (Case(64, 8, 16), Case(64, 8, 64), Case(64, 32, 16), Case(8, 8, 16), Case(2048, 8, 16))
 
 
 def layer(form: str | None, case: Case, x: Any, weights: Any, slots: Any) -> Any:

@@ -140,13 +140,20 @@ RULES: Final = (
         BackendRule(setting, _NOT_CUDA, "no effect", _NO_GRAPHS)
         for setting in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
     ),
+    BackendRule("fully_sharded_loras", ("reference",), "refused", "{backend} runs a model on one device; drop it"),
     BackendRule(
-        "enable_lora",
+        "fully_sharded_loras",
         ("torch_cuda", "jax_tpu"),
         "refused",
-        "{backend} has no LoRA adapters yet; use --backend reference, or merge the adapter into the checkpoint",
+        "{backend} shards B of matrices whose outputs are sharded, and A of those whose inputs are, alone; drop it",
     ),
-    BackendRule("fully_sharded_loras", ("reference",), "refused", "{backend} runs a model on one device; drop it"),
+    BackendRule(
+        "lora_dtype",
+        ("jax_tpu",),
+        "refused",
+        "{backend} does not support float16; use auto or bfloat16",
+        values=("float16",),
+    ),
     BackendRule("compiled_bundle", _NOT_TPU, "refused", _NO_BUNDLES),
     *(
         BackendRule(setting, _NOT_TPU, "no effect", _NO_PROGRAMS)

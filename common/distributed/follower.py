@@ -10,6 +10,7 @@ from typing import Final, cast
 
 from pagoda.common.backend import (
     Backend,
+    LoraBackend,
     MemoryPlan,
     PendingResult,
     PendingShards,
@@ -18,6 +19,7 @@ from pagoda.common.backend import (
 )
 from pagoda.common.distributed.leader import RankBackend, current_error
 from pagoda.common.distributed.messages import (
+    AdapterPart,
     AgreedBlocks,
     BindMasks,
     BlockCount,
@@ -33,6 +35,7 @@ from pagoda.common.distributed.messages import (
 from pagoda.common.engine.core import Sleeper
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError
+from pagoda.common.weights.lora.weights import LowRank
 
 _MAX_IN_FLIGHT: Final = 2  # steps; as many as the leader plans ahead
 
@@ -77,6 +80,7 @@ class FollowingBackend(RankBackend):
         Raises EngineDeadError if the leader failed or disconnected.
         """
         pending: deque[PendingResult | PendingShards] = deque()
+        matrices: dict[str, LowRank] = {}  # of an adapter that arrives in parts
         while True:
             match self._leader.receive():
                 case Execute(plans):
@@ -87,6 +91,12 @@ class FollowingBackend(RankBackend):
                 case BindMasks(masks):
                     with self._leader_failure_first():
                         _bind(pending[-1], masks)
+                case AdapterPart(slot, weights, last):
+                    matrices |= weights.matrices
+                    if last:
+                        with self._leader_failure_first():
+                            cast(LoraBackend, self._backend).load_adapter(slot, replace(weights, matrices=matrices))
+                        matrices = {}
                 case SleepRanks() | WakeUpRanks() as change:
                     assert sleeper is not None, "the leader and its followers have the same sleep mode"
                     while pending:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 from pagoda.common.backend import (
     Backend,
     Capabilities,
+    LoraBackend,
     MemoryPlan,
     PendingResult,
     PendingSample,
@@ -25,6 +26,7 @@ from pagoda.common.backend import (
     Weight,
 )
 from pagoda.common.distributed.messages import (
+    AdapterPart,
     AgreedBlocks,
     BindMasks,
     BlockCount,
@@ -42,6 +44,8 @@ from pagoda.common.engine.core import KV_CACHE, WEIGHTS
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError, ModelError, PagodaError, WeightError
+from pagoda.common.models.primitives import Param
+from pagoda.common.weights.lora.weights import AdapterWeights, LowRank
 
 
 class PeerFailure:
@@ -98,6 +102,9 @@ MasksT = TypeVar("MasksT", contravariant=True)
 ResultT = TypeVar("ResultT", covariant=True)
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_BYTES: Final = 1 << 28
+"""Matrices of an adapter in one message."""
 
 
 class RankBackend:
@@ -189,6 +196,18 @@ class LeadingBackend(RankBackend):
             pending = cast(ShardedBackend, self._backend).execute_shards(plans)
             return _PendingOnAllHosts(pending, self._broadcast, self._failure, self._grace)
 
+    def adaptable(self) -> Mapping[str, Param]:
+        """Return the matrices that adapters may change, on every host the same."""
+        return cast(LoraBackend, self._backend).adaptable()
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Replace the adapter in a slot on every host, between the steps that were started before and after."""
+        parts = tuple(_parts(weights))
+        for number, part in enumerate(parts, start=1):
+            self._broadcast(AdapterPart(slot, part, number == len(parts)))
+        with self._failure.as_cause(self._grace):
+            cast(LoraBackend, self._backend).load_adapter(slot, weights)
+
     def sleep(self, level: int) -> None:
         """Release the memory of all hosts. Raises MemoryError if one cannot; then all are awake again."""
         own = cast(SleepingBackend, self._backend)
@@ -249,11 +268,25 @@ class LeadingBackend(RankBackend):
         with self._failure.as_cause():
             return peer.expect(kind)
 
-    def _broadcast(self, message: AgreedBlocks | Execute | BindMasks | SleepRanks | WakeUpRanks) -> None:
+    def _broadcast(self, message: AgreedBlocks | Execute | BindMasks | AdapterPart | SleepRanks | WakeUpRanks) -> None:
         data = encode(message)
         with self._failure.as_cause():
             for peer in self._followers:
                 peer.send_bytes(data)
+
+
+def _parts(weights: AdapterWeights) -> Iterator[AdapterWeights]:
+    """Yield an adapter in parts of at most ADAPTER_BYTES, or of one matrix; an empty one whole."""
+    part: dict[str, LowRank] = {}
+    size = 0
+    for name, matrix in weights.matrices.items():
+        num_bytes = matrix.a.nbytes + matrix.b.nbytes
+        if part and size + num_bytes > ADAPTER_BYTES:
+            yield AdapterWeights(weights.rank, part)
+            part, size = {}, 0
+        part[name] = matrix
+        size += num_bytes
+    yield AdapterWeights(weights.rank, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError
+from pagoda.common.weights.lora.weights import AdapterWeights
 
 HANDSHAKE_BYTES: Final = 1 << 16  # maximum size of a message before the handshake is complete
 STEP_BYTES: Final = 1 << 30  # maximum size of a message after it
@@ -203,6 +204,14 @@ class BindMasks(msgspec.Struct, tag="masks", frozen=True):
     masks: tuple[TokenMasks | None, ...]
 
 
+class AdapterPart(msgspec.Struct, tag="adapter", frozen=True):
+    """Some matrices of the LoRA adapter for a slot; with the `last` ones it replaces the slot's."""
+
+    slot: int
+    weights: AdapterWeights
+    last: bool
+
+
 class SleepRanks(msgspec.Struct, tag="sleep", frozen=True):
     """Release device memory at this sleep level. Answered by SleepResult."""
 
@@ -235,6 +244,7 @@ Message = (
     | WarmedUp
     | Execute
     | BindMasks
+    | AdapterPart
     | SleepRanks
     | WakeUpRanks
     | SleepResult
@@ -253,7 +263,7 @@ def _to_array(kind: Any, value: Any) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_DTYPES: Final = (np.dtype(np.int32).str, np.dtype(np.uint32).str, np.dtype(np.bool_).str, np.dtype(np.uint8).str)
+_DTYPES: Final = tuple(np.dtype(each).str for each in (np.int32, np.uint32, np.bool_, np.uint8, np.float32))
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_from_array)
 _decoder: Final = msgspec.msgpack.Decoder(Message, dec_hook=_to_array)
 

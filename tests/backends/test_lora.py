@@ -46,11 +46,17 @@ def shared_expert() -> ModelSpec:
 SPECS = {"dense": tiny_spec(window=3), "tied": tied(), "interleaved": interleaved(), "mixture": shared_expert()}
 
 
-def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, **make) -> Driver:
+def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, **make) -> Driver:
     lora = LoraOptions(slots, RANK, "float32")
     if backend == "torch_cuda":
         make.setdefault("device", CPU)
-    options = {"rows": SLOTS + 1, "block_size": 8, "backend": backend, "lora": lora, "weights": weights_of(spec)}
+    options = {
+        "rows": SLOTS + 1,
+        "block_size": 8,
+        "backend": backend,
+        "lora": lora,
+        "weights": given or weights_of(spec),
+    }
     return Driver(spec, "scattered", **options, **make)
 
 
@@ -76,6 +82,23 @@ def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) 
         assert tokens[-4:] == want[-4:].argmax(1).tolist()
     plain = logprobs_of(merged(spec, weights_of(spec), None), together[0][0][:-1])
     assert np.abs(plain - together[0][1]).max() > 0.1, "the adapter changes something"
+
+
+def test_adapters_of_quantised_weights() -> None:
+    """The weights are integers times a power of two, the largest of each row 127, which 8 bits hold exactly."""
+    spec, exact = SPECS["dense"], []
+    for name, values in weights_of(spec):
+        numbers = np.clip(np.round(values * 128), -127, 127)
+        if numbers.ndim == 2:
+            numbers[:, 0] = 127
+        exact.append((name, (numbers / 512).astype(np.float32)))
+    driver = make_driver(spec, "torch_cuda", quantization="int8_per_channel_weight_only", given=exact)
+    adapter = random_adapter(driver.backend.adaptable(), 16, 0)
+    driver.backend.load_adapter(2, adapter)
+    found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 2})
+    for row, each in ((0, adapter), (1, None)):
+        tokens, logprobs = found[row]
+        np.testing.assert_allclose(logprobs, logprobs_of(merged(spec, exact, each), tokens[:-1]), **TOLERANCE)
 
 
 @BACKENDS

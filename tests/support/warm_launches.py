@@ -162,6 +162,7 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
         known = context + size
         starts = (RowStart(row, np.zeros(n, np.int32), n, some_rules(rng)) for row, n in enumerate(known.tolist()))
         pages = -(-int(known.max()) // limits.block_size)
+        adapters = rng.integers(-1, limits.max_loras, len(size)).astype(np.int32) if limits.max_loras else None
         yield StepPlan(
             step=step,
             starts=tuple(starts),
@@ -172,12 +173,14 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
             block_tables=tuple(np.zeros((len(size), pages), np.int32) for _ in range(groups)),
             samples=(rng.random(len(size)) < rng.choice([0.0, 0.8, 1.0])) | (np.array(drafts) > 0),
             num_drafts=np.array(drafts, np.int32) if any(drafts) else None,
+            adapter_slots=adapters if step % 4 else None,
         )
 
 
 def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     """In a process of its own."""
     import torch
+    from support.adapted_models import random_adapter
     from support.backend_options import make_options
     from support.random_stored import STORED
     from support.reference_driver import random_weights
@@ -188,6 +191,7 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     from pagoda.common.config.engine import Limits
     from pagoda.common.engine.kv_cache.spec import kv_layout
     from pagoda.common.models.shapes import params
+    from pagoda.common.weights.lora.weights import LoraOptions
     from pagoda.common.weights.quantization.on_the_fly import is_matrix
 
     class Absent(Device):
@@ -203,7 +207,8 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     stored = None if quantization is None or quantization in METHODS else STORED[quantization]
     schemes = {} if stored is None else {each.name: stored.scheme for each in params(spec).values() if is_matrix(each)}
     quantised = {"schemes": schemes} if schemes else {"quantization": quantization}
-    options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", **quantised)
+    lora = LoraOptions(limits.max_loras, 64, "bfloat16") if limits.max_loras else None
+    options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", lora=lora, **quantised)
     backend = create(options, Absent(CPU.torch, CPU.chip, "H100"))
     backend.load(
         (key, stored.tensor(*array.shape) if stored is not None and key in schemes else array)
@@ -214,6 +219,9 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     backend.warmup()
     before = len(new)
     for plan in steps(limits, len(layout.groups)):
+        if lora is not None and plan.step % 5 == 0:
+            slot, rank = plan.step % limits.max_loras, (8, 16, 64)[plan.step % 3]
+            backend.load_adapter(slot, random_adapter(backend.adaptable(), rank, plan.step))
         backend.execute(plan).result()
     print(json.dumps([new[:before], new[before:]]))
 

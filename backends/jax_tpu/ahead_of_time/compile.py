@@ -17,6 +17,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
     Forward,
     ForwardEmbeds,
+    LoadAdapter,
     LogitsProgram,
     PoolProgramSet,
     RecordDrafts,
@@ -187,5 +188,5 @@ def _size(key: Key) -> tuple[int, ...]:
             return (seqs,)
         case CopyStates(_, count):
             return (count,)
-        case SetHistoryRow():
+        case SetHistoryRow() | LoadAdapter():
             return (0,)

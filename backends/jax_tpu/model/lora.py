@@ -39,9 +39,7 @@ class JaxLora(nnx.Module):
     """
 
     def __init__(self, axis: str, inputs: int, outputs: Sequence[AdapterOutputs], build: JaxBuildContext) -> None:
-        assert build.lora is not None, "created with slots"
-        build = replace(build, dtype=jnp.dtype(build.lora.dtype))
-        columns = build.lora.columns
+        columns, build = _for_slots(build)
         self.a = build.parameter(f".{SLOT_RANKS}{axis}", len(outputs), columns, inputs)
         self.b = nnx.List([build.parameter(f"{SLOT_RANKS}{each.axes}", columns, *each.shape) for each in outputs])
 
@@ -51,6 +49,12 @@ class JaxLora(nnx.Module):
         low = jax.lax.dot_general(x.astype(a.dtype), a, (((1,), (2,)), ((), ())), preferred_element_type=jnp.float32)
         low = jnp.where(mask[:, None], low, 0).astype(a.dtype)
         return [expand(low[:, number], b[...], dtype or x.dtype) for number, b in enumerate(self.b)]
+
+
+def _for_slots(build: JaxBuildContext) -> tuple[int, JaxBuildContext]:
+    """Return the ranks of all slots, and the context for parameters of the adapters' type."""
+    assert build.lora is not None, "created with slots"
+    return build.lora.columns, replace(build, dtype=jnp.dtype(build.lora.dtype))
 
 
 def expand(low: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -63,7 +67,6 @@ class JaxEmbeddingLora(nnx.Module):
     """The adapters of the embedding table: `b` [V, A], whose rows are looked up, and `a` [A, D]."""
 
     def __init__(self, vocab: int, width: int, build: JaxBuildContext) -> None:
-        assert build.lora is not None, "created with slots"
-        build = replace(build, dtype=jnp.dtype(build.lora.dtype))
-        self.b = build.parameter(f"V{SLOT_RANKS}", vocab, build.lora.columns)
-        self.a = build.parameter(f"{SLOT_RANKS}D", build.lora.columns, width)
+        columns, build = _for_slots(build)
+        self.b = build.parameter(f"V{SLOT_RANKS}", vocab, columns)
+        self.a = build.parameter(f"{SLOT_RANKS}D", columns, width)

@@ -65,7 +65,8 @@ class AdapterWriter:
 
     def _projections(self) -> dict[str, int]:
         """Return the index of each matrix among those of its module."""
-        places, counts = placements(self.model.spec, self.model.tensor), {}
+        places = placements(self.model.spec, self.model.tensor)
+        counts: dict[tuple[Path, tuple[int, ...]], int] = {}
         result: dict[str, int] = {}
         for name in adapted_matrices(self.model):
             if name.endswith(".v") and self._is_key(name):

@@ -326,7 +326,10 @@ class Runner:
 
         def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
             chunk = slice(begin, begin + len(targets))
-            logits = parts.logits(hidden[chunk], None, None if slots is None else slots[chunk])
+            own = (
+                None if slots is None else slots[chunk].clone()
+            )  # aligned: Triton recompiles for less aligned pointers
+            logits = parts.logits(hidden[chunk], None, own)
             return parts.sampler.score(logits, targets, best, self.stream)
 
         return score_prompts(step.plan, parts.sampler.rows, LOGITS_CHUNK, score)

@@ -35,6 +35,8 @@ MIB = 1 << 20
         ("full norms", "int4-ordered", {"max_num_seqs": 5}),
         ("windows", None, {"max_drafts": 3}),
         ("experts", "int8", {"max_drafts": 7, "max_num_seqs": 5}),
+        ("windows", None, {"max_loras": 3}),
+        ("experts", "int8", {"max_loras": 1, "max_drafts": 3, "max_num_seqs": 9}),
     ],
 )
 def test_serving_compiles_nothing(model: str, quantization: str | None, limits: dict[str, int]) -> None:

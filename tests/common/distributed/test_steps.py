@@ -18,6 +18,7 @@ from support.replaying import Replaying, drafting
 from support.scripted_masks import add_masked
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.distributed import leader as leader_module
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, Peer, WarmedUp, encode, send_frame
@@ -28,6 +29,7 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.step import EMBEDDED, StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError, WeightError
+from pagoda.common.weights.lora.weights import AdapterWeights, LowRank
 
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
 Make = Callable[..., "Pair"]
@@ -108,6 +110,36 @@ def answers(engine: EngineCore) -> dict[str, list[int]]:
         else:
             add_masked(engine, engine_request, 64)
     return drained_tokens(engine)
+
+
+def test_adapters_reach_every_host_between_the_same_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of one matrix each; a host has the whole adapter, and its steps in order."""
+    monkeypatch.setattr(leader_module, "ADAPTER_BYTES", 1)
+    pair = make()
+    seen: dict[str, list[tuple[int, int, AdapterWeights]]] = {"here": [], "there": []}
+    for name, backend in (("here", pair.here), ("there", pair.there)):
+
+        def load(slot: int, weights: AdapterWeights, name: str = name, backend: FakeShards = backend) -> None:
+            seen[name].append((len(backend.plans), slot, weights))
+
+        monkeypatch.setattr(backend, "load_adapter", load, raising=False)
+    following = pair.follow()
+    engine = pair.start()
+    numbers = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    adapter = AdapterWeights(8, {name: LowRank(a, a.T.copy()) for name, a in zip("qv", numbers)})
+    for slot, weights in ((1, adapter), (0, AdapterWeights(1, {})), (1, adapter)):
+        pair.leading.load_adapter(slot, weights)
+        answers(engine)
+    pair.leading.close()
+    assert following.result() is None
+    assert [each[:2] for each in seen["there"]] == [each[:2] for each in seen["here"]]
+    for (_, _, here), (_, _, there) in zip(seen["here"], seen["there"]):
+        assert there.rank == here.rank
+        assert there.matrices.keys() == here.matrices.keys()
+        for name, matrix in here.matrices.items():
+            np.testing.assert_array_equal(there.matrices[name].a, matrix.a)
+            np.testing.assert_array_equal(there.matrices[name].b, matrix.b)
+    assert len(seen["there"]) == 3
 
 
 def answers_for_ever(engine: EngineCore) -> None:

@@ -1,0 +1,111 @@
+"""LoRA adapters through LLM on the backends of accelerators, on CPU tensors and XLA's CPU client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lora_fixtures import CASES, FOLDER, SMALL, base_model
+from support.adapters import llama_modules, write_adapter
+
+from pagoda import LLM, SamplingParams
+from pagoda.common.errors import ConfigError
+from pagoda.server.vllm_compat.request_types import LoRARequest
+
+MODULES = llama_modules(32, 48, 4, 2, 2)
+EVERYTHING = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
+COMPILED = ("embeddings", "fused")
+"""Cases that jax_tpu compiles programs for: together they have every module."""
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    given = {"dtype": "float32", "enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_model_len": 32}
+    given |= {"skip_tokenizer_init": True, "max_logprobs": -1, "logprobs_mode": "raw_logits", "max_num_seqs": 4}
+    return LLM(model=str(folder), **{**given, **settings})
+
+
+def logits(output: Any) -> np.ndarray:
+    """The logits of every position of a prompt, float64 [T, V]."""
+    positions = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return np.array([[position[token].logprob for token in range(SMALL["vocab_size"])] for position in positions])
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("torch_cuda", name) for name in CASES] + [("jax_tpu", name) for name in COMPILED],
+)
+def test_an_adapter_of_peft_gives_its_logits(backend: str, name: str, tmp_path: Path) -> None:
+    """Beside two others, of which one has other modules, and none."""
+    base_model(CASES[name]).save_pretrained(tmp_path / "base")
+    saved = json.loads((FOLDER / name / "logits.json").read_text())
+    llm = engine(tmp_path / "base", backend=backend)
+    others: list[LoRARequest | None] = [None, None]
+    if CASES[name].model_type == "llama":
+        others = [
+            LoRARequest(f"other-{seed}", 10 + seed, str(write_adapter(tmp_path / str(seed), MODULES, seed=seed)))
+            for seed in range(2)
+        ]
+    requests = [others[0], LoRARequest(name, 1, str(FOLDER / name)), None, others[1]]
+    prompts = [{"prompt_token_ids": saved["prompt"]}] * 4
+    outputs = llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
+    np.testing.assert_allclose(logits(outputs[1]), np.array(saved["logits"]), atol=3e-5)
+    assert np.abs(logits(outputs[2]) - np.array(saved["logits"])).max() > 0.1
+    if backend == "jax_tpu":
+        return
+    reference = engine(tmp_path / "base", backend="reference")
+    expected = reference.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
+    for ours, theirs in zip(outputs, expected):
+        np.testing.assert_allclose(logits(ours), logits(theirs), atol=3e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+def test_adapters_take_turns_in_two_slots(backend: str, tmp_path: Path) -> None:
+    """Each answer is the one of the reference backend, where the adapter is alone; nothing compiles meanwhile."""
+    base_model(CASES["all_linear"]).save_pretrained(tmp_path / "base")
+    adapters = [
+        LoRARequest(f"a{seed}", seed + 1, str(write_adapter(tmp_path / str(seed), MODULES, rank=1 + seed, seed=seed)))
+        for seed in range(6)
+    ]
+    params = SamplingParams(max_tokens=6, temperature=0, detokenize=False, ignore_eos=True)
+    chosen = [adapters[index % 6] if index % 4 else None for index in range(18)]
+    prompts = [{"prompt_token_ids": [1 + index % 5, *range(3, 9)]} for index in range(18)]
+    together = engine(tmp_path / "base", backend=backend, max_loras=2).generate(
+        prompts, params, use_tqdm=False, lora_request=chosen
+    )
+    single = engine(tmp_path / "base", backend="reference", max_loras=1, max_num_seqs=1)
+    for prompt, request, output in zip(prompts, chosen, together):
+        (alone,) = single.generate(prompt, params, use_tqdm=False, lora_request=request)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
+
+
+def test_ranks_share_adapters(tmp_path: Path) -> None:
+    """Two ranks, each with its part of the matrices, give the logits of one."""
+    base_model(CASES["embeddings"]).save_pretrained(tmp_path / "base")
+    saved = json.loads((FOLDER / "embeddings" / "logits.json").read_text())
+    llm = engine(tmp_path / "base", backend="torch_cuda", tensor_parallel_size=2)
+    request = LoRARequest("embeddings", 1, str(FOLDER / "embeddings"))
+    (output,) = llm.generate({"prompt_token_ids": saved["prompt"]}, EVERYTHING, use_tqdm=False, lora_request=request)
+    np.testing.assert_allclose(logits(output), np.array(saved["logits"]), atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "words"),
+    [
+        ("torch_cuda", {"fully_sharded_loras": True}, "--fully-sharded-loras: torch_cuda shards B of"),
+        ("jax_tpu", {"fully_sharded_loras": True}, "--fully-sharded-loras: jax_tpu shards B of"),
+        ("jax_tpu", {"lora_dtype": "float16"}, "--lora-dtype: jax_tpu does not support float16"),
+        ("jax_tpu", {"batch_invariant": True}, "--batch-invariant: jax_tpu has other programs for adapters"),
+    ],
+)
+def test_what_is_missing_is_refused(backend: str, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    base_model(CASES["all_linear"]).save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match=words):
+        engine(tmp_path / "base", backend=backend, **settings)
