@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -25,6 +25,7 @@ from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache, a
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
@@ -35,6 +36,7 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
+from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.quantization.tensors import Scheme
@@ -53,14 +55,16 @@ DEFAULT_TILE: Final = 64
 """Query tokens per tile of a model without softmax attention over K and V."""
 
 
-def attentions(spec: AnySpec) -> tuple[Attention, ...]:
-    """Return the distinct attention mixers of a model that keep or read K and V."""
-    return tuple(dict.fromkeys(mixer for mixer in spec.mixers if isinstance(mixer, Attention)))
+def attentions(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[Attention, ...]:
+    """Return the distinct attention mixers of a model and its drafter that keep or read K and V."""
+    mixers = (*spec.mixers, *mixers_of(drafter))
+    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Attention)))
 
 
-def latent_attentions(spec: AnySpec) -> tuple[LatentAttention, ...]:
-    """Return the distinct latent attention mixers of a model."""
-    return tuple(dict.fromkeys(mixer for mixer in spec.mixers if isinstance(mixer, LatentAttention)))
+def latent_attentions(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[LatentAttention, ...]:
+    """Return the distinct latent attention mixers of a model and its drafter."""
+    mixers = (*spec.mixers, *mixers_of(drafter))
+    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, LatentAttention)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class RankConfig:
     device: Device
     comm: Comm
     batch_invariant: bool = False
+    drafter: DrafterSpec | None = None
 
     @property
     def shard(self) -> RankShard:
@@ -95,8 +100,8 @@ class RankConfig:
     def splits(self) -> dict[int, int]:
         """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
         longest, chip, share = self.limits.max_model_len, self.device.chip, self.shard.share
-        kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec)), default=0)
-        latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec)), default=0)
+        kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)), default=0)
+        latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)), default=0)
 
         def splits(size: int) -> int:
             of_attention = choose_splits(size, kv_heads, longest, chip) if kv_heads else 1
@@ -108,16 +113,18 @@ class RankConfig:
     def query_tile(self) -> int:
         """Query tokens per tile of prefill attention: the smallest tile over all layers."""
         chip = self.device.chip
-        mixers = attentions(self.spec)
+        mixers = attentions(self.spec, self.drafter)
         tile_of = invariant_tile if self.batch_invariant else query_tile
         tiles = [tile_of(m.heads // m.kv_heads, m.head_dim, self.dtype, chip) for m in mixers]
-        tiles += [latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.spec)]
+        tiles += [
+            latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.spec, self.drafter)
+        ]
         return min(tiles, default=DEFAULT_TILE)
 
     @property
     def round_tokens(self) -> int:
         """Tokens of a round of latent prefill, 0 without latent attention; at least those of the largest step fit."""
-        mixers, limits = latent_attentions(self.spec), self.limits
+        mixers, limits = latent_attentions(self.spec, self.drafter), self.limits
         sizes = [self.shard.share(mixer.heads) * (mixer.nope_dim + mixer.value_dim) for mixer in mixers]
         return round_capacity(max(sizes) * self.dtype.itemsize, limits.max_num_batched_tokens) if sizes else 0
 
@@ -131,6 +138,24 @@ class LoadedModel:
     decoder: CudaDecoder | CudaTransformersDecoder
     sampler: CudaSampler
     buffers: DecodeBuffers
+    drafter: CudaDraftDecoder | None = None
+
+
+def load_drafter(config: RankConfig, model: LoadedModel, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
+    """Return the model with its drafter. Raises WeightError."""
+    assert config.drafter is not None, "there is a drafter"
+    target = model.decoder if isinstance(model.decoder, CudaDecoder) else None
+    build = DrafterBuild(
+        target,
+        config.dtype,
+        config.device,
+        config.attention,
+        config.limits.max_model_len,
+        empty,
+        config.batch_invariant,
+    )
+    drafter = build.load(config.drafter, weights)
+    return replace(model, drafter=drafter, weight_bytes=model.weight_bytes + drafter.num_bytes)
 
 
 def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
@@ -178,7 +203,15 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
     limits, vocab, device = config.limits, config.spec.vocab, config.device
     pages = -(-limits.max_model_len // limits.block_size)
     return (
-        CudaSampler(vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling, limits.max_drafts),
+        CudaSampler(
+            vocab,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            device,
+            config.sampling,
+            limits.max_drafts,
+            guesses=limits.device_drafts,
+        ),
         DecodeBuffers(
             limits.max_num_seqs,
             len(config.layout.groups),
@@ -187,6 +220,7 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
             device.torch,
             limits.block_size,
             limits.max_drafts,
+            guesses=limits.device_drafts,
         ),
     )
 
