@@ -5,7 +5,8 @@
 A step reads every weight once, and K and V of each sequence's context once; it computes 2 FLOP per weight and token,
 and 4 per channel, query head and cached token. Its time is the larger of bytes over bandwidth and FLOP over peak, at
 80 % of either, and a fixed time per pass (launch, sampling, host) for target and drafter each. With the acceptance rate
-p per draft a step makes (1 - p^(K+1)) / (1 - p) tokens. The drafter runs once on the tokens of the step, then K - 1 times.
+p per draft a step makes (1 - p^(K+1)) / (1 - p) tokens. The drafter runs once on the tokens of the step, then K - 1
+times.
 
 Llama 3.1 8B in bfloat16, with its EAGLE drafter of one layer (shared embedding and head) and with Llama 3.2 1B.
 """
