@@ -57,7 +57,7 @@ class DeprecatedConfig:
         choices=("auto", "generate", "embed", "embedding", "classify", "reward", "score"),
         refused_values={
             "transcription": "it needs audio input, and this version serves text only; drop it, or name another task",
-            "draft": "draft models need speculative decoding, which is not in this version; drop it",
+            "draft": "draft models need speculative decoding: name it in --speculative-config.model",
         },
         deprecated="--runner",
         maps_to=_task,

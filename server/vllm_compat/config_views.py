@@ -189,7 +189,7 @@ def other_groups(config: EngineConfig) -> dict[str, Any]:
         "compilation_config": config.compilation,
         "additional_config": config.extension.additional_config,
         "lora_config": None,
-        "speculative_config": None,
+        "speculative_config": config.extension.speculative,
         "quant_config": None,
         "kv_transfer_config": None,
         "kv_events_config": None,

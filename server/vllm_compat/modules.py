@@ -221,7 +221,7 @@ MISSING: Final[Mapping[str, str]] = {
     "v1.metrics.ray_wrappers": "custom loggers are not supported; read get_metrics() or /metrics",
     "v1.outputs": _INTERNAL,
     "v1.request": _INTERNAL,
-    "v1.spec_decode": "speculative decoding is not in this version",
+    "v1.spec_decode": _INTERNAL,
     "v1.worker": _INTERNAL,
 }
 """vLLM's module, with all below it -> why pagoda has none."""

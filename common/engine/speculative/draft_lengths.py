@@ -24,11 +24,12 @@ _KEPT: Final = 0.85
 _KEPT_OF_ALL: Final = 0.995
 """The same of all sequences' counts, per step of one sequence: some 200."""
 
-_PRIOR: Final = 2.0
+_PRIOR: Final = 0.5
 """Tokens that the acceptance rate of all sequences counts for in that of one."""
 
-_FIRST_RATE: Final = 0.8
-"""Acceptance rate before anything is known."""
+_FIRST_RIGHT: Final = 1.6
+_FIRST_TRIED: Final = 2.0
+"""The counts of all sequences before anything is known."""
 
 _PROBE_TOKENS: Final = 32
 """A sequence whose drafts do not pay gets one draft after this number of tokens, to see whether they do again."""
@@ -44,7 +45,7 @@ class DraftLengths:
         self._tried = np.zeros(max_num_seqs)  # the same of those whose predecessors were all accepted
         self._probed = np.zeros(max_num_seqs, np.int32)  # length of the sequence when its drafts were last reported
         self._epochs = np.zeros(max_num_seqs, np.int64)
-        self._all_right, self._all_tried = _FIRST_RATE * _PRIOR, _PRIOR
+        self._all_right, self._all_tried = _FIRST_RIGHT, _FIRST_TRIED
 
     def paying(self, batch: RunningBatch, rows: Int32, most: int) -> Int32:
         """Return how many drafts [n] pay in each of `rows` [n], all that run, at most `most`."""

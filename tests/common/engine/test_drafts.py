@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeBackend, counting, full_layout, hybrid_layout, pools_layout
+from fakes import FakeBackend, FakeShards, counting, full_layout, hybrid_layout, pools_layout
 from support.engine_runs import drain, new_tokens
 from support.replaying import Replaying, drafting
 from support.scripted_masks import FINAL, add_masked, allowed
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore, generation_core, make_kv_manager
+from pagoda.common.engine.core import EngineCore, MakeScheduler, generation_core, make_kv_manager
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.sizing import split_bytes
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.speculative.proposer import Drafter
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 from pagoda.common.engine.structured_output.grammar import Thinking
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
@@ -121,6 +124,58 @@ def test_a_proposer_continues_the_drafts_in_flight_unless_one_is_known_to_be_wro
     assert drafts == [([], 3), ([12, 13], 3), ([1, 16], 3), ([], 3), ([], 3), ([], 1)]
     assert {context.request_id for context in proposer.contexts} == {"a"}
     assert all(context.prompt.tolist() == [10] for context in proposer.contexts)
+
+
+def waiting(proposer: Replaying) -> MakeScheduler:
+    """What makes schedulers whose proposer knows the result of a step with drafts before the next is planned."""
+    return lambda limits, kv: Scheduler(limits, kv, drafter=Drafter(proposer, VOCAB, plans_ahead=False))
+
+
+def test_a_step_waits_for_drafts_in_flight_if_the_proposer_does() -> None:
+    proposer = Replaying(TEXTS, wrong=lambda name, place: place == 4)
+    limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, max_drafts=2)
+    backend = FakeBackend(full_layout(), next_token=counting)
+    engine = generation_core(backend, backend.layout, limits, (64,), waiting(proposer))
+    add(engine, "a", [10])
+    outputs = drain(engine)["a"]
+    assert [output.new_token_ids for output in outputs] == [[11], [12, 13, 14], [15], [16, 17, 18], [19, 20, 21], [22]]
+    assert [(plan.context[0], ids(plan, 0)) for plan in backend.plans] == [
+        (0, [10]),
+        (1, [PREVIOUS, 12, 13]),
+        (4, [14, 1, 16]),
+        (5, [15, 16, 17]),
+        (8, [18, 19, 20]),
+        (11, [21]),
+    ], "only the first step with drafts is planned ahead; a wrong draft wastes no other step"
+    assert all(not context.drafts for context in proposer.contexts)
+
+
+def test_shards_wait_together() -> None:
+    """One shard has drafts in flight; the other must not run a step alone meanwhile."""
+    limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, max_drafts=2)
+    backend = FakeShards(full_layout(), 2, num_blocks=40, next_token=counting)
+    proposer = Replaying(TEXTS, most=lambda name, place: 1000 if name == "a" else 0)
+    engine = sharded_core(backend, backend.layout, limits, (40,), 2, waiting(proposer))
+    add(engine, "a", [10], max_tokens=13)
+    add(engine, "b", [10], max_tokens=5)
+    tokens = {name: new_tokens(outputs) for name, outputs in drain(engine).items()}
+    assert tokens == {"a": TEXTS["a"][:13], "b": TEXTS["b"][:5]}
+    counts = [len([plan for plan in shard.plans if plan is not None]) for shard in backend.shards]
+    assert sorted(counts) == [5, 5]
+    drafts = engine.stats.drafts
+    assert drafts is not None
+    assert drafts.num_accepted == 8
+
+
+def test_no_drafts_beyond_a_length() -> None:
+    for longest, want in ((None, 3), (9, 3), (7, 1), (6, 0)):
+        engine, backend = start(Replaying(TEXTS), 3, max_draft_len=longest)
+        add(engine, "a", [7, 8, 9, 10])
+        drain(engine)
+        drafted = [plan for plan in backend.plans if plan.num_drafts is not None]
+        assert max((int(plan.num_drafts[0]) for plan in drafted), default=0) == want
+        ends = [int(plan.context[0]) + 1 + int(plan.num_drafts[0]) for plan in drafted]
+        assert max(ends, default=0) < (longest or 64)
 
 
 def test_without_drafts_the_proposer_is_not_asked() -> None:
