@@ -241,14 +241,7 @@ class DeviceBackend(Protocol):
 
 
 class Backend(DeviceBackend, Protocol):
-    """A generating model.
-
-    Calls come in this order: load, load_drafter if it has one, plan_memory, init_cache, warmup, execute..., close.
-    """
-
-    def load_drafter(self, weights: Iterable[Weight]) -> None:
-        """Load every parameter of the drafter's own (`drafter_params`), each once. Raises WeightError as `load`."""
-        ...
+    """A generating model. Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close."""
 
     def plan_memory(self) -> MemoryPlan:
         """Return the KV cache that fits beside the loaded weights. Raises ConfigError with the missing bytes."""
@@ -281,6 +274,14 @@ class ShardedBackend(Backend, Protocol):
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """Start a step of every shard and return at once. None: the shard has no plan; at least one has."""
+        ...
+
+
+class DraftingBackend(Backend, Protocol):
+    """A backend that runs drafter models (see `backends.registry`)."""
+
+    def load_drafter(self, weights: Iterable[Weight]) -> None:
+        """After `load`: load every parameter of the drafter's own (`drafter_params`), each once. Raises WeightError."""
         ...
 
 

@@ -252,7 +252,7 @@ def calibrate_kv_scales(
     ids = np.random.default_rng(0).integers(decoder.spec.vocab, size=tokens, dtype=np.int32)
     decoder.hidden(_one_sequence(ids, blocks, layout.block_size, tile, device), plain)
     for number, cache in caches.items():
-        if not isinstance(cache, CudaLayerCache):
+        if not isinstance(cache, CudaLayerCache) or number >= len(decoder.spec.caches):  # those of a drafter
             continue
         first, end = int(blocks[cache.group][0]), int(blocks[cache.group][-1]) + 1
         for scale, observed in zip((cache.k_scale, cache.v_scale), arrays_of(plain[number])):
