@@ -113,6 +113,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         pooling="pagoda.backends.torch_cuda.pooling",
         transformers=("transformers",),
         pools_transformers=True,
+        drafters=True,
     ),
     Entry(
         "reference",

@@ -246,14 +246,7 @@ class DeviceBackend(Protocol):
 
 
 class Backend(DeviceBackend, Protocol):
-    """A generating model.
-
-    Calls come in this order: load, load_drafter if it has one, plan_memory, init_cache, warmup, execute..., close.
-    """
-
-    def load_drafter(self, weights: Iterable[Weight]) -> None:
-        """Load every parameter of the drafter's own (`drafter_params`), each once. Raises WeightError as `load`."""
-        ...
+    """A generating model. Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close."""
 
     def plan_memory(self) -> MemoryPlan:
         """Return the KV cache that fits beside the loaded weights. Raises ConfigError with the missing bytes."""
@@ -302,6 +295,14 @@ class LoraBackend(Backend, Protocol):
         Returns as soon as it can; the arrays do not change afterwards. All matrices are `adaptable`, have the shapes of
         the model's, and a rank of at most `LoraOptions.max_rank`. The slots are empty at first.
         """
+        ...
+
+
+class DraftingBackend(Backend, Protocol):
+    """A backend that runs drafter models (see `backends.registry`)."""
+
+    def load_drafter(self, weights: Iterable[Weight]) -> None:
+        """After `load`: load every parameter of the drafter's own (`drafter_params`), each once. Raises WeightError."""
         ...
 
 

@@ -8,7 +8,7 @@ shared wrongly, reused too early or not filled therefore fails at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -17,7 +17,16 @@ import numpy as np
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.step import (
+    GUESSED,
+    NULL_BLOCK,
+    PREVIOUS,
+    RowStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 from pagoda.common.models.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
@@ -117,6 +126,8 @@ class FakeRow:
     embedded: dict[int, int] = field(default_factory=dict)
     root: int = 7
     """What all digests begin with: rows with the same tokens but another root share nothing."""
+    guesses: list[int] = field(default_factory=list)
+    """Of the drafter, after its newest tokens."""
 
     def said(self) -> list[int]:
         return [self.embedded.get(position, token) for position, token in enumerate(self.history)]
@@ -179,7 +190,10 @@ def allowed_from(masks: TokenMasks | None, index: int, token: int, after: int = 
 
 
 class FakeBackend:
-    """A backend without a model. `next_token` decides every token; `fail_at`: the step whose result raises."""
+    """A backend without a model. `next_token` decides every token; `fail_at`: the step whose result raises.
+
+    `guesses_right`: whether the drafter guesses a token right, by its position.
+    """
 
     def __init__(
         self,
@@ -189,8 +203,9 @@ class FakeBackend:
         next_token: NextToken = counting,
         prefers_extents: bool = False,
         fail_at: int | None = None,
+        guesses_right: Callable[[int], bool] = lambda position: True,
     ) -> None:
-        self.layout = layout
+        self.layout, self.guesses_right = layout, guesses_right
         self.next_token = next_token
         self.capabilities = Capabilities("fake", "none", layout.block_size, prefers_extents)
         self.fail_at = fail_at
@@ -264,6 +279,7 @@ class FakeBackend:
         self._copy_states(plan)
         for start in plan.starts:
             self._start(start)
+        plan = self._with_guesses(plan)
         for index in range(plan.num_seqs):
             self._write(plan, index)
         for index in range(plan.num_seqs):
@@ -276,7 +292,46 @@ class FakeBackend:
         width = 1 if plan.num_drafts is None else 1 + int(plan.num_drafts.max())
         padded = np.array([ids + [-1] * (width - len(ids)) for ids in tokens], np.int32)
         ids = padded[:, 0] if plan.num_drafts is None else padded
-        return StepResult(plan.step, ids, self._logprobs(plan, tokens), prompt_logprobs)
+        return StepResult(plan.step, ids, self._logprobs(plan, tokens), prompt_logprobs, guesses=self._guess(plan))
+
+    def _with_guesses(self, plan: StepPlan) -> StepPlan:
+        """The plan with the guesses of each row in place of GUESSED."""
+        ids = plan.token_ids.copy()
+        for index in range(plan.num_seqs):
+            drafts, end = self._drafts(plan, index), int(plan.query_start[index + 1])
+            if GUESSED in drafts:
+                assert set(drafts) == {GUESSED}
+                guesses = self.rows[int(plan.rows[index])].guesses
+                assert len(drafts) <= len(guesses), "more drafts than guesses"
+                ids[end - len(drafts) : end] = guesses[: len(drafts)]
+        assert GUESSED not in ids, "only drafts are guessed"
+        return replace(plan, token_ids=ids)
+
+    def _guess(self, plan: StepPlan) -> np.ndarray | None:
+        """Guess after each sequence; the drafter writes to the slots after its tokens, which no other sequence has."""
+        for row in self.rows.values():
+            if row.sampled_at == plan.step:
+                row.guesses = []
+        if plan.num_guesses is None:
+            return None
+        assert plan.num_guesses.any(), "no sequence has guesses"
+        guesses = np.full((plan.num_seqs, plan.num_guesses.max()), -1, np.int32)
+        for index in np.flatnonzero(plan.num_guesses).tolist():
+            assert plan.samples[index], "what does not sample has no guesses"
+            row, count = self.rows[int(plan.rows[index])], int(plan.num_guesses[index])
+            for _ in range(count):
+                history = row.said() + row.guesses
+                right = self.next_token(history)
+                row.guesses.append(right if self.guesses_right(len(history)) else (right + 1) % 5)
+            guesses[index, :count] = row.guesses
+            first = len(row.history) - 1
+            for group, table in zip(self.layout.groups, plan.block_tables):
+                for position in range(first, first + count):
+                    block = int(table[index, position // self.layout.block_size])
+                    assert block != NULL_BLOCK, "a guess has no block"
+                    self.slots[group.pool][block, position % self.layout.block_size] = EMPTY_SLOT
+            row.had_drafts = True
+        return guesses
 
     def _check_shape(self, plan: StepPlan) -> None:
         counts = np.diff(plan.query_start)
@@ -299,7 +354,8 @@ class FakeBackend:
             assert plan.samples[drafted].all()
             kinds[drafted] = 1
         assert (np.diff(kinds) >= 0).all(), "sequences with one token stand first, then those with drafts"
-        pages = -(-int((plan.context + counts).max()) // self.layout.block_size)
+        ends = plan.context + counts + (0 if plan.num_guesses is None else plan.num_guesses)
+        pages = -(-int(ends.max()) // self.layout.block_size)
         for table in plan.block_tables:
             assert table.shape == (plan.num_seqs, pages)
             assert table.dtype == np.int32
@@ -380,7 +436,8 @@ class FakeBackend:
                     f"step {plan.step}, row {plan.rows[index]}: block {block} does not hold position {position}"
                 )
             used = -(-end // size)
-            assert row.had_drafts or not table[index, used:].any(), "entries past the end are null"
+            guesses = plan.num_guesses is not None and plan.num_guesses[index]
+            assert row.had_drafts or guesses or not table[index, used:].any(), "entries past the end are null"
 
     def _sample(self, plan: StepPlan, index: int, masks: TokenMasks | None) -> list[int]:
         """The accepted drafts and the token after them."""

@@ -23,6 +23,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
 )
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device, find_device, use_device
+from pagoda.backends.torch_cuda.execution.drafting import DraftPasses
 from pagoda.backends.torch_cuda.execution.runner import Runner, StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
@@ -32,6 +33,7 @@ from pagoda.backends.torch_cuda.loaded_model import (
     attentions,
     calibrate_kv_scales,
     latent_attentions,
+    load_drafter,
     load_model,
 )
 from pagoda.backends.torch_cuda.memory.arena import Storage
@@ -58,6 +60,7 @@ from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.caches import IndexCache
+from pagoda.common.models.drafters import FeatureDrafter, LanguageDrafter, captured_layers
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec
@@ -121,7 +124,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     _check_lora(options)
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
-    if latent_attentions(spec):
+    if latent_attentions(spec, options.drafter):
         _check_latent(options, dtype, kv_dtype)
     if kv_dtype != dtype and any(isinstance(group.spec, IndexCache) for group in layout.groups):
         raise ConfigError("--kv-cache-dtype", "the keys of an indexer have no 8-bit cache in torch_cuda; use auto")
@@ -129,7 +132,12 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         _check_invariant(options)
     if device is None:
         device = find_device() if options.rank is None else use_device(options.rank.device)
-    needs = AttentionRequirements(attentions(spec), latent_attentions(spec), dtype, kv_dtype, layout.block_size, device)
+    drafter = options.drafter
+    if isinstance(drafter, LanguageDrafter | FeatureDrafter):
+        SUPPORTED.check(drafter.model)
+    needs = AttentionRequirements(
+        attentions(spec, drafter), latent_attentions(spec, drafter), dtype, kv_dtype, layout.block_size, device
+    )
     return RankConfig(
         spec=spec,
         limits=options.limits,
@@ -147,6 +155,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         batch_invariant=options.batch_invariant,
         lora=options.lora,
         lora_dtype=dtype if options.lora is None else DTYPES[options.lora.dtype],
+        drafter=options.drafter,
     )
 
 
@@ -247,6 +256,12 @@ class TorchCudaBackend:
             parameters = take_kv_scales(weights, self._kv_scales)
             self._model = load_model(self.config, parameters, self._weights.empty)
 
+    def load_drafter(self, weights: Iterable[Weight]) -> None:
+        """Load every parameter of the drafter. Raise WeightError."""
+        assert self._model is not None, "load comes before load_drafter"
+        with self._stream.running():
+            self._model = load_drafter(self.config, self._model, weights, self._weights.empty)
+
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit. Raise ConfigError with the missing bytes if none do."""
         assert self._model is not None, "load comes before plan_memory"
@@ -298,7 +313,20 @@ class TorchCudaBackend:
         config, model = self.config, self._model
         assert model is not None, "load comes before init_cache"
         caches = allocate(config.layout, num_blocks, config.kv_dtype, config.shard, empty)
-        parts = StepParts(model.decoder, caches, model.sampler, model.buffers)
+        drafts = None
+        if config.drafter is not None:
+            assert model.drafter is not None, "load_drafter comes before init_cache"
+            first = len(config.spec.caches)
+            own = {number - first: cache for number, cache in caches.items() if number >= first}
+            drafts = DraftPasses(
+                model.drafter,
+                own,
+                model.sampler,
+                captured_layers(config.drafter),
+                config.layout.block_size,
+                config.limits.max_model_len,
+            )
+        parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts)
         programs = StepPrograms(parts, config.graph_sizes, config.splits, self._stream)
         return Runner(programs, self._stream, config.layout, config.query_tile, config.round_tokens)
 

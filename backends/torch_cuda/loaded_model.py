@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,6 +26,7 @@ from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
@@ -36,6 +37,7 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
+from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
@@ -56,14 +58,16 @@ DEFAULT_TILE: Final = 64
 """Query tokens per tile of a model without softmax attention over K and V."""
 
 
-def attentions(spec: AnySpec) -> tuple[Attention, ...]:
-    """Return the distinct attention mixers of a model that keep or read K and V."""
-    return tuple(dict.fromkeys(mixer for mixer in spec.mixers if isinstance(mixer, Attention)))
+def attentions(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[Attention, ...]:
+    """Return the distinct attention mixers of a model and its drafter that keep or read K and V."""
+    mixers = (*spec.mixers, *mixers_of(drafter))
+    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Attention)))
 
 
-def latent_attentions(spec: AnySpec) -> tuple[LatentAttention, ...]:
-    """Return the distinct latent attention mixers of a model."""
-    return tuple(dict.fromkeys(mixer for mixer in spec.mixers if isinstance(mixer, LatentAttention)))
+def latent_attentions(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[LatentAttention, ...]:
+    """Return the distinct latent attention mixers of a model and its drafter."""
+    mixers = (*spec.mixers, *mixers_of(drafter))
+    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, LatentAttention)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class RankConfig:
     batch_invariant: bool = False
     lora: LoraOptions | None = None  # slots for LoRA adapters
     lora_dtype: torch.dtype = torch.float32  # of their matrices
+    drafter: DrafterSpec | None = None
 
     @property
     def shard(self) -> RankShard:
@@ -100,8 +105,8 @@ class RankConfig:
     def splits(self) -> dict[int, int]:
         """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
         longest, chip, share = self.limits.max_model_len, self.device.chip, self.shard.share
-        kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec)), default=0)
-        latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec)), default=0)
+        kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)), default=0)
+        latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)), default=0)
 
         def splits(size: int) -> int:
             of_attention = choose_splits(size, kv_heads, longest, chip) if kv_heads else 1
@@ -113,16 +118,18 @@ class RankConfig:
     def query_tile(self) -> int:
         """Query tokens per tile of prefill attention: the smallest tile over all layers."""
         chip = self.device.chip
-        mixers = attentions(self.spec)
+        mixers = attentions(self.spec, self.drafter)
         tile_of = invariant_tile if self.batch_invariant else query_tile
         tiles = [tile_of(m.heads // m.kv_heads, m.head_dim, self.dtype, chip) for m in mixers]
-        tiles += [latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.spec)]
+        tiles += [
+            latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.spec, self.drafter)
+        ]
         return min(tiles, default=DEFAULT_TILE)
 
     @property
     def round_tokens(self) -> int:
         """Tokens of a round of latent prefill, 0 without latent attention; at least those of the largest step fit."""
-        mixers, limits = latent_attentions(self.spec), self.limits
+        mixers, limits = latent_attentions(self.spec, self.drafter), self.limits
         sizes = [self.shard.share(mixer.heads) * (mixer.nope_dim + mixer.value_dim) for mixer in mixers]
         return round_capacity(max(sizes) * self.dtype.itemsize, limits.max_num_batched_tokens) if sizes else 0
 
@@ -137,11 +144,29 @@ class LoadedModel:
     sampler: CudaSampler
     buffers: DecodeBuffers
     adapters: AdapterSlots | None = None
+    drafter: CudaDraftDecoder | None = None
 
     @property
     def adapter_bytes(self) -> int:
         """Return the bytes of the slots for LoRA adapters."""
         return 0 if self.adapters is None else self.adapters.num_bytes
+
+
+def load_drafter(config: RankConfig, model: LoadedModel, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
+    """Return the model with its drafter. Raises WeightError."""
+    assert config.drafter is not None, "there is a drafter"
+    target = model.decoder if isinstance(model.decoder, CudaDecoder) else None
+    build = DrafterBuild(
+        target,
+        config.dtype,
+        config.device,
+        config.attention,
+        config.limits.max_model_len,
+        empty,
+        config.batch_invariant,
+    )
+    drafter = build.load(config.drafter, weights)
+    return replace(model, drafter=drafter, weight_bytes=model.weight_bytes + drafter.num_bytes)
 
 
 def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
@@ -201,7 +226,15 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
     limits, vocab, device = config.limits, config.spec.vocab, config.device
     pages = -(-limits.max_model_len // limits.block_size)
     return (
-        CudaSampler(vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling, limits.max_drafts),
+        CudaSampler(
+            vocab,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            device,
+            config.sampling,
+            limits.max_drafts,
+            guesses=limits.device_drafts,
+        ),
         DecodeBuffers(
             limits.max_num_seqs,
             len(config.layout.groups),
@@ -211,6 +244,7 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
             limits.block_size,
             limits.max_drafts,
             0 if config.lora is None else config.lora.slots,
+            guesses=limits.device_drafts,
         ),
     )
 
@@ -242,7 +276,7 @@ def calibrate_kv_scales(
     ids = np.random.default_rng(0).integers(decoder.spec.vocab, size=tokens, dtype=np.int32)
     decoder.hidden(_one_sequence(ids, blocks, layout.block_size, tile, device), plain)
     for number, cache in caches.items():
-        if not isinstance(cache, CudaLayerCache):
+        if not isinstance(cache, CudaLayerCache) or number >= len(decoder.spec.caches):  # those of a drafter
             continue
         first, end = int(blocks[cache.group][0]), int(blocks[cache.group][-1]) + 1
         for scale, observed in zip((cache.k_scale, cache.v_scale), arrays_of(plain[number])):

@@ -51,13 +51,17 @@ class CudaSampler:
         device: Device,
         options: SamplerOptions = USUAL,
         max_drafts: int = 0,
+        *,
+        guesses: bool = False,
     ) -> None:
+        """`guesses`: a drafter on the device guesses the drafts."""
         self.vocab, self.device, self.options, self.max_drafts = vocab, device, options, max_drafts
         self.rows = RowTable(max_rows)
         self._batch = LogitsBatch.of(options, params_of)
         self.failed: dict[int, str] = {}  # sequence of the newest step -> why its logits processor failed
         last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
-        self.newest = RowTokens(last, rejected)
+        kept = torch.zeros((max_rows + 1, max_drafts), dtype=torch.int32, device=device.torch) if guesses else None
+        self.newest = RowTokens(last, rejected, kept)
         # The tokens of rows whose edits read them; the last row is padding's.
         self.history = torch.zeros((max_rows + 1, max_len + 1), dtype=torch.int32, device=device.torch)
 
@@ -66,10 +70,10 @@ class CudaSampler:
         return 1 if plan.num_drafts is None else 1 + self.max_drafts
 
     def start(self, start: RowStart) -> None:
-        """Start a row. Its tokens are copied to the device only if an edit reads them there."""
+        """Start a row. Its tokens are copied to the device only if an edit or a drafter reads them there."""
         self.rows.start(start, self.vocab)
         rules = start.rules
-        if rules.reads_history or self.options.has_processors:
+        if rules.reads_history or self.options.has_processors or self.newest.guesses is not None:
             self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
@@ -89,7 +93,11 @@ class CudaSampler:
             return sample_tokens(logits, packed, self.newest.last, self.history, use_kernel=use_kernel)
         rules = shifted_rules(packed, self.newest.rejected)
         tokens = sample_by_rules(logits, rules, self.newest.last, self.history, use_kernel=use_kernel)
-        return accept_drafts(tokens, packed, self.newest, width)
+        return accept_drafts(tokens, packed, self._drafts(packed), self.newest, width)
+
+    def _drafts(self, packed: Tensor) -> Tensor:
+        """Return the draft of each row of logits [R], -1 where there is none."""
+        return self.newest.resolved(packed[8], packed[0])
 
     def edit(
         self, logits: Tensor, plan: StepPlan, masks: TokenMasks | None = None, packed: Tensor | None = None
@@ -175,7 +183,7 @@ class CudaSampler:
             assert packed is not None, "for an engine with drafts"
             shift = self.newest.rejected[packed[7].long()]
             if width > 1:
-                record_drafts(shifted_rules(packed, self.newest.rejected), packed[8], self.history)
+                record_drafts(shifted_rules(packed, self.newest.rejected), self._drafts(packed), self.history)
         if penalised:
             columns = self._send(penalties(penalised, len(penalised)))
             if shift is not None:
@@ -277,12 +285,12 @@ def record_drafts(rules: CudaSamplingRules, drafts: Tensor, history: Tensor) -> 
     history[rows.long(), rules.positions.long()] = drafts
 
 
-def accept_drafts(tokens: Tensor, packed: Tensor, newest: RowTokens, width: int) -> Tensor:
-    """Return the tokens [R] of a step, -1 after the first that is not the draft at its position.
+def accept_drafts(tokens: Tensor, packed: Tensor, drafts: Tensor, newest: RowTokens, width: int) -> Tensor:
+    """Return the tokens [R] of a step, -1 after the first that is not the draft at its position, of `drafts` [R].
 
     Write the last token and the number of rejected drafts of each row. packed int32 [9, R] of `pack_with_drafts`.
     """
-    sampled, drafts = tokens.view(-1, width), packed[8].reshape(-1, width)
+    sampled, drafts = tokens.view(-1, width), drafts.reshape(-1, width)
     accepted = (sampled == drafts)[:, :-1].cumprod(1).sum(1, keepdim=True)
     rows = packed[0, ::width].long()
     newest.last[rows] = sampled.gather(1, accepted)[:, 0]

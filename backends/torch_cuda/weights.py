@@ -125,13 +125,18 @@ class Loader:
         pack: Pack | None = None,
         allocators: Mapping[str, Empty] | None = None,
         schemes: Mapping[str, StoredScheme] | None = None,
+        *,
+        parameters: Mapping[str, Param] | None = None,
+        attention: Attention | None = None,
     ) -> None:
         """`empty`: allocates parameters, except those with an own entry in `allocators`; `pack`: quantizes matrices.
 
-        `schemes`: of parameters that the checkpoint holds quantised.
+        `schemes`: of parameters that the checkpoint holds quantised. `parameters`: of a drafter, in place of those of
+        the spec; `attention`: that in front of its layers.
         """
         self._spec, self._dtype, self._pack = spec, dtype, pack
-        self._layout = make_layout(spec, shard)
+        self._parameters = params(spec) if parameters is None else parameters
+        self._layout = make_layout(spec, shard, self._parameters, attention)
         self._schemes = schemes or {}
         self._stored = _stored_packings(self._layout, self._schemes)
         self._unfinished: dict[str, Tensor] = {}
@@ -162,7 +167,7 @@ class Loader:
 
     def fill(self, weights: Iterable[Weight]) -> None:
         """Load every parameter. Raise WeightError as `update`, or naming a missing parameter. Can be called again."""
-        missing = params(self._spec)
+        missing = dict(self._parameters)
         self._write(weights, missing)
         if missing:
             raise lacking(missing)
@@ -173,7 +178,7 @@ class Loader:
         Raise WeightError naming a parameter that is unknown, repeated, misshapen, not quantised as stated, or missing
         beside others of its matrix, which is quantised as a whole. A collection is checked before anything changes.
         """
-        missing = params(self._spec)
+        missing = dict(self._parameters)
         if isinstance(weights, Collection):
             self._check_parts(missing.keys() - {name for name, _ in weights})
         try:
@@ -306,11 +311,19 @@ class RankLayout:
     filled: dict[str, int] = field(default_factory=dict)  # vocabulary tensors: rows without padding
 
 
-def make_layout(spec: ModelSpec, shard: RankShard) -> RankLayout:
-    """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `ranks.check` must have passed."""
+def make_layout(
+    spec: ModelSpec,
+    shard: RankShard,
+    parameters: Mapping[str, Param] | None = None,
+    attention: Attention | None = None,
+) -> RankLayout:
+    """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `ranks.check` must have passed.
+
+    `parameters`, `attention`: see `Loader`.
+    """
     layout = RankLayout()
-    for param in params(spec).values():
-        mixer = _mixer(spec, param.name)
+    for param in (params(spec) if parameters is None else parameters).values():
+        mixer = attention if param.name.startswith("inputs.attention.") else _mixer(spec, param.name)
         name = _fused_name(param.name, mixer)
         if not shard.first and name.endswith(_ONCE):
             layout.placements[param.name] = None

@@ -80,13 +80,14 @@ def answers(model: str, prompts: list[str], length: int) -> list[Answered]:
 @torch.inference_mode()
 def hidden_states(model: Any, answered: list[Answered]) -> list[Tensor]:
     """Return what the model's head reads, [T, D] of each sequence in bfloat16."""
-    return [model.model(torch.tensor([each.token_ids])).last_hidden_state[0].bfloat16() for each in answered]
+    with torch.autocast("cpu", torch.bfloat16):
+        return [model.model(torch.tensor([each.token_ids])).last_hidden_state[0].bfloat16() for each in answered]
 
 
 class Drafter(nn.Module):
     """EAGLE's drafter; names of the parameters are those of its checkpoints."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, scale: float) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -97,10 +98,22 @@ class Drafter(nn.Module):
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
         self.rotary = LlamaRotaryEmbedding(config)
-        with torch.no_grad():  # begins as the last layer over the hidden state
-            self.fc.weight.zero_()
-            self.fc.weight[:, config.hidden_size :].copy_(torch.eye(config.hidden_size))
-            self.fc.bias.zero_()
+        self._begin_as(model.model.layers[-1], scale)
+
+    @torch.no_grad()
+    def _begin_as(self, last: Any, scale: float) -> None:
+        """Begin as the model's last layer over its hidden state, whose root mean square is `scale`.
+
+        The layer has no norm before its attention, so that q, k and v take it over; what it adds is of that scale, too.
+        """
+        width, layer = self.fc.out_features, self.layers[0]
+        self.fc.weight.zero_()
+        self.fc.weight[:, width:].copy_(torch.eye(width))
+        self.fc.bias.zero_()
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            part.weight.mul_(last.input_layernorm.weight / scale)
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight.mul_(0.1 * scale)
 
     def forward(self, embeds: Tensor, features: Tensor, mask: Tensor) -> Tensor:
         """embeds, features [S, T, D], mask [S, 1, T, T] -> features of the next position [S, T, D]."""
@@ -150,7 +163,8 @@ def loss_of(drafter: Drafter, batch: Batch, head: Tensor) -> tuple[Tensor, list[
         logits = guessed[used] @ head.T
         share = weights[used] / weights[used].sum()
         total = total + (F.cross_entropy(logits, labels[used], reduction="none") * share).sum()
-        distance = F.smooth_l1_loss(guessed[used], following[used], reduction="none").mean(-1)
+        scale = following[used].square().mean().sqrt()
+        distance = F.smooth_l1_loss(guessed[used] / scale, following[used] / scale, reduction="none").mean(-1)
         total = total + (distance * share).sum()
         answer = weights[used] == 1
         right.append(float((logits.argmax(-1) == labels[used])[answer].float().mean()))
@@ -160,11 +174,10 @@ def loss_of(drafter: Drafter, batch: Batch, head: Tensor) -> tuple[Tensor, list[
     return total, right
 
 
-def train(drafter: Drafter, model: Any, answered: list[Answered], seconds: float, seed: int = 0) -> None:
+def train(
+    drafter: Drafter, model: Any, answered: list[Answered], hidden: list[Tensor], seconds: float, seed: int = 0
+) -> None:
     """Train for some time, the learning rate falling over it."""
-    began = time.monotonic()
-    hidden = hidden_states(model, answered)
-    print(f"hidden states of {sum(map(len, hidden))} tokens: {time.monotonic() - began:.0f} s", flush=True)
     occurring = torch.tensor(sorted({token for each in answered for token in each.token_ids}))
     table = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()[occurring]
@@ -225,8 +238,11 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(args.model.parent, gguf_file=args.model.name, dtype=torch.float32)
-    drafter = Drafter(model.eval()).train()
-    train(drafter, model, answered, args.seconds)
+    hidden = hidden_states(model.eval(), answered)
+    scale = float(torch.cat(hidden).float().square().mean().sqrt())
+    print(f"hidden states of {sum(map(len, hidden))} tokens: {time.monotonic() - began:.0f} s", flush=True)
+    drafter = Drafter(model, scale).train()
+    train(drafter, model, answered, hidden, args.seconds)
     save(drafter, model, args.out)
     print(f"{sum(p.numel() for p in drafter.parameters())} parameters in {args.out}, {time.monotonic() - began:.0f} s")
 

@@ -71,6 +71,7 @@ class PendingTokens:
     logprobs: Callable[[], Mapping[int, TokenLogprobs]] = dict  # waits for logprobs by sequence of the plan
     recompiles: int = 0  # programs compiled for sampling
     failed: Mapping[int, str] = field(default_factory=dict)  # sequence of the plan -> why its logits processor failed
+    guesses: Callable[[], Int32] | None = None  # waits for the guesses int32 [>= S, n] of a plan with `num_guesses`
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ class PendingStep:
         token_ids = np.full(self.plan.num_seqs, -1, np.int32)
         logprobs: dict[int, TokenLogprobs] = {}
         recompiles = self.recompiles
+        guesses: Int32 | None = None
         failed: Mapping[int, str] = {}
         if self.tokens is not None:
             sampled = self.tokens.fetch()[: self.plan.num_seqs]
@@ -110,11 +112,24 @@ class PendingStep:
             token_ids[slice(None) if self.order is None else self.order] = np.where(samples, sampled, -1)
             logprobs = accepted_logprobs(self._in_order(self.tokens.logprobs()), token_ids)
             recompiles += self.tokens.recompiles
+            guesses = self._guesses(self.tokens)
             failed = self._in_order(self.tokens.failed)
         elif self.plan.masked is not None:
             raise unbound_masks(self.plan)
         prompt_logprobs = {scores.index: scores.fetch() for scores in self.prompt_scores}
-        return StepResult(self.plan.step, token_ids, logprobs, self._in_order(prompt_logprobs), recompiles, failed)
+        prompts = self._in_order(prompt_logprobs)
+        return StepResult(self.plan.step, token_ids, logprobs, prompts, recompiles, failed, guesses)
+
+    def _guesses(self, tokens: PendingTokens) -> Int32 | None:
+        """Return StepResult.guesses."""
+        counts = self.plan.num_guesses
+        if counts is None or tokens.guesses is None:
+            return None
+        columns = np.arange(counts.max())
+        fetched = tokens.guesses()[: len(counts), : len(columns)]
+        guesses = np.empty(fetched.shape, np.int32)
+        guesses[slice(None) if self.order is None else self.order] = np.where(columns < counts[:, None], fetched, -1)
+        return guesses
 
     def _in_order(self, blocks: Mapping[int, ValueT]) -> dict[int, ValueT]:
         if self.order is None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.sampling import SamplingRules, mix, noise_counters
-from pagoda.common.engine.step import PREVIOUS, Int32, RowStart, StepPlan, TokenMasks, UInt32
+from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32, RowStart, StepPlan, TokenMasks, UInt32
 
 ValueT = TypeVar("ValueT")
 Kind = Literal["greedy", "random", "filtered"]
@@ -236,12 +236,17 @@ def shift_rows(plan: StepPlan, empty_row: int) -> Int32:
 
 
 def _drafts(plan: StepPlan, sequences: npt.NDArray[np.intp], after: Int32) -> Int32:
-    """Return for each sampled position of `sampled_positions` the draft of that token, -1 if there is none."""
+    """Return for each sampled position of `sampled_positions` the draft of that token, -1 if there is none.
+
+    The j-th GUESSED of a sequence is GUESSED - j, from 0.
+    """
     if plan.num_drafts is None:
         return np.full(len(sequences), -1, np.int32)
     counts = plan.num_drafts[sequences]
     at = plan.query_start[sequences + 1] - counts + after
-    drafts: Int32 = np.where(after < counts, plan.token_ids[np.minimum(at, plan.num_tokens - 1)], np.int32(-1))
+    ids = plan.token_ids[np.minimum(at, plan.num_tokens - 1)]
+    ids = np.where(ids == GUESSED, GUESSED - after, ids)
+    drafts: Int32 = np.where(after < counts, ids, np.int32(-1)).astype(np.int32)
     return drafts
 
 

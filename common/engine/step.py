@@ -121,6 +121,15 @@ class StepPlan:
         return len(self.token_ids)
 
     @property
+    def numbered_ids(self) -> Int32:
+        """Token ids [T] with GUESSED - j in place of the j-th GUESSED of a sequence, from 0."""
+        if self.num_drafts is None or GUESSED not in self.token_ids:
+            return self.token_ids
+        owners = np.repeat(np.arange(self.num_seqs), np.diff(self.query_start))
+        numbers = np.arange(self.num_tokens) - (self.query_start[1:] - self.num_drafts)[owners]
+        return np.where(self.token_ids == GUESSED, GUESSED - numbers, self.token_ids).astype(np.int32)
+
+    @property
     def embedded(self) -> npt.NDArray[np.intp]:
         """Indices of the EMBEDDED tokens [n], in the order of `embeds`."""
         return np.flatnonzero(self.token_ids == EMBEDDED)

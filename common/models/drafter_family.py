@@ -56,7 +56,6 @@ _BUILDERS: Final[Mapping[str, tuple[str, str]]] = {
 
 _MTP: Final[Mapping[str, str]] = {
     "DeepseekV3ForCausalLM": "numbered_after",
-    "DeepseekV32ForCausalLM": "numbered_after",
     "Glm4MoeForCausalLM": "numbered_after",
     "Glm4MoeLiteForCausalLM": "numbered_after",
     "MiMoForCausalLM": "in_mtp_layers",

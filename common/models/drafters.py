@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pagoda.common.models.caches import CacheSpec
-from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers import Attention, Mixer
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
@@ -139,6 +139,18 @@ class StagesDrafter:
 
 
 DrafterSpec: TypeAlias = LanguageDrafter | FeatureDrafter | HeadsDrafter | StagesDrafter
+
+
+def mixers_of(drafter: DrafterSpec | None) -> tuple[Mixer, ...]:
+    """Return every mixer of a drafter, that in front of its layers included."""
+    match drafter:
+        case LanguageDrafter():
+            return drafter.model.mixers
+        case FeatureDrafter():
+            first = (drafter.inputs.attention,) if isinstance(drafter.inputs, AttendedInputs) else ()
+            return (*first, *drafter.model.mixers)
+        case _:
+            return ()
 
 
 def captured_layers(drafter: DrafterSpec | None) -> tuple[int, ...]:

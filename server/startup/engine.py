@@ -27,6 +27,7 @@ from pagoda.common.backend import (
     Backend,
     BackendOptions,
     CheckpointBackend,
+    DraftingBackend,
     LoraBackend,
     PoolingBackend,
     PoolingOptions,
@@ -252,7 +253,8 @@ def assemble(
                 backend.load(weights)
         if resolved.drafter is not None:
             with phases("load drafter"):
-                backend.load_drafter(read_drafter(config, resolved.drafter, checkpoint))
+                drafter = read_drafter(config, resolved.drafter, checkpoint)
+                cast(DraftingBackend, own).load_drafter(drafter)
         with phases("allocate KV cache"):
             memory = backend.plan_memory()
             num_blocks = memory.num_blocks

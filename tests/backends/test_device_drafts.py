@@ -33,7 +33,7 @@ from pagoda.common.models.drafters import (
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, ModelSpec
 
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "torch_cuda"]
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=5, block_size=8)
 SPEC = tiny_spec(window=6)
 NORM = Norm(1e-5)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support.tiny_folder import CONFIG, tensors, write_model
 
 from pagoda import LLM, SamplingParams
+from pagoda.backends.registry import check_drafters
 from pagoda.common.errors import ConfigError, ModelError, WeightError
 
 PROMPTS = ["The capital of", "abababab", "x"]
@@ -187,6 +188,11 @@ def test_settings_without_drafter_models_are_refused(changes: dict[str, Any], ta
     settings = {"method": "medusa", "model": str(medusa(tmp_path))}
     with pytest.raises(ConfigError):
         LLM(model=str(target), speculative_config=settings, **(SETTINGS | changes))
+
+
+def test_backends_without_drafter_models_refuse_them_by_name():
+    with pytest.raises(ConfigError, match=r"method eagle: jax_tpu runs no drafter models; use --backend torch_cuda"):
+        check_drafters("jax_tpu", "eagle")
 
 
 def test_the_speculators_format_states_the_number_of_drafts(target: Path, tmp_path: Path):

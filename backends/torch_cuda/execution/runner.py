@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
+from pagoda.backends.torch_cuda.execution.drafting import DraftPasses, DraftStep
 from pagoda.backends.torch_cuda.execution.step_input import (
     CudaStepBatch,
     CudaStepShape,
@@ -67,6 +68,7 @@ class StepParts:
     caches: Mapping[int, CudaCache]
     sampler: CudaSampler
     buffers: DecodeBuffers
+    drafts: DraftPasses | None = None  # of an engine with a drafter
 
     def logits(self, hidden: Tensor, out: Tensor | None, adapter_slots: Tensor | None) -> Tensor:
         """Return float32 logits [R, V] of hidden [R, D], in `out` if given; see `CudaDecoder.logits`."""
@@ -82,6 +84,8 @@ class StepPrograms:
     A captured step is two graphs, so that logit edits of some requests can run between them: "forward" computes logits
     from the input buffers, "sample" computes tokens from logits and sampling parameters. Prefill and mixed steps run
     their own forward eagerly and share the sample graph.
+
+    With a drafter there is a third, "draft", which runs it on the hidden states that "forward" left.
 
     Programs are by (size, width): the sequences of a step, and the rows of logits that each has, 1 or, in steps with
     drafts, 1 + max_drafts. A forward of that width has as many tokens per sequence, padded at the front. With slots for
@@ -103,6 +107,11 @@ class StepPrograms:
             for adapted in ((False, True) if self.adapters else (False,))
             if kind[1] <= MAX_QUERY_LEN
         }
+        # By a forward: batch and hidden states, which "draft" reads.
+        self._left: dict[tuple[int, int, bool], DraftStep] = {}
+        self._draft: dict[tuple[int, int, bool], Run] = {}
+        if parts.drafts is not None:
+            self._draft = {kind: self._make_draft(*kind) for kind in self._forward}
 
     @property
     def adapters(self) -> int:
@@ -117,8 +126,9 @@ class StepPrograms:
         for size in sizes_to_capture:
             for width in reversed(self._widths):
                 for adapted in (True, False):
-                    if (run := self._forward.get((size, width, adapted))) is not None:
-                        self._forward[size, width, adapted] = self._stream.capture(run, self._pool)
+                    for programs in (self._forward, self._draft):
+                        if (run := programs.get((size, width, adapted))) is not None:
+                            programs[size, width, adapted] = self._stream.capture(run, self._pool)
                 self._sample[size, width] = self._stream.capture(self._sample[size, width], self._pool)
         if sizes_to_capture:
             captured = self._stream.captures - before
@@ -135,9 +145,20 @@ class StepPrograms:
         """
         self._forward[size, width, adapted]()
 
-    def hidden(self, batch: CudaStepBatch) -> Tensor:
-        """Return the hidden states [T, D] of any step."""
-        return self.parts.decoder.hidden(batch, self.parts.caches)
+    def hidden(self, batch: CudaStepBatch) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [T, D] of any step, and what a drafter reads of them [T, W]."""
+        decoder, drafts = self.parts.decoder, self.parts.drafts
+        if drafts is not None and drafts.captured:
+            assert isinstance(decoder, CudaDecoder), "layers are captured of a decoder"
+            return decoder.hidden_and_captured(batch, self.parts.caches, drafts.captured)
+        hidden = decoder.hidden(batch, self.parts.caches)
+        return hidden, hidden
+
+    def draft(self, size: int, width: int, *, adapted: bool = False) -> Tensor:
+        """Return the guesses int32 [size, K] after a step that `decode` computed and that has sampled."""
+        self._draft[size, width, adapted]()
+        assert self.parts.drafts is not None
+        return self.parts.drafts.guesses[:size]
 
     def logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> None:
         """Compute logits from hidden [R, D], with adapters in the slots [R], into the first R rows of the buffer."""
@@ -153,12 +174,27 @@ class StepPrograms:
 
         def run() -> None:
             batch = buffers.batch(size, parts.sampler.newest, splits, width, adapted=adapted)
-            hidden, slots = self.hidden(batch), batch.adapter_slots
+            slots = batch.adapter_slots
+            hidden, features = self.hidden(batch)
+            if parts.drafts is not None:
+                rows, counts = buffers.token_rows(size, width), buffers.guess_counts(size, width)
+                indices = buffers.logits_indices(size, width)
+                self._left[size, width, adapted] = DraftStep(batch, features, rows, indices, counts)
             if width > 1:
                 indices = buffers.logits_indices(size, width)
                 hidden = hidden.index_select(0, indices)
                 slots = None if slots is None else slots.index_select(0, indices)
             self.logits(hidden, slots)
+
+        return run
+
+    def _make_draft(self, size: int, width: int, adapted: bool) -> Run:
+        parts, rows, splits = self.parts, size * width, self.splits[size]
+        tokens, packed = parts.buffers.tokens[:rows], parts.buffers.sampling(rows)
+
+        def run() -> None:
+            assert parts.drafts is not None
+            parts.drafts.run(self._left[size, width, adapted], tokens, packed[0], width, splits)
 
         return run
 
@@ -212,15 +248,35 @@ class Runner:
         copy_states(plan.state_copies, self._layout, parts.caches)
         step = self._padded(plan)
         packed = self._send(step)
-        hidden = self._forward(step, packed)
+        hidden, left = self._forward(step, packed)
         scores = self._score_prompts(step, packed, hidden) if hidden is not None else ()
         self._staging.mark_read()
         pending = PendingStep(plan, prompt_scores=scores)
         if plan.masked is not None:
-            pending.sample = partial(self._sample, step)
+            pending.sample = partial(self._sample_and_draft, step, left)
         elif plan.samples.any():
-            pending.tokens = self._sample(step)
+            pending.tokens = self._sample_and_draft(step, left)
+        elif parts.drafts is not None and left is not None:
+            parts.drafts.first(left)
         return pending
+
+    def _sample_and_draft(
+        self, step: QueuedStep, left: DraftStep | None, masks: TokenMasks | None = None
+    ) -> PendingTokens:
+        """Queue the sampling, then the drafter, if there is one. `left`: of a step that runs eagerly."""
+        sampled, parts = self._sample(step, masks), self.programs.parts
+        if parts.drafts is None:
+            return sampled
+        if left is None:
+            guesses = self.programs.draft(step.num_decodes, step.width, adapted=step.adapted)
+        else:
+            rows = step.shape.rows
+            tokens, packed = parts.buffers.tokens[:rows], parts.buffers.sampling(rows)
+            splits = self.programs.splits[self.programs.graph_sizes.bucket_for(step.plan.num_seqs)]
+            guesses = parts.drafts.run(left, tokens, packed[0], step.width, splits)
+        if step.plan.num_guesses is None:
+            return sampled
+        return replace(sampled, guesses=self.stream.fetch(guesses).array)
 
     def _sample(self, step: QueuedStep, masks: TokenMasks | None = None) -> PendingTokens:
         """Queue logit edits, sampling and logprobs of the logits in the buffers, which no later step has changed."""
@@ -238,9 +294,10 @@ class Runner:
         groups, table, sampler = len(plan.block_tables), table_width(plan), self.programs.parts.sampler
         size = self.programs.graph_sizes.bucket_for(plan.num_seqs)
         lengths, width, drafts = np.diff(plan.query_start), sampler.width(plan), sampler.max_drafts > 0
+        guesses = sampler.newest.guesses is not None
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
             slots = self.programs.adapters
-            shape = decode_shape(size, groups, table, drafts=drafts, query_len=width, adapters=slots)
+            shape = decode_shape(size, groups, table, drafts=drafts, query_len=width, adapters=slots, guesses=guesses)
             return QueuedStep(plan, shape, size, None, width)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
@@ -260,6 +317,7 @@ class Runner:
             blocks,
             0 if chunks is None else len(chunks),
             adapters=self.programs.adapters,
+            guesses=guesses,
         )
         return QueuedStep(plan, shape, num_decodes, tiles, width, rounds, chunks)
 
@@ -286,14 +344,17 @@ class Runner:
                 shape.sections["chunks"].of(flat)[:] = step.chunks
         return self._staging.send()
 
-    def _forward(self, step: QueuedStep, packed: Tensor) -> Tensor | None:
-        """Compute logits into the buffers if the step samples. Return hidden states if prompt logprobs need them."""
+    def _forward(self, step: QueuedStep, packed: Tensor) -> tuple[Tensor | None, DraftStep | None]:
+        """Compute logits into the buffers if the step samples.
+
+        Return hidden states if prompt logprobs need them, and what a drafter reads unless `StepPrograms.draft` does.
+        """
         plan, shape, programs = step.plan, step.shape, self.programs
         buffers, keeps_hidden = programs.parts.buffers, self._needs_prompt_logprobs(plan)
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
             programs.decode(step.num_decodes, step.width, adapted=step.adapted)
-            return None
+            return None, None
         batch = make_batch(
             shape,
             packed,
@@ -308,13 +369,18 @@ class Runner:
         if plan.embeds is not None:  # captured steps read no embeddings
             dtype, device = programs.parts.decoder.embedding_dtype, batch.token_ids.device
             batch = replace(batch, embedded=Embedded.of(plan, dtype, device))
-        hidden = programs.hidden(batch)
+        hidden, features = programs.hidden(batch)
+        indices = shape.vector(packed, "logits_indices")
         if plan.samples.any():
             buffers.fill_sampling(shape, packed)
-            indices, slots = shape.vector(packed, "logits_indices"), batch.adapter_slots
+            slots = batch.adapter_slots
             slots = None if slots is None else slots.index_select(0, indices)
             programs.logits(hidden.index_select(0, indices), slots)
-        return hidden if keeps_hidden else None
+        left = None
+        if programs.parts.drafts is not None:  # the staging buffer may be filled again before masks are bound
+            rows, counts = (shape.vector(packed, name).clone() for name in ("token_rows", "guess_counts"))
+            left = DraftStep(_owned(batch), features, rows, indices.clone(), counts)
+        return hidden if keeps_hidden else None, left
 
     def _needs_prompt_logprobs(self, plan: StepPlan) -> bool:
         return bool(self.programs.parts.sampler.rows.columns["prompt_logprobs"][plan.rows].any())
@@ -333,6 +399,19 @@ class Runner:
             return parts.sampler.score(logits, targets, best, self.stream)
 
         return score_prompts(step.plan, parts.sampler.rows, LOGITS_CHUNK, score)
+
+
+def _owned(batch: CudaStepBatch) -> CudaStepBatch:
+    """Return the batch with copies of what lies in the staging buffer."""
+    return replace(
+        batch,
+        query_start=batch.query_start.clone(),
+        kv_lens=batch.kv_lens.clone(),
+        groups=tuple(replace(group, tables=group.tables.clone()) for group in batch.groups),
+        tiles=None if batch.tiles is None else batch.tiles.clone(),
+        query_counts=None if batch.query_counts is None else batch.query_counts.clone(),
+        rounds=tuple(replace(each, blocks=each.blocks.clone(), spans=each.spans.clone()) for each in batch.rounds),
+    )
 
 
 class Staging:

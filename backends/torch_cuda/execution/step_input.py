@@ -1,7 +1,7 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
     sampling | token ids | token rows | adapter slots | positions | slots | token sequences | shift rows |
-    query starts | KV lengths | query counts | logits indices | tiles | chunks | spans | blocks | tables
+    query starts | KV lengths | query counts | guess counts | logits indices | tiles | chunks | spans | blocks | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
@@ -10,7 +10,8 @@ strides.
 
 An engine with drafts plans ahead before it knows how many of them are rejected. Its positions are upper bounds that the
 device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines. Query
-counts are those of sequences that are padded to one number of tokens. Spans and blocks are rounds of latent prefill.
+counts are those of sequences that are padded to one number of tokens, guess counts what a drafter guesses. Spans and
+blocks are rounds of latent prefill.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.kernels.latent_prefill import ExpansionRound
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
-from pagoda.common.engine.step import PREVIOUS, Int32, StepPlan
+from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32, StepPlan
 
 ALIGN: Final = 32
 """Elements: alignment of every section, and of every row of those with several."""
@@ -117,6 +118,7 @@ class CudaStepShape:
     chunks: int = 0  # of recurrent mixers
     query_len: int | None = None  # tokens of every sequence, padded at the front; None: of different lengths, or 1
     adapters: int = 0  # slots for LoRA adapters
+    guesses: bool = False  # of an engine with a drafter
 
     @property
     def sections(self) -> dict[str, InputSection]:
@@ -154,6 +156,7 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
         ("query_start", 1, shape.seqs + 1, ALIGN),
         ("kv_lens", 1, shape.seqs, ALIGN),
         ("query_counts", int(shape.query_len is not None), shape.seqs, ALIGN),
+        ("guess_counts", int(shape.guesses), shape.seqs, ALIGN),
         ("logits_indices", 1, shape.rows, ALIGN),
         ("tiles", shape.tiles, 2, 2),
         ("chunks", shape.chunks, 2, 2),
@@ -182,7 +185,9 @@ def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int, emp
     seqs = plan.num_seqs
     sequence, positions = _token_positions(plan)
     places = slice(plan.num_tokens) if shape.query_len is None else _last_places(plan, shape.query_len)
-    shape.vector(flat, "token_ids")[places] = plan.token_ids
+    shape.vector(flat, "token_ids")[places] = plan.numbered_ids if shape.guesses else plan.token_ids
+    if shape.guesses and plan.num_guesses is not None:
+        shape.vector(flat, "guess_counts")[:seqs] = plan.num_guesses
     shape.vector(flat, "token_rows")[places] = plan.rows[sequence]
     if shape.adapters:
         shape.vector(flat, "adapter_slots")[:] = shape.adapters
@@ -243,12 +248,29 @@ def _token_positions(plan: StepPlan) -> tuple[npt.NDArray[np.intp], Int32]:
 
 
 def decode_shape(
-    size: int, groups: int, width: int, *, drafts: bool = False, query_len: int = 1, adapters: int = 0
+    size: int,
+    groups: int,
+    width: int,
+    *,
+    drafts: bool = False,
+    query_len: int = 1,
+    adapters: int = 0,
+    guesses: bool = False,
 ) -> CudaStepShape:
     """Return the shape of a step of `size` sequences with at most `query_len` tokens each."""
     tokens = size * query_len
     of_each = query_len if query_len > 1 else None
-    return CudaStepShape(tokens, size, tokens, groups, width, drafts=drafts, query_len=of_each, adapters=adapters)
+    return CudaStepShape(
+        tokens,
+        size,
+        tokens,
+        groups,
+        width,
+        drafts=drafts,
+        query_len=of_each,
+        adapters=adapters,
+        guesses=guesses,
+    )
 
 
 def tables(shape: CudaStepShape, packed: Tensor) -> Tensor:
@@ -262,6 +284,14 @@ class RowTokens:
 
     last: Tensor  # int32 [rows + 1]: the last sampled token, which replaces PREVIOUS
     rejected: Tensor  # int32 [rows + 1]: rejected drafts
+    guesses: Tensor | None = None  # int32 [rows + 1, K]: the newest guesses, which replace GUESSED
+
+    def resolved(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+        """Return token ids [n] with the guesses of each one's row in place of GUESSED - j (see `numbered_ids`)."""
+        if self.guesses is None:
+            return token_ids
+        guessed = self.guesses[rows.long(), (GUESSED - token_ids).clamp_(0, self.guesses.shape[1] - 1).long()]
+        return torch.where(token_ids <= GUESSED, guessed, token_ids)
 
 
 def make_batch(
@@ -291,7 +321,9 @@ def make_batch(
     else:
         slots = shape.sections["slots"].of(packed)
     return CudaStepBatch(
-        token_ids=torch.where(token_ids == PREVIOUS, before.last.index_select(0, token_rows), token_ids),
+        token_ids=torch.where(
+            token_ids == PREVIOUS, before.last.index_select(0, token_rows), before.resolved(token_ids, token_rows)
+        ),
         positions=positions,
         query_start=shape.vector(packed, "query_start"),
         kv_lens=kv_lens,
@@ -346,9 +378,11 @@ class DecodeBuffers:
         block_size: int,
         max_drafts: int = 0,
         adapters: int = 0,
+        *,
+        guesses: bool = False,
     ) -> None:
         self.groups, self.width = groups, round_up(width, TABLE_ALIGN)
-        self.block_size, self.drafts, self.adapters = block_size, max_drafts > 0, adapters
+        self.block_size, self.drafts, self.guesses, self.adapters = block_size, max_drafts > 0, guesses, adapters
         rows = seqs * (1 + max_drafts)  # of logits
         size = self._shape(seqs, 1 + max_drafts).prefix_size
         self._prefix = torch.zeros(size, dtype=torch.int32, device=device)
@@ -375,6 +409,14 @@ class DecodeBuffers:
         """Return int32 [7, R] or, with drafts, [9, R]: packed sampling parameters."""
         return self._shape(rows, 1).sections["sampling"].of(self._prefix)
 
+    def guess_counts(self, size: int, query_len: int) -> Tensor:
+        """Return int32 [S]: how many tokens the drafter guesses after each of `size` sequences."""
+        return self._shape(size, query_len).vector(self._prefix, "guess_counts")
+
+    def token_rows(self, size: int, query_len: int) -> Tensor:
+        """Return int32 [T]: the batch row of each token of a step of `size` sequences."""
+        return self._shape(size, query_len).vector(self._prefix, "token_rows")
+
     def logits_indices(self, size: int, query_len: int) -> Tensor:
         """Return int32 [R]: the token of each row of logits of a step of `size` sequences."""
         return self._shape(size, query_len).vector(self._prefix, "logits_indices")
@@ -396,5 +438,11 @@ class DecodeBuffers:
 
     def _shape(self, size: int, query_len: int) -> CudaStepShape:
         return decode_shape(
-            size, self.groups, self.width, drafts=self.drafts, query_len=query_len, adapters=self.adapters
+            size,
+            self.groups,
+            self.width,
+            drafts=self.drafts,
+            query_len=query_len,
+            adapters=self.adapters,
+            guesses=self.guesses,
         )

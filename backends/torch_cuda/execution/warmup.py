@@ -61,7 +61,8 @@ class WarmupPlans:
         """
         size = np.sort(np.asarray(lengths, np.int32))
         known = size + context
-        pages = -(-int(known.max()) // self._layout.block_size)
+        guesses = self._limits.max_drafts if self._limits.device_drafts else 0
+        pages = -(-(int(known.max()) + guesses) // self._layout.block_size)
         starts = tuple(RowStart(row, np.zeros(n, np.int32), max(1, n - context), rules) for row, n in enumerate(known))
         return StepPlan(
             step=-1,
@@ -73,6 +74,7 @@ class WarmupPlans:
             block_tables=tuple(np.zeros((len(size), pages), np.int32) for _ in self._layout.groups),
             samples=np.ones(len(size), np.bool_),
             num_drafts=size - 1 if drafts else None,
+            num_guesses=np.full(len(size), guesses, np.int32) if guesses else None,
         )
 
     def decode(self, seqs: int, rules: SamplingRules = RULES[0]) -> StepPlan:

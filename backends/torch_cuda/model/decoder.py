@@ -76,7 +76,7 @@ class CudaDecoder:
             span_tokens(max_len) if batch_invariant else None,
             adapters,
         )
-        tables = rotary_tables(spec, max_len, device.torch)
+        tables = rotary_tables(spec.ropes, max_len, device.torch)
         self.spec, self.build = spec, build
         self.embed = CudaTokenEmbedding(spec.embedding, build)
         self.first = make_first_streams(spec, build)
@@ -109,6 +109,22 @@ class CudaDecoder:
         x = self.embed(batch.token_ids, batch.positions, embedded=batch.embedded)
         residual, update = run_layers(self.layers, self.first, batch.token_ids, x, batch, caches)
         return self.final_norm(update, residual)[0]
+
+    @torch.inference_mode()
+    def hidden_and_captured(
+        self, batch: CudaStepBatch, caches: Mapping[int, CudaCache], captured: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
+        assert self.first is None, "layers have one residual stream"
+        stream: Stream = None, self.embed(batch.token_ids, batch.positions)
+        inputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in captured:
+                residual, update = stream
+                inputs[index] = update if residual is None else residual + update
+            stream = layer(stream, batch, caches)
+        residual, update = stream
+        return self.final_norm(update, residual)[0], torch.cat([inputs[index] for index in captured], -1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None, adapter_slots: Tensor | None = None) -> Tensor:

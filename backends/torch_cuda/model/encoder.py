@@ -41,7 +41,7 @@ class CudaEncoder:
     def __init__(self, spec: ModelSpec, params: RankParams, device: Device, max_len: int) -> None:
         params = params.with_shared_blocks(spec.shared_blocks)
         build = CudaBuildContext(params, device, SINGLE_RANK, own_kernels(device), spec.width)
-        tables = rotary_tables(spec, max_len, device.torch)
+        tables = rotary_tables(spec.ropes, max_len, device.torch)
         readers = Counter(numbers for layer in spec.cache_numbers for numbers in layer)
         shared = frozenset(number for numbers, count in readers.items() for number in numbers if count > 1)
         self.embed = CudaTokenEmbedding(spec.embedding, build)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from pagoda.backends.torch_cuda.model.parameters import Linear, Matrix, RankPara
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
-from pagoda.common.models.spec import Embedding, ModelSpec
+from pagoda.common.models.spec import Embedding
 
 
 def linear(
@@ -184,10 +184,10 @@ def lookup(table: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
     return comm.all_reduce(x.masked_fill(absent[:, None], 0))
 
 
-def rotary_tables(spec: ModelSpec, max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:
+def rotary_tables(ropes: Iterable[Rope], max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:
     """Return float32 [max_len, 2, R/2] of cos and sin for each distinct Rope, computed in float64; None for None."""
     tables: dict[Rope | None, Tensor | None] = {None: None}
-    for rope in spec.ropes:
+    for rope in ropes:
         both = np.stack(cos_sin(rope, max_len, np.arange(max_len)), axis=1)
         tables[rope] = torch.from_numpy(both.astype(np.float32)).to(device)
     return tables

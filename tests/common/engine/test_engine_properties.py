@@ -141,11 +141,12 @@ class Traffic(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,
             async_scheduling=ahead,
-            max_drafts=0 if any(isinstance(pool.kind, StateCache) for pool in layout.pools) else drafts,
+            max_drafts=0 if any(isinstance(pool.kind, StateCache) for pool in layout.pools) else min(drafts, 5),
         )
         states = (isinstance(pool.kind, StateCache) for pool in layout.pools)
         blocks = tuple(num_states if state else num_blocks for state in states)
         self.expected: dict[str, list[int]] = {}
+        self.accuracy = accuracy
         self.proposer = Replaying(
             self.expected,
             wrong=lambda name, place: place * 37 % 101 * (1 + int(name)) % 100 >= accuracy,
@@ -239,6 +240,18 @@ class Traffic(RuleBasedStateMachine):
         self.engine.check_integrity()
 
 
+class GuessedTraffic(Traffic):
+    """The same with drafts that the backend guesses."""
+
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
+        limits = replace(limits, device_drafts=limits.max_drafts > 0)
+        right = self.accuracy
+        self.backend = backend = FakeBackend(
+            layout, num_blocks=num_blocks, guesses_right=lambda position: position * 37 % 101 < right, **fake
+        )
+        return generation_core(backend, layout, limits, backend.num_blocks)
+
+
 class ShardedTraffic(Traffic):
     """The same over two copies of the model."""
 
@@ -260,5 +273,7 @@ SETTINGS = settings(
 )
 Traffic.TestCase.settings = SETTINGS
 ShardedTraffic.TestCase.settings = settings(SETTINGS, max_examples=40)
+GuessedTraffic.TestCase.settings = settings(SETTINGS, max_examples=60)
 TestEngine = Traffic.TestCase
+TestGuesses = GuessedTraffic.TestCase
 TestShards = ShardedTraffic.TestCase
