@@ -97,7 +97,10 @@ ENGINE = [
     ("--quantization humming", "--quantization: 'humming' is not supported: it chooses a kernel of vLLM; drop it"),
     ("--quantization online", "--quantization: 'online' is not supported: it means the methods of --quantization-conf"),
     ("--quantization nvfp4_per_token", "--quantization: 'nvfp4_per_token' is not supported: no backend rounds activa"),
-    ('--quantization-config {"linear":"mxfp8"}', "--quantization-config: {'linear': 'mxfp8'} is not supported: all matrices"),
+    (
+        '--quantization-config {"linear":"mxfp8"}',
+        "--quantization-config: {'linear': 'mxfp8'} is not supported: all matrices",
+    ),
     ("--quantization quark", "--quantization: quark: the checkpoint is not quantised by it"),
     ("--quantization gguf", "--quantization: the model is not a GGUF file"),
     ("--load-format sharded_state", "--load-format: sharded_state is not read by reference"),
