@@ -506,6 +506,23 @@ def test_rules_for_some_layers_of_gptq() -> None:
     assert config_of(gptq(lm_head=True, sym=False)).scheme("lm_head") == Int4((1, 8), offsets=True)
 
 
+@pytest.mark.parametrize("numbers", ["int8", "fp8_e4m3"])
+def test_quark_with_scales_of_groups(numbers: str) -> None:
+    weight = {"dtype": numbers, "qscheme": "per_group", "group_size": 4, "symmetric": True}
+    config = config_of({"quant_method": "quark", "global_quant_config": {"weight": weight}})
+    data = np.arange(120, dtype=np.int8).reshape(10, 12)
+    data = data.view(dtypes.FLOAT8_E4M3FN) if numbers == "fp8_e4m3" else data - np.int8(60)
+    scales = np.random.default_rng(0).uniform(0.5, 1, (10, 3)).astype(np.float32)
+    ((_, tensor),) = join_scales([("a.weight", data), ("a.weight_scale", scales)], config)
+    assert isinstance(tensor, QuantizedTensor)
+    assert tensor.scheme == (Int8((1, 4)) if numbers == "int8" else Float8((1, 4))) == config.scheme("a")
+    np.testing.assert_array_equal(tensor.dequantize(), dtypes.to_float32(data) * np.repeat(scales, 4, 1))
+    with pytest.raises(WeightError, match=r"tensor a.weight_scale has shape \[10, 2\], which does not fit \[10, 12\]"):
+        list(join_scales([("a.weight", data), ("a.weight_scale", scales[:, :2])], config))
+    with pytest.raises(ModelError, match="qscheme per_group, group_size None are not read"):
+        config_of({"quant_method": "quark", "global_quant_config": {"weight": weight | {"group_size": None}}})
+
+
 RULES = (
     Rename("[model.]embed.weight", "embed"),
     *linear("[model.]layers.{l}.out", "layers.{l}.o"),
