@@ -289,20 +289,15 @@ def _kind_text(kind: tuple[str, tuple[int, ...]]) -> str:
 
 
 def _checked(name: str, tensor: Value, transpose: Transpose, target: str, shape: tuple[int, ...]) -> Value:
-    if _is_blocks(tensor):
-        transpose = False  # of their inputs, whichever way dense tensors are stored
+    if isinstance(tensor, QuantizedTensor):
+        transpose = False  # [..., O, I], whichever way dense tensors are stored
     if transpose == "unless_it_fits":
         transpose = tensor.shape != shape
-    oriented = _transposed(tensor) if transpose else tensor
+    oriented = tensor.swapaxes(-1, -2) if transpose and not isinstance(tensor, QuantizedTensor) else tensor
     if oriented.shape != shape:
         expected = (*shape[:-2], *shape[:-3:-1]) if transpose else shape
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, parameter {target} needs {list(expected)}")
     return oriented
-
-
-def _transposed(tensor: Value) -> Value:
-    """Return the tensor with its last two axes swapped."""
-    return tensor.T if isinstance(tensor, QuantizedTensor) else tensor.swapaxes(-1, -2)
 
 
 Float32 = npt.NDArray[np.float32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -242,6 +243,70 @@ def test_jax_tpu_keeps_what_xla_multiplies(
         assert TOLERANCE < (rounded - expected).norm() / expected.norm() < allowed
     dequantised = any("jax_tpu: dequantised " in message for message in caplog.messages)
     assert dequantised == (case in PARTLY)
+
+
+def write_gptq(dense: Path, folder: Path, group: int = 16) -> Saved:
+    """A GPT-2 whose transposed matrices are packed as linear layers are: qweight [I / 8, O]. And its twin."""
+    tensors = load_file(dense / "model.safetensors")
+    stored, values = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():  # [I, O]
+        if not name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            continue
+        inputs, outputs = weight.shape
+        grouped = weight.unflatten(0, (-1, group))
+        scales = (grouped.abs().amax(1) / 7).half()
+        numbers = (grouped / scales.float()[:, None]).round().clamp(-8, 7)
+        values[name] = (numbers * scales.float()[:, None]).flatten(0, 1)
+        codes = (numbers.flatten(0, 1).to(torch.int64) + 8).unflatten(0, (-1, 8))
+        words = (codes << torch.arange(0, 32, 4)[:, None]).sum(1)
+        module = name.removesuffix("weight")
+        del stored[name]
+        zeros = torch.full((inputs // group, outputs // 8), 0x77777777, dtype=torch.int32)
+        order = torch.arange(inputs, dtype=torch.int32) // group
+        parts = {"qweight": words.to(torch.int32), "scales": scales, "qzeros": zeros, "g_idx": order}
+        stored |= {f"{module}{part}": tensor.contiguous() for part, tensor in parts.items()}
+    twin = folder.with_name(f"{folder.name}-twin")
+    for path, each in ((folder, stored), (twin, values)):
+        shutil.copytree(dense, path)
+        save_file({name: tensor.contiguous() for name, tensor in each.items()}, path / "model.safetensors")
+    whole = json.loads((dense / "config.json").read_text())
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True}
+    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+    return Saved(folder, twin)
+
+
+@pytest.mark.parametrize("implementation", ["paged", "torch_cuda", "jax_tpu"])
+def test_packed_matrices_of_layers_whose_dense_ones_are_transposed(implementation: str, tmp_path: Path) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        pytest.skip("not installed")
+    tiny.Tiny("gpt2", "GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_inner": 128}, tiny.SMALL_GPT2).save(
+        tmp_path / "dense"
+    )
+    saved, ids = write_gptq(tmp_path / "dense", tmp_path / "quantised"), tiny.tokens()
+    assert len(saved.schemes()) == 2 * 6
+    weights = list(saved.weights())
+    assert {name for name, value in weights if isinstance(value, QuantizedTensor)} == set(saved.schemes())
+    if implementation == "paged":
+        logits = IMPLEMENTATIONS["paged"](saved.spec(), iter(weights), 64)(ids)
+    elif implementation == "torch_cuda":
+        from support.torch_cuda_model import TorchCudaModel
+
+        from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+
+        model = TorchCudaModel(saved.spec(), weights, 64, schemes=saved.schemes())
+        kept = sum(isinstance(matrix, PackedMatrix) for matrix in model.loader.params.by_name.values())
+        assert kept == 2 * 4, "q, k and v are one"
+        logits = model.logits(ids)
+    else:
+        from support.jax_model import JaxModel
+
+        from pagoda.backends.jax_tpu.weights.formats import matrix_formats
+        from pagoda.kernels_pallas.chips import CHIPS
+
+        formats = matrix_formats(None, saved.spec(), CHIPS["v6e"], saved.schemes())
+        assert formats
+        logits = JaxModel(saved.spec(), saved.weights(), 64, 1, formats=formats).logits(ids)
+    torch.testing.assert_close(logits, saved.expected(ids), atol=1e-4, rtol=1e-4)
 
 
 BITS = {

@@ -34,6 +34,9 @@ _NAMES: Final[Mapping[type[Scheme], str]] = {
     **{Float8: "fp8", Int8: "int8", Int4: "int4", Mxfp4: "mxfp4", Nvfp4: "nvfp4", Codes4: "bitsandbytes"},
 }
 
+_MATRIX: Final = 2
+"""Axes of a matrix; more: a stack of them."""
+
 WEIGHT: Final = "weight"
 """Last part of the name of a layer's matrix, stored or joined."""
 
@@ -212,8 +215,9 @@ def parameter_schemes(
     """Return the scheme of each quantised parameter.
 
     `sources`: per parameter the rules that fill it and the tensor names that they read (see `rules.sources`). A
-    parameter counts as dense if any of them is ignored, or is stored transposed; only names with the config's suffix
-    count. `stored`: names of the checkpoint's tensors where they are known; layers without scales among them are dense.
+    parameter counts as dense if any of them is ignored, or is a stack stored transposed; only names with the config's
+    suffix count. `stored`: names of the checkpoint's tensors where they are known; layers without scales among them are
+    dense.
     """
     modules = _quantised_modules(config, stored)
     schemes: dict[str, Scheme] = {}
@@ -221,7 +225,11 @@ def parameter_schemes(
         if len(param.shape) < 2 or name in EMBEDDINGS:
             continue
         read = [each for each in sources[name] if config.suffix == f".{WEIGHT}" or each[1].endswith(config.suffix)]
-        candidates = {_source_scheme(config, rule, source, modules) for rule, source in read}
+        stacked = len(param.shape) > _MATRIX
+        candidates = {
+            None if stacked and getattr(rule, "transpose", False) else _source_scheme(config, source, modules)
+            for rule, source in read
+        }
         if len(candidates) == 1 and (scheme := candidates.pop()) is not None:
             of_parameter = with_inputs(scheme, param.shape[-1])
             if of_parameter is not None:
@@ -238,11 +246,7 @@ def _quantised_modules(config: QuantizationConfig, stored: Collection[str]) -> f
     return frozenset(module for module, part in split if part in parts and part != WEIGHT)
 
 
-def _source_scheme(
-    config: QuantizationConfig, rule: Rule, source: str, modules: frozenset[str] | None
-) -> Scheme | None:
-    if getattr(rule, "transpose", False):
-        return None
+def _source_scheme(config: QuantizationConfig, source: str, modules: frozenset[str] | None) -> Scheme | None:
     module = source.removesuffix(config.suffix)
     if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # with and without `model.`
         return None

@@ -194,16 +194,6 @@ class QuantizedTensor:
         others = (self.offsets, self.row_scales, self.order, self.input_scale)
         return self.data.nbytes + self.scales.nbytes + sum(part.nbytes for part in others if part is not None)
 
-    @property
-    def T(self) -> QuantizedTensor:  # noqa: N802
-        """The transposed matrix, as views."""
-        assert isinstance(self.scheme, Float8 | Int8), "others have inputs side by side"
-        assert self.row_scales is None
-        offsets = None if self.offsets is None else self.offsets.T
-        return replace(
-            self, data=self.data.T, scales=self.scales.T, group_shape=self.group_shape[::-1], offsets=offsets
-        )
-
     def values(self, cut: tuple[slice, ...]) -> Floats:
         """Return the values of a part, one slice per leading axis. Blocks and reordered inputs can be divided."""
         if isinstance(self.scheme, Blocks) or self.order is not None:

@@ -109,16 +109,15 @@ def test_blocks_without_scales_that_fit(tensors: dict[str, tuple[int, ...]], pro
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_values_of_parts_and_of_the_transposed(kind: str) -> None:
+def test_values_of_parts(kind: str) -> None:
     tensor, expected = random_tensor(kind)
     np.testing.assert_array_equal(tensor.dequantize(), expected)
-    np.testing.assert_array_equal(tensor.T.dequantize(), expected.T)
     for rows in (slice(0, 10), slice(4, 8), slice(3, 9), slice(6, 10), slice(8, 10), slice(1, 2)):
         np.testing.assert_array_equal(tensor[(rows,)].dequantize(), expected[rows])
         for columns in (slice(0, 8), slice(8, 12), slice(2, 6)):
             part = tensor[rows, columns]
             np.testing.assert_array_equal(part.dequantize(), expected[rows, columns])
-            np.testing.assert_array_equal(part[(slice(0, 1),)].T.dequantize(), expected[rows, columns][:1].T)
+            np.testing.assert_array_equal(part[(slice(0, 1),)].dequantize(), expected[rows, columns][:1])
     both = stack([tensor, random_tensor(kind, 1)[0]])
     np.testing.assert_array_equal(both.dequantize(), [expected, random_tensor(kind, 1)[1]])
     np.testing.assert_array_equal(both[slice(1, 2), slice(3, 7)].dequantize()[0], random_tensor(kind, 1)[1][3:7])
@@ -507,6 +506,23 @@ def test_rules_for_some_layers_of_gptq() -> None:
     assert config_of(gptq(lm_head=True, sym=False)).scheme("lm_head") == Int4((1, 8), offsets=True)
 
 
+@pytest.mark.parametrize("numbers", ["int8", "fp8_e4m3"])
+def test_quark_with_scales_of_groups(numbers: str) -> None:
+    weight = {"dtype": numbers, "qscheme": "per_group", "group_size": 4, "symmetric": True}
+    config = config_of({"quant_method": "quark", "global_quant_config": {"weight": weight}})
+    data = np.arange(120, dtype=np.int8).reshape(10, 12)
+    data = data.view(dtypes.FLOAT8_E4M3FN) if numbers == "fp8_e4m3" else data - np.int8(60)
+    scales = np.random.default_rng(0).uniform(0.5, 1, (10, 3)).astype(np.float32)
+    ((_, tensor),) = join_scales([("a.weight", data), ("a.weight_scale", scales)], config)
+    assert isinstance(tensor, QuantizedTensor)
+    assert tensor.scheme == (Int8((1, 4)) if numbers == "int8" else Float8((1, 4))) == config.scheme("a")
+    np.testing.assert_array_equal(tensor.dequantize(), dtypes.to_float32(data) * np.repeat(scales, 4, 1))
+    with pytest.raises(WeightError, match=r"tensor a.weight_scale has shape \[10, 2\], which does not fit \[10, 12\]"):
+        list(join_scales([("a.weight", data), ("a.weight_scale", scales[:, :2])], config))
+    with pytest.raises(ModelError, match="qscheme per_group, group_size None are not read"):
+        config_of({"quant_method": "quark", "global_quant_config": {"weight": weight | {"group_size": None}}})
+
+
 RULES = (
     Rename("[model.]embed.weight", "embed"),
     *linear("[model.]layers.{l}.out", "layers.{l}.o"),
@@ -514,7 +530,7 @@ RULES = (
     Rename("layers.{l}.turned.weight", "layers.{l}.t", transpose=True),
     Stack("layers.{l}.experts.{e}.w.weight", "layers.{l}.experts"),
 )
-SHAPES = {"layers.0.o": (10, 12), "layers.0.x": (3, 12), "layers.0.y": (7, 12), "layers.0.t": (12, 10)}
+SHAPES = {"layers.0.o": (10, 12), "layers.0.x": (3, 12), "layers.0.y": (7, 12), "layers.0.t": (10, 12)}
 PARAMS = {
     name: Param(name, shape, "." * len(shape)) for name, shape in (SHAPES | {"layers.0.experts": (2, 10, 12)}).items()
 }
@@ -530,7 +546,7 @@ def test_every_rule_keeps_tensors_quantised(kind: str) -> None:
     expected = [dense for _, dense in tensors]
     np.testing.assert_array_equal(filled["layers.0.o"], expected[0])
     np.testing.assert_array_equal(np.concatenate([filled["layers.0.x"], filled["layers.0.y"]]), expected[1])
-    np.testing.assert_array_equal(filled["layers.0.t"], expected[2].T)
+    np.testing.assert_array_equal(filled["layers.0.t"], expected[2], "as linear layers are, whatever dense ones are")
     np.testing.assert_array_equal(filled["layers.0.experts"], [expected[4], expected[3]])
 
 
@@ -550,14 +566,22 @@ def test_schemes_of_parameters() -> None:
     assert names["layers.1.o"] == [(RULES[1], "model.layers.1.out.weight")]
     assert names["layers.1.experts"] == [(RULES[-1], "layers.1.experts.0.w.weight")]
     config = config_of(compressed_tensors(ignore=["model.layers.1.out"]))
-    quantised = ("layers.0.o", "layers.0.x", "layers.0.y", "layers.0.experts", "layers.1.experts")
+    quantised = ("layers.0.o", "layers.0.x", "layers.0.y", "layers.0.t", "layers.0.experts", "layers.1.experts")
     assert parameter_schemes(config, params, names) == dict.fromkeys(quantised, Float8("channel", ROWS))
 
 
 def test_layers_without_scales_in_the_file_are_dense() -> None:
     config, names = config_of(gptq(group_size=-1)), sources(RULES, PARAMS)
-    stored = ["layers.0.out.qweight", "model.layers.0.turned.qweight", "layers.0.both.weight", "layers.0.both.bias"]
-    assert parameter_schemes(config, PARAMS, names, stored) == {"layers.0.o": Int4((1, 12))}
+    stored = ["layers.0.out.qweight", "layers.0.turned.qweight", "layers.0.both.weight", "layers.0.both.bias"]
+    assert parameter_schemes(config, PARAMS, names, stored) == dict.fromkeys(
+        ("layers.0.o", "layers.0.t"), Int4((1, 12))
+    )
+
+
+def test_a_stack_that_is_stored_transposed_is_dense() -> None:
+    rules = (Rename("layers.{l}.experts.w.weight", "layers.{l}.experts", transpose=True),)
+    params = {name: param for name, param in PARAMS.items() if name.endswith("experts")}
+    assert not parameter_schemes(config_of(compressed_tensors()), params, sources(rules, params))
 
 
 ATTENTION = (

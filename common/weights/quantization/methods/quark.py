@@ -86,8 +86,7 @@ def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
     dtype: np.dtype[Any] | None = {"fp8_e4m3": FLOAT8_E4M3FN, "int8": np.dtype(np.int8)}.get(kind)
     scheme: Float8 | Int8 | Int4 | Mxfp4
     match kind, scheme_name:
-        case "fp8_e4m3" | "int8", "per_tensor" | "per_channel":
-            group: Group = "tensor" if scheme_name == "per_tensor" else "channel"
+        case "fp8_e4m3" | "int8", _ if (group := _group(scheme_name, size)) is not None:
             asymmetric = weight.get("symmetric") is False
             scheme = Float8(group, activations) if kind == "fp8_e4m3" else Int8(group, activations, offsets=asymmetric)
             (parts if asymmetric else optional).add(_ZEROS)
@@ -103,6 +102,18 @@ def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
         parts.add(_INPUT_SCALE)
     width = size if bits == 4 else WHOLE_ROW
     return QuarkLayers((target,), scheme, frozenset(parts), dtype, frozenset(optional), bits, width, kind, reordered)
+
+
+def _group(scheme_name: object, size: object) -> Group | None:
+    """Return the numbers that share a scale; None: they are not read."""
+    match scheme_name, size:
+        case "per_tensor", _:
+            return "tensor"
+        case "per_channel", _:
+            return "channel"
+        case "per_group", int() if size > 0:
+            return 1, size
+    return None
 
 
 def _activations(section: Section) -> Activations | None:
