@@ -18,7 +18,6 @@ from pagoda.backends.reference.native.jit import Kernel
 ROWS: Final = 6
 """Rows of queries in one block of products of a prompt."""
 
-_TILE_ROWS: Final = 48
 _REGISTERS: Final = 24
 NEVER: Final = -1e30
 """A largest score before any key."""
@@ -35,17 +34,18 @@ class Shape:
     block_size: int
     scale: float
     bfloat16: bool  # queries, cache and results; else float32
+    tile_rows: int = 48  # heads of all tokens of a task, at most
 
     @property
     def supported(self) -> bool:
         """Whether heads are whole vectors and tiles fit the stack."""
         whole = self.head_dim % LANES == 0 and self.value_dim % LANES == 0
-        return whole and max(self.head_dim, self.value_dim) <= 256 and self.group <= _TILE_ROWS
+        return whole and max(self.head_dim, self.value_dim) <= 256 and self.group <= self.tile_rows
 
     @property
     def tile_tokens(self) -> int:
         """Tokens of a prompt in one task."""
-        return _TILE_ROWS // self.group
+        return self.tile_rows // self.group
 
     @property
     def keys(self) -> int:

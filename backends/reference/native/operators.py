@@ -221,8 +221,8 @@ class PagedAttend:
     """Attention of a step's sequences: those with one token first, then prompts."""
 
     def __init__(self, shape: Shape) -> None:
-        self._shape = shape
         paired, tiled = paired_attention.supported(shape), tile_attention.supported(shape)
+        self._shape = shape = tile_attention.of_many_rows(shape) if tiled else shape
         self._decodes_paired = paired_attention.decodes(shape)
         self._decode = paired_attention.decode_kernel(shape) if self._decodes_paired else decode_kernel(shape)
         if self._decodes_paired:  # compiled before the first request, not with it

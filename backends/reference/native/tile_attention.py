@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -32,6 +33,11 @@ def supported(shape: Shape) -> bool:
     """Return whether the processor has tiles, heads are whole tiles, and 16 keys are consecutive in the cache."""
     whole = shape.head_dim % _INPUTS == 0 and shape.value_dim % SIDE == 0 and shape.block_size % SIDE == 0
     return shape.bfloat16 and whole and shape.scale > 0 and available("amx-bf16")
+
+
+def of_many_rows(shape: Shape) -> Shape:
+    """Return the shape with tasks of more rows: they share the rearranged values, but their sums fill the cache."""
+    return replace(shape, tile_rows=192 if shape.value_dim <= 128 else 96)
 
 
 @cache

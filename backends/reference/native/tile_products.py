@@ -87,7 +87,7 @@ class _TileProduct:
         self.bias = e.pointer(6, F32) if bias else None
         self.units = units = e.argument(7)
         self.tiles, self.sums = Tiles(e), e.variable(F32, _BLOCK * _BLOCK)
-        self.before = [e.variable(I64) for _ in range(2)]  # first row and panel of the sums
+        self.row_before, self.unit_before = e.variable(I64), e.variable(I64)  # of the sums that are not written yet
         pairs, _ = e.divmod(e.add(units, UNITS - 1), UNITS)
         with e.tasks(before_return=self.tiles.release) as task:
             block, pair = e.divmod(task, pairs)
@@ -119,24 +119,25 @@ class _TileProduct:
         The first block's place takes numbers without a meaning until then.
         """
         e = self.e
-        before = self.before
-        e.builder.store(begin, before[0])
-        e.builder.store(unit, before[1])
+        e.builder.store(begin, self.row_before)
+        e.builder.store(unit, self.unit_before)
         steps = self.width // _INPUTS
         per_step = -(-_BLOCK // steps)
         with e.loop(unit, last) as number, e.loop(begin, end, _BLOCK) as row:
-            written = [e.builder.load(each) for each in before]
+            first, written = e.builder.load(self.row_before), e.builder.load(self.unit_before)
             ahead = e.mul(e.divmod(e.builder.sub(row, begin), _BLOCK)[0], steps * _AHEAD)
 
-            def beside(step: Any, written: Any = written, ahead: Any = ahead, number: Any = number) -> None:
+            def beside(
+                step: Any, first: Any = first, written: Any = written, ahead: Any = ahead, number: Any = number
+            ) -> None:
                 for part in range(per_step):
-                    self._write_row(*written, e.least(e.add(e.mul(step, per_step), part), _BLOCK - 1))
+                    self._write_row(first, written, e.least(e.add(e.mul(step, per_step), part), _BLOCK - 1))
                 self._fetch(e.add(number, 1), e.add(ahead, e.mul(step, _AHEAD)))
 
             self._square(row, number, beside)
-            e.builder.store(row, before[0])
-            e.builder.store(number, before[1])
-        self._write(*(e.builder.load(each) for each in before), _BLOCK)
+            e.builder.store(row, self.row_before)
+            e.builder.store(number, self.unit_before)
+        self._write(e.builder.load(self.row_before), e.builder.load(self.unit_before), _BLOCK)
 
     def _fetch(self, unit: Any, line: Any) -> None:
         """Ask for some lines of both panels of a unit, if they have them."""

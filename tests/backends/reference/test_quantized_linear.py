@@ -51,7 +51,7 @@ class Case:
 
 CASES = {
     "w8a8": Case(W8A8, (50, 160), 32),
-    "w8a8-tensor": Case(Int8("tensor", Activations("int8", "row")), (64, 192), 192),
+    "w8a8-tensor": Case(Int8("tensor", Activations("int8", "row")), (64, 192), 64),
     "w8a8-odd": Case(W8A8, (48, 90), 32),
     "int8": Case(Int8("channel"), (48, 256), 128),
     "int8-odd": Case(Int8("channel"), (48, 96), 32),

@@ -1,6 +1,6 @@
 """Products with quantised weights by kernels compiled for this processor.
 
-Activations are rounded to 8 bits, with a scale per group of inputs: that of the weights, else of up to 192. One per
+Activations are rounded to 8 bits, with a scale per group of inputs: that of the weights, else of up to 128. One per
 row, as W8A8 checkpoints have it, is hardly faster and several times less exact. A precise layer multiplies what the
 rounding leaves as further rows: 16 bits in all.
 """
@@ -34,7 +34,7 @@ if importlib.util.find_spec("llvmlite"):
 
 _REAL: Final[dict[torch.dtype, Real]] = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _CHUNK: Final = 32
-_GROUPS: Final = (192, 128, 64, 32)
+_GROUPS: Final = (128, 64, 32)
 """Inputs that share a scale of the activations where weights have one per output: the first that divides a row."""
 
 _SERIAL_WORK: Final = 1 << 18
