@@ -204,6 +204,8 @@ def resolve_limits(
         max_draft_len=None if speculative is None else speculative.max_model_len,
         max_loras=config.lora.slots,
     )
+    if limits.max_drafts:
+        limits.check()
     return ResolvedLimits(limits, rows)
 
 
