@@ -237,7 +237,7 @@ def single_tokens(plan: StepPlan) -> StepPlan:
         plan,
         rows=plan.rows[owner],
         query_start=np.arange(plan.num_tokens + 1, dtype=np.int32),
-        context=(plan.context - plan.query_start[:-1])[owner] + np.arange(plan.num_tokens, dtype=np.int32),
+        context=((plan.context - plan.query_start[:-1])[owner] + np.arange(plan.num_tokens)).astype(np.int32),
         block_tables=tuple(table[owner] for table in plan.block_tables),
     )
 

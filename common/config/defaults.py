@@ -203,6 +203,8 @@ def resolve_limits(
         max_drafts=0 if speculative is None else speculative.num_speculative_tokens or 0,
         max_draft_len=None if speculative is None else speculative.max_model_len,
     )
+    if limits.max_drafts:
+        limits.check()
     return ResolvedLimits(limits, rows)
 
 

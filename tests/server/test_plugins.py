@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeBackend, full_layout
 from support.served import environment
 
-from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.engine.core import make_kv_manager
 from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.speculative.ngram import NgramProposer
+from pagoda.common.engine.speculative.proposer import Drafter
 from pagoda.common.errors import ConfigError
 from pagoda.server import plugins
 from pagoda.server.settings.flags import EngineArgs
@@ -177,6 +181,25 @@ def test_load_by_name_and_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         config(logits_processors=["favour", f"{__name__}.Favour"], additional_config={"favour": 7})
     )
     assert [each.token for each in options.processors] == [7, 7]  # type: ignore[attr-defined]
+
+
+def test_a_scheduler_of_your_own_gets_the_drafter() -> None:
+    """If it is a subclass of pagoda's; another would ignore it."""
+    drafter = Drafter(NgramProposer(2, 3), 100)
+    limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, max_drafts=2)
+    for settings in ({"scheduler_cls": f"{__name__}.Slow"}, {}):
+        make = plugins.scheduler_of(config(**settings), lambda: drafter)
+        scheduler = make(limits, make_kv_manager(FakeBackend(full_layout()), full_layout(), limits, (64,)))
+        assert isinstance(scheduler, Slow if settings else Scheduler)
+        assert scheduler.stats().drafts is not None
+    with pytest.raises(
+        ConfigError, match=r"^--scheduler-cls: .*NoSubclass is no subclass of .*; drop --speculative-co"
+    ):
+        plugins.scheduler_of(config(scheduler_cls=f"{__name__}.NoSubclass"), lambda: drafter)
+
+
+class NoSubclass:
+    add = abort = num_unfinished = schedule = token_masks = update = stats = check_integrity = None
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ class TokenIndex:
                 value = value * np.uint64(_BASE) + _shifted(tokens, start, offset)
             done = length
             ends = np.arange(max(start, length), len(tokens))
-            slots = (value ^ value >> np.uint64(32)) * np.uint64(_MIX) >> np.uint64(self._shift)
-            slots = slots[len(slots) - len(ends) :].astype(np.int32)
+            hashes = (value ^ value >> np.uint64(32)) * np.uint64(_MIX)
+            slots: Int32 = (hashes[len(hashes) - len(ends) :] >> np.uint64(self._shift)).astype(np.int32)
             if len(embedded):
                 clean = np.searchsorted(embedded, ends) == np.searchsorted(embedded, ends - length)
                 ends, slots = ends[clean], slots[clean]
