@@ -1,4 +1,7 @@
-"""`DrafterFamily`: a drafter model and the names of its checkpoint's tensors; `drafter_of` reads one."""
+"""`DrafterFamily`: a drafter model and the names of its checkpoint's tensors; `drafter_of` reads one.
+
+`read_speculators` reads config.json of a checkpoint in the speculators format: it has the drafter's own within it.
+"""
 
 from __future__ import annotations
 
@@ -109,3 +112,58 @@ def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: Model
     if names and not any(name.startswith(drafter.only) for name in names):
         raise ModelError(f"method mtp: the checkpoint has no tensors {drafter.only}*; use one that has, or drop it")
     return drafter
+
+
+# Checkpoints in the speculators format.
+
+_TYPE_KEY: Final = "speculators_model_type"
+_TYPE: Final = "eagle3"
+
+_SECTION: Final = "transformer_layer_config"
+_OWN_KEYS: Final = (
+    "draft_vocab_size",
+    "norm_before_residual",
+    "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids",
+)
+"""Keys of an EAGLE-3 drafter beside those of its layers."""
+
+_BOOKKEEPING: Final = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type", "_name_or_path"),
+    *("speculators_version", "speculators_config", "tie_word_embeddings", "has_no_defaults_at_init"),
+    *("transformer_layer_architecture", "embed_requires_grad", _TYPE_KEY, _SECTION),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorsConfig:
+    """What a config.json in the format states."""
+
+    method: str
+    config: Mapping[str, Any]  # as a drafter of that method has it
+    num_tokens: int | None  # drafts per step that it was made for
+
+
+def read_speculators(config: Mapping[str, Any]) -> SpeculatorsConfig | None:
+    """Return the drafter that a config describes; None if it is not in the format. Raises ModelError."""
+    kind = config.get(_TYPE_KEY)
+    if kind is None:
+        return None
+    if kind != _TYPE:
+        raise ModelError(f"{_TYPE_KEY} {kind!r} is not supported; use {_TYPE}")
+    layers = config.get(_SECTION)
+    if not isinstance(layers, dict):
+        raise ModelError(f"{_TYPE_KEY} {kind}: {_SECTION} is missing")
+    unknown = config.keys() - {*_OWN_KEYS, *_BOOKKEEPING}
+    if unknown:
+        raise ModelError(f"{_TYPE_KEY} {kind}: key {min(unknown)} is unknown and could change the drafter")
+    own = {key: config[key] for key in _OWN_KEYS if config.get(key) is not None}
+    own.setdefault("norm_before_residual", True)
+    return SpeculatorsConfig(_TYPE, {**layers, **own}, _num_tokens(config))
+
+
+def _num_tokens(config: Mapping[str, Any]) -> int | None:
+    """Return the number of drafts of the default proposal method, if it is stated."""
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    number = proposals[0].get("speculative_tokens")
+    return number if isinstance(number, int) and number > 0 else None

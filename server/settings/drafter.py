@@ -9,12 +9,17 @@ from typing import Any, Final
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.speculative import FLAG, SpeculativeConfig
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.drafter_family import DrafterFamily, drafter_of, language_drafter, mtp_drafter
+from pagoda.common.models.drafter_family import (
+    DrafterFamily,
+    drafter_of,
+    language_drafter,
+    mtp_drafter,
+    read_speculators,
+)
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter
 from pagoda.common.models.family import Family
 from pagoda.common.models.registry import overridden, within_context
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.models.speculators import read_speculators
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.quantization.config import QuantizationConfig
