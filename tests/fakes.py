@@ -115,6 +115,8 @@ class FakeRow:
     had_drafts: bool = False
     digests: list[int] = field(default_factory=list)
     embedded: dict[int, int] = field(default_factory=dict)
+    root: int = 7
+    """What all digests begin with: rows with the same tokens but another root share nothing."""
 
     def said(self) -> list[int]:
         return [self.embedded.get(position, token) for position, token in enumerate(self.history)]
@@ -122,7 +124,9 @@ class FakeRow:
     def digest(self, position: int, drafts: Sequence[int] = ()) -> int:
         """Of all tokens up to that position; `drafts` follow the history."""
         while len(self.digests) <= min(position, len(self.history) - 1):
-            self.digests.append(chained(self.digests[-1] if self.digests else 7, self.history[len(self.digests)]))
+            self.digests.append(
+                chained(self.digests[-1] if self.digests else self.root, self.history[len(self.digests)])
+            )
         drafted = position + 1 - len(self.history)
         if drafted <= 0:
             return self.digests[position]

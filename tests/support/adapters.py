@@ -39,7 +39,7 @@ def write_adapter(
         for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
             values = numbers.standard_normal(shape, np.float32) * np.float32(scale)
             tensors[f"base_model.model.{name}.{part}.weight"] = values
-    return save_adapter(folder, tensors, r=rank, **config)
+    return save_adapter(folder, tensors, **{"r": rank, **config})
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, npt.NDArray[Any]], **config: Any) -> Path:

@@ -181,7 +181,7 @@ def _pair(module: str, tensors: dict[str, Float32], config: _Config, max_rank: i
         raise ModelError(f"module {module}: rank {rank} is above --max-lora-rank {max_rank}")
     scale = np.float32(config.scale(module, rank))
     a, b = (b.T, a.T * scale) if embedding else (a, b * scale)
-    if not max(np.abs(a).max(), np.abs(b).max()) <= _LARGEST:  # also NaN
+    if not all(np.abs(each).max() <= _LARGEST for each in (a, b)):  # also NaN
         raise ModelError(f"module {module}: numbers beyond {_LARGEST:.0f}, or none; the adapter is broken")
     return a, b
 

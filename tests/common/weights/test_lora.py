@@ -1,0 +1,178 @@
+"""peft's files: which module changes which parameter, by what, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import tiny_spec
+from support.adapters import llama_modules, save_adapter, write_adapter
+from support.tiny_folder import CONFIG
+
+from pagoda.common.errors import ModelError
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.weights.lora.peft import BaseModel, read_adapter
+from pagoda.common.weights.lora.weights import AdapterWeights, adaptable, rank_bucket, slot_elements
+
+MODULES = llama_modules(32, 48, 4, 2, 2)
+LAYER = "base_model.model.model.layers.0"
+
+
+def base(max_rank: int = 16, **config: Any) -> BaseModel:
+    spec, family = spec_from_config({**CONFIG, **config})
+    return BaseModel(family.rules, params(spec), adaptable(spec), max_rank)
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def product(weights: AdapterWeights, name: str) -> np.ndarray:
+    factors = weights.matrices[name]
+    assert factors.a.shape[-2] == factors.b.shape[-1] == weights.rank
+    return factors.b @ factors.a
+
+
+def test_every_linear_module_changes_its_parameter(tmp_path: Path) -> None:
+    weights = read_adapter(write_adapter(tmp_path / "a", MODULES, rank=3), base())
+    expected = {f"layers.{layer}.mixers.0.{part}" for layer in range(2) for part in "qkvo"}
+    expected |= {f"layers.{layer}.ffn.{part}" for layer in range(2) for part in ("gate", "up", "down")}
+    assert weights.matrices.keys() == expected
+    assert weights.rank == 8
+    assert weights.num_bytes == sum(4 * 8 * sum(shape) for shape in MODULES.values())
+
+
+def test_the_scale_is_in_b(tmp_path: Path) -> None:
+    a, b = random(4, 32), random(32, 4)
+    tensors = {f"{LAYER}.self_attn.q_proj.lora_A.weight": a, f"{LAYER}.self_attn.q_proj.lora_B.weight": b}
+    for scale, config in (
+        (6 / 4, {"lora_alpha": 6}),
+        (6 / 2, {"lora_alpha": 6, "use_rslora": True}),
+        (5 / 4, {"lora_alpha": 6, "alpha_pattern": {"layers.0.self_attn.q_proj": 5}}),
+    ):
+        weights = read_adapter(save_adapter(tmp_path / "a", tensors, r=4, **config), base())
+        np.testing.assert_allclose(product(weights, "layers.0.mixers.0.q"), scale * (b @ a), rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(weights.matrices["layers.0.mixers.0.q"].a[:4], a)
+
+
+def test_embeddings_and_head_of_a_tied_model_are_apart(tmp_path: Path) -> None:
+    tensors = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": (a := random(4, 257)),
+        "base_model.model.model.embed_tokens.lora_embedding_B": (b := random(32, 4)),
+        "base_model.model.model.embed_tokens.base_layer.weight": random(257, 32),
+        "base_model.model.lm_head.lora_A.weight": (head_a := random(4, 32, seed=1)),
+        "base_model.model.lm_head.lora_B.weight": (head_b := random(257, 4, seed=1)),
+    }
+    folder = save_adapter(tmp_path / "a", tensors, r=4, lora_alpha=4)
+    weights = read_adapter(folder, base(tie_word_embeddings=True))
+    np.testing.assert_allclose(product(weights, "embed"), (b @ a).T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(product(weights, "head"), head_b @ head_a, rtol=1e-4, atol=1e-5)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = random(300, 32)
+    save_adapter(tmp_path / "a", tensors, r=4)
+    with pytest.raises(ModelError, match="its vocabulary differs"):
+        read_adapter(folder, base(tie_word_embeddings=True))
+
+
+MIXTURE = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+}
+
+
+def test_experts_are_stacked_and_those_without_are_zero(tmp_path: Path) -> None:
+    names = {f"model.layers.1.mlp.experts.{expert}.gate_proj": (16, 32) for expert in (0, 3)}
+    weights = read_adapter(write_adapter(tmp_path / "a", names, rank=2), base(**MIXTURE))
+    factors = weights.matrices["layers.1.ffn.experts.gate"]
+    assert factors.a.shape == (4, 8, 32)
+    assert factors.b.shape == (4, 16, 8)
+    assert [bool(expert.any()) for expert in factors.b] == [True, False, False, True]
+    unknown = write_adapter(tmp_path / "b", {"model.layers.1.mlp.experts.4.gate_proj": (16, 32)})
+    with pytest.raises(ModelError, match="the model has 4 experts, so no module"):
+        read_adapter(unknown, base(**MIXTURE))
+    router = write_adapter(tmp_path / "c", {"model.layers.1.mlp.gate": (4, 32)})
+    with pytest.raises(ModelError, match=r"layers\.1\.ffn\.router\) cannot have an adapter"):
+        read_adapter(router, base(**MIXTURE))
+
+
+def test_a_torch_file_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    folder = write_adapter(tmp_path / "a", MODULES)
+    first = read_adapter(folder, base())
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    second = read_adapter(folder, base())
+    for name, factors in first.matrices.items():
+        np.testing.assert_array_equal(factors.b, second.matrices[name].b)
+    (folder / "adapter_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"no adapter_model.safetensors or adapter_model.bin"):
+        read_adapter(folder, base())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "PROMPT_TUNING"}, "only LORA adapters"),
+        ({"use_dora": True}, "use_dora is set: DoRA is not supported"),
+        ({"bias": "all"}, "bias is trained"),
+        ({"lora_bias": True}, "bias is trained"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is not supported"),
+        ({"r": 32}, "r is 32, above --max-lora-rank 16"),
+        ({"rank_pattern": {"q_proj": 64}}, "r is 64, above --max-lora-rank 16"),
+        ({"r": 5}, "r is 5 for model.layers.0.self_attn.q_proj, its matrices have 4"),
+        ({"r": "4"}, "ranks are positive integers"),
+        ({"lora_alpha": "x"}, "not numbers"),
+        ({"alpha_pattern": {"(": 1}}, "is not a pattern of module names"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (32, 32)}, **{"r": 4, **config})
+    with pytest.raises(ModelError, match=words):
+        read_adapter(folder, base())
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    q = f"{LAYER}.self_attn.q_proj"
+    good = {f"{q}.lora_A.weight": random(4, 32), f"{q}.lora_B.weight": random(32, 4)}
+    huge = np.full((32, 4), 1e6, np.float32)
+    for more, words in (
+        ({f"{q}.lora_B.weight": random(48, 4)}, r"is \[48, 32\] in the adapter and \[32, 32\] in the model"),
+        ({f"{q}.lora_B.weight": random(32, 3)}, "are not factors"),
+        ({f"{q}.lora_B.weight": np.full((32, 4), np.nan, np.float32)}, "numbers beyond 65504"),
+        ({f"{q}.lora_B.weight": huge}, "numbers beyond 65504"),
+        ({f"{q}.lora_magnitude_vector": random(32)}, "is no LoRA matrix"),
+        ({"base_model.model.lm_head.weight": random(257, 32)}, "is no LoRA matrix"),
+        ({f"{LAYER}.self_attn.x_proj.lora_A.weight": random(4, 32)}, "lora_A or lora_B is missing"),
+    ):
+        folder = save_adapter(tmp_path / "a", {**good, **more}, r=4)
+        with pytest.raises(ModelError, match=words):
+            read_adapter(folder, base())
+    with pytest.raises(ModelError, match="has no LoRA matrices"):
+        read_adapter(save_adapter(tmp_path / "a", {}, r=4), base())
+    with pytest.raises(ModelError, match="no such folder"):
+        read_adapter(tmp_path / "none", base())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no adapter_config.json"):
+        read_adapter(tmp_path / "empty", base())
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps([1]))
+    with pytest.raises(ModelError):
+        read_adapter(tmp_path / "a", base())
+
+
+def test_adaptable_matrices_and_the_size_of_a_slot() -> None:
+    spec = tiny_spec()
+    matrices = adaptable(spec)
+    assert "head" in matrices
+    assert "head" not in params(spec)
+    assert not any("norm" in name for name in matrices)
+    assert slot_elements(matrices.values(), 8) == 8 * sum(sum(param.shape) for param in matrices.values())
+    assert [rank_bucket(rank) for rank in (1, 2, 8, 9, 256, 257, 512)] == [1, 8, 8, 16, 256, 320, 512]
