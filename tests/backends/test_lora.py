@@ -9,7 +9,7 @@ import pytest
 from support.adapted_models import logprobs_of, merged, random_adapter, run, weights_of
 from support.reference_driver import Driver, tiny_spec
 
-from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.spec import ModelSpec, Moe
 from pagoda.common.weights.lora.weights import LoraOptions
@@ -124,3 +124,29 @@ def test_an_empty_slot_and_steps_without_adapters_are_the_model(backend: str) ->
         tokens, found = run(driver, {0: PROMPTS[6]}, slots)[0]
         want = logprobs_of(merged(spec, weights_of(spec), None), tokens[:-1])
         np.testing.assert_allclose(found, want, **TOLERANCE)
+
+
+class Interpreted(Device):
+    """A CPU that runs kernels."""
+
+    @property
+    def use_kernels(self) -> bool:
+        return True
+
+
+def test_steps_through_the_interpreted_kernels() -> None:
+    """Tensors of real steps are as the kernels want them."""
+    import support.triton_interpreter  # noqa: F401
+
+    spec = replace(SPECS["tied"], layers=SPECS["tied"].layers[:1])
+    driver = make_driver(spec, "torch_cuda", slots=2, device=Interpreted(CPU.torch, CPU.chip, "interpreter"))
+    matrices = driver.backend.adaptable()
+    adapters = [random_adapter(matrices, 16, 0), random_adapter(matrices, 8, 1, ("q", "down", "head"))]
+    for slot, adapter in enumerate(adapters):
+        driver.backend.load_adapter(slot, adapter)
+    found = run(driver, {0: [5, 17, 3], 1: [9, 2], 2: [4]}, {0: 0, 1: 1}, steps=1)
+    for row, adapter in enumerate([*adapters, None]):
+        tokens, logprobs = found[row]
+        np.testing.assert_allclose(
+            logprobs, logprobs_of(merged(spec, weights_of(spec), adapter), tokens[:-1]), **TOLERANCE
+        )

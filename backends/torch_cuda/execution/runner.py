@@ -392,9 +392,8 @@ class Runner:
 
         def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
             chunk = slice(begin, begin + len(targets))
-            own = (
-                None if slots is None else slots[chunk].clone()
-            )  # aligned: Triton recompiles for less aligned pointers
+            # a copy is aligned; Triton recompiles for less aligned pointers
+            own = None if slots is None else slots[chunk].clone()
             logits = parts.logits(hidden[chunk], None, own)
             return parts.sampler.score(logits, targets, best, self.stream)
 
