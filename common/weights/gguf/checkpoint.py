@@ -159,8 +159,11 @@ class GgufCheckpoint:
 
         NVFP4's matrices have those. Raises WeightError for a matrix that is joined from two with different ones.
         """
-        own, other = (None if each is None else self._stored_scales(each) for each in (name, partner))
-        if partner is not None and not np.array_equal(*(np.ones(1) if each is None else each for each in (own, other))):
+        own = self._stored_scales(name)
+        if partner is None:
+            return own
+        one, other = np.ones(1, np.float32), self._stored_scales(partner)
+        if not np.array_equal(one if own is None else own, one if other is None else other):
             raise WeightError(f"{self.file.path}: tensors {name} and {partner} have different scales; convert it again")
         return own
 

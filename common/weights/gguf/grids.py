@@ -55,14 +55,16 @@ def _even_signs() -> Bytes:
     """Return the byte of signs of each of 7 bits [128]: an eighth bit makes the number of minus signs even."""
     low = np.arange(128, dtype=np.uint8)
     parity = np.unpackbits(low[:, None], axis=1).sum(1, dtype=np.uint8) & 1
-    return low | parity << 7
+    signs: Bytes = low | parity << 7
+    return signs
 
 
 def _signed(name: str, entries: npt.NDArray[Any], signs: Bytes) -> Signed:
     """Return numbers [n, elements] of entries of a grid and a byte of signs for each 8 of them [n, elements / 8]."""
-    numbers = _grid(name)[entries].reshape(*signs.shape, 8)
+    numbers: Signed = _grid(name)[entries].reshape(*signs.shape, 8)
     numbers *= _signs()[signs]
-    return numbers.reshape(len(numbers), -1)
+    flat: Signed = numbers.reshape(len(numbers), -1)
+    return flat
 
 
 def _words(blocks: Bytes, start: int, stop: int, dtype: type[np.unsignedinteger[Any]]) -> npt.NDArray[Any]:
@@ -83,7 +85,8 @@ def _iq2_xxs(blocks: Bytes) -> Signed:
 
 def _signs_of_7(words: npt.NDArray[Any]) -> Bytes:
     """Return the bytes of signs of words [n, m] with 4 times 7 bits [n, 4 m]."""
-    return _even_signs()[(words[..., None] >> _SHIFTS_OF_7) & 127].reshape(len(words), -1)
+    signs: Bytes = _even_signs()[(words[..., None] >> _SHIFTS_OF_7) & 127].reshape(len(words), -1)
+    return signs
 
 
 def _iq2_xxs_scales(blocks: Bytes) -> Floats:
@@ -103,8 +106,9 @@ def _iq2_s(blocks: Bytes) -> Signed:
 def _high_bits(packed: Bytes, bits: int) -> npt.NDArray[np.uint16]:
     """Return the numbers of `bits` bits in bytes [n, m] times 256 [n, 8 m / bits]."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    numbers = (packed[..., None] >> shifts & np.uint8((1 << bits) - 1)).astype(np.uint16) << 8
-    return numbers.reshape(len(packed), -1)
+    numbers = (packed[..., None] >> shifts & np.uint8((1 << bits) - 1)).astype(np.uint16)
+    high: npt.NDArray[np.uint16] = (numbers << np.uint16(8)).reshape(len(packed), -1)
+    return high
 
 
 def _iq3_xxs(blocks: Bytes) -> Signed:
@@ -130,7 +134,8 @@ def _eighths(entries: npt.NDArray[Any], lowered: npt.NDArray[Any]) -> Signed:
     """Return 8 * (entry of the grid + 1/8) [n, elements], or - 1/8 where `lowered` [n, entries] is set."""
     numbers = _grid("IQ1_S")[entries] * np.int8(_EIGHTHS)
     numbers += np.where(lowered, np.int8(-1), np.int8(1))[..., None]
-    return numbers.reshape(len(numbers), -1)
+    flat: Signed = numbers.reshape(len(numbers), -1)
+    return flat
 
 
 def _iq1_s_scales(blocks: Bytes) -> Floats:

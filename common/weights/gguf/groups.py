@@ -84,7 +84,8 @@ def _q3_k_scales(blocks: Bytes) -> Floats:
     first, last = blocks[:, 96:104], blocks[:, 104:108]
     low = np.concatenate((first & 15, first >> 4), 1)
     high = np.concatenate([last >> 2 * quarter & 3 for quarter in range(4)], 1)
-    return half(blocks, 108) * ((low | high << 4).astype(np.float32) - 32)
+    scales: Floats = half(blocks, 108) * ((low | high << 4).astype(np.float32) - 32)
+    return scales
 
 
 def _tq1_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
