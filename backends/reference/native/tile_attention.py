@@ -43,13 +43,13 @@ def of_many_rows(shape: Shape) -> Shape:
 @cache
 def prompt_kernel(shape: Shape) -> Kernel:
     """Return the kernel of tiles of prompts; arguments as of `attention.prefill_kernel`."""
-    return Kernel(_PromptTiles(shape).module)
+    return Kernel(_PromptQueries(shape).module)
 
 
 @cache
 def prefix_kernel(shape: Shape) -> Kernel:
     """Return the kernel of shared prefixes; arguments as of `paired_attention.prefix_kernel`."""
-    return Kernel(_PrefixTiles(shape).module)
+    return Kernel(_PrefixQueries(shape).module)
 
 
 class _QueryTiles(PagedKernel, ABC):
@@ -271,7 +271,7 @@ class _QueryTiles(PagedKernel, ABC):
         self._store_raw(transposed(e, vectors), self.products, channel, self.shape.value_dim)
 
 
-class _PromptTiles(_QueryTiles):
+class _PromptQueries(_QueryTiles):
     """Consecutive tokens of one sequence; each sees the positions up to its own."""
 
     def token(self, first: Any, of: Any) -> Any:
@@ -294,7 +294,7 @@ class _PromptTiles(_QueryTiles):
                 e.store_bfloat16(value, self.out, e.add(start, part))
 
 
-class _PrefixTiles(_QueryTiles):
+class _PrefixQueries(_QueryTiles):
     """Single tokens of several sequences, which all see all positions of the prefix."""
 
     def prepare(self) -> None:
