@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,9 @@ from pagoda.server.settings.tokenizer import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
 SECONDS: Final = 5.0
-"""Maximum compile time of a grammar."""
+"""Maximum compile time of a grammar, in seconds of processor time: a busy machine refuses none."""
+ELAPSED_SECONDS: Final = 60.0
+"""Maximum time until the process answers, on however busy a machine."""
 START_SECONDS: Final = 60.0
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
@@ -45,10 +48,14 @@ class GrammarCheck:
     """Compiles grammars to check them. `make_vocabulary`: called once, for the first grammar; raises RequestError."""
 
     def __init__(
-        self, make_vocabulary: Callable[[], Vocabulary], program: Sequence[str] = WORKER, seconds: float = SECONDS
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        program: Sequence[str] = WORKER,
+        seconds: float = SECONDS,
+        elapsed: float = ELAPSED_SECONDS,
     ) -> None:
         self._make_vocabulary = make_vocabulary
-        self._program, self._seconds = tuple(program), seconds
+        self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
         self._process: subprocess.Popen[bytes] | None = None
         self._words: bytes | None = None
@@ -89,12 +96,14 @@ class GrammarCheck:
             return "the grammar has invalid characters (lone surrogates)"
         process = self._start()
         try:
-            reply = _call(process, data, self._seconds)
+            reply = _call(process, data, self._elapsed)
         except _TooLongError:
             self._end()
-            return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
+            return f"not compiled within {self._elapsed:g} s; make it simpler, or try again on a less busy server"
         if reply is None:
             self._end()
+            if process.returncode == -signal.SIGPROF:
+                return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
             return "the grammar is too large or nested too deeply to compile; make it simpler"
         return reply.decode("utf-8", "replace")
 
@@ -106,7 +115,11 @@ class GrammarCheck:
             vocabulary = self._make_vocabulary()
             self._words = msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
         self._process = subprocess.Popen(
-            self._program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=child_env()
+            [*self._program, str(self._seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_env(),
         )
         if self._closed:  # closed since this call was queued
             self._end()

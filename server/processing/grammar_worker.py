@@ -1,9 +1,10 @@
 """The process that compiles grammars first, because a grammar may crash its compiler or take an hour.
 
-    python -P -m pagoda.server.processing.grammar_worker        (started by grammar_check, never by hand)
+    python -P -m pagoda.server.processing.grammar_worker SECONDS        (started by grammar_check, never by hand)
 
 Length-prefixed frames are read from stdin and written to stdout: the vocabulary once, then one grammar at a time. The
-reply is the grammar's error, or empty. The process ends at EOF. Grammars compile on a smaller stack than the engine's:
+reply is the grammar's error, or empty. SIGPROF ends the process in a grammar that takes more than SECONDS of processor
+time, and EOF between two. Grammars compile on a smaller stack than the engine's:
 what passes here does not overflow there.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -67,8 +69,8 @@ def longest_first(words: Words) -> Callable[[str], list[int]]:
     return encode
 
 
-def serve() -> None:
-    """Check grammars until EOF."""
+def serve(seconds: float) -> None:
+    """Check grammars until EOF, each in at most so many seconds of processor time."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -81,7 +83,10 @@ def serve() -> None:
     libraries: dict[GrammarEngine, Library] = {}
     write_frame(replies, READY)
     while (data := read_frame(sys.stdin.buffer)) is not None:
-        write_frame(replies, _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries).encode())
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        error = _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_frame(replies, error.encode())
 
 
 def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEngine, Library]) -> str:
@@ -112,4 +117,4 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        serve()
+        serve(float(sys.argv[1]))

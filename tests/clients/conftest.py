@@ -22,7 +22,7 @@ FLAGS = {
         "--max-model-len",
         "32768",
         "--override-generation-config",
-        json.dumps({"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}),
+        json.dumps({"max_new_tokens": 128, "temperature": 0.2, "top_p": 0.9}),
     ),
 }
 

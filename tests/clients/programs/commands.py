@@ -14,14 +14,15 @@ HOME = Path(tempfile.mkdtemp(prefix="pagoda-client-"))
 BIN = Path(sys.executable).parent
 
 
-def works(name: str, *command: str, expect: str = "", task: str = "", limit: float = 600, **variables: str) -> None:
+def works(name: str, *command: str, expect: str = "", task: str = "", limit: float = 1800, **variables: str) -> None:
     """Add a check that the command ends with 0 and prints `expect`, in a folder and with a home of its own.
 
     `task`: what it prints where the model failed, not the request.
     """
 
     def ran() -> str:
-        own = os.environ | {"HOME": str(HOME), "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"} | variables
+        home = {"HOME": str(HOME), "PWD": str(HOME)}  # opencode takes the folder of a project from PWD
+        own = os.environ | home | {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"} | variables
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=limit, env=own, cwd=HOME, stdin=subprocess.DEVNULL
         )

@@ -103,10 +103,10 @@ def test_what_does_not_is_told_and_the_next_passes(check, grammar, words):
 
 def test_what_takes_too_long_is_refused(monkeypatch):
     patterns = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(30)]}
-    check = GrammarCheck(vocabulary, seconds=0.3)
+    check = GrammarCheck(vocabulary, seconds=0.3, elapsed=300)
     try:
         assert "takes more than 0.3 s" in why(check, text(json=patterns))
-        check._seconds = 30
+        check._seconds = 60
         assert why(check, text(choice=["x"])) == ""
     finally:
         check.close()
@@ -121,6 +121,18 @@ def scripted(tmp_path, body: str) -> tuple[str, ...]:
         + textwrap.dedent(body)
     )
     return (sys.executable, "-P", str(path))
+
+
+@pytest.mark.parametrize(("elapsed", "error"), [(60, ""), (0.2, "not compiled within 0.2 s; make it simpler, or try")])
+def test_a_busy_machine_is_waited_for(tmp_path, elapsed, error):
+    """The process computes nothing for longer than the processor time that it has."""
+    program = scripted(tmp_path, "while True:\n    read_frame(inp)\n    time.sleep(1)\n    write_frame(out, b'')\n")
+    check = GrammarCheck(vocabulary, program, seconds=0.1, elapsed=elapsed)
+    try:
+        answer = why(check, text(choice=["x"]))
+        assert answer.startswith(f"structured_outputs: {error}") if error else answer == ""
+    finally:
+        check.close()
 
 
 def test_what_passed_is_not_tried_again(tmp_path, monkeypatch):
