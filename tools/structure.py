@@ -31,6 +31,7 @@ REASONS: Final[Mapping[str, str]] = {
     "backends/torch_cuda/ranks.py": "the registry loads it, without torch",
     "backends/jax_tpu/supported.py": "importable without jax",
     "backends/jax_tpu/model/": "a file per kind of mixer",
+    "common/engine/speculative/": "a file per method",
     "kernels_pallas/": "a folder per kernel",
     "server/openai/": "a file per endpoint",
     "server/admin/": "a file per endpoint",

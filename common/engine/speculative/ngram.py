@@ -1,5 +1,8 @@
 """Prompt lookup: the drafts are what followed the newest earlier occurrence of a sequence's last tokens.
 
+Answers that quote their prompt are guessed so: edits of code or text, extraction, summaries. A prompt is indexed when
+the sequence first may have drafts, each token of the answer once it is known.
+
 Source of the method: A. Saxena, Prompt Lookup Decoding (2023).
 """
 
