@@ -142,7 +142,7 @@ ENGINE = [
     ('--hf-overrides {"num_hidden_layers":1}', "tensor model.layers.1."),
     ('--hf-overrides {"num_hidden_layers":3}', "parameter layers.2."),
     ("--no-enable-chunked-prefill --max-num-batched-tokens 64", "--max-num-batched-tokens: 64 is too small"),
-    ("--enable-lora", "--enable-lora: True is not supported"),
+    ("--enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is below --max-loras 4"),
     ("--speculative-config.method ngram", "--speculative-config: method ngram needs num_speculative_tokens"),
     ("--speculative-config.method ngrm", "--speculative-config: method 'ngrm' is unknown; did you mean ngram?"),
     ("--spec-method eagle --spec-model x --spec-tokens 2", "--speculative-config: method eagle is not in this version"),
