@@ -163,10 +163,10 @@ def _filesystem() -> tuple[FilesystemResolver, ...]:
 
 
 def _allowed_folder(path: str) -> str:
-    """Return the folder of an adapter. Raises RequestError for one outside the resolver's folder, if that is set."""
+    """Return the folder of an adapter. Raises HttpError for none, RequestError outside the resolver's folder."""
     folder, allowed = Path(path), LORA_RESOLVER_CACHE_DIR.read()
     if not path or "\0" in path or not folder.is_dir():
-        raise RequestError("lora_path", f"{path[:200]!r} is not a folder on the server")
+        raise HttpError(404, f"{path[:200]!r} is not a folder on the server", "lora_path")
     if allowed is not None and not folder.resolve().is_relative_to(Path(allowed).resolve()):
         raise RequestError("lora_path", f"{path[:200]!r} is outside {LORA_RESOLVER_CACHE_DIR.name}")
     return str(folder)

@@ -174,7 +174,7 @@ class PreparedRequest:
 def check_extras(*, lora_request: object = None, mm_processor_kwargs: Mapping[str, Any] | None = None) -> None:
     """Raise RequestError naming a parameter that pooling, or this version, does not support."""
     if lora_request is not None:
-        raise RequestError("lora_request", "lora_request is not supported for pooling: merge it into the checkpoint")
+        raise RequestError("lora_request", "lora_request: pooling has no adapters; merge it into the checkpoint")
     if mm_processor_kwargs:
         raise RequestError("mm_processor_kwargs", "mm_processor_kwargs is not supported: this version serves text only")
 

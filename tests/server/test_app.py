@@ -93,7 +93,7 @@ def test_a_connection_is_kept_after_a_refusal(server: LiveServer) -> None:
     """An unhandled error would close the connection after its response."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     statuses, sockets = [], set()
-    for method, path in (("POST", "/v1/load_lora_adapter"), ("GET", "/health"), ("GET", "/nothing")):
+    for method, path in (("POST", "/v1/images/edits"), ("GET", "/health"), ("GET", "/nothing")):
         connection.request(method, path)
         answer = connection.getresponse()
         answer.read()

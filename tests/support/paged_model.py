@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import make_batch
 from pagoda.backends.reference.memory import allocate
+from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.weights import Packer
@@ -24,10 +25,19 @@ BLOCK = 4
 class PagedModel:
     """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks."""
 
-    def __init__(self, spec: ModelSpec, weights: Iterable[Weight], max_len: int, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Iterable[Weight],
+        max_len: int,
+        dtype: str = "float32",
+        adapters: AdapterMatrices | None = None,
+    ) -> None:
         numbers = self.numerics = numerics(dtype)
+        self.slot: int | None = None  # of the sequence's adapter
         with torch.inference_mode():
-            self.decoder = Decoder(spec, Packer(spec, numbers).pack(weights), numbers, max_len)
+            params = Packer(spec, numbers, adapters=adapters).pack(weights)
+            self.decoder = Decoder(spec, params, numbers, max_len, adapters)
         self.layout = kv_layout(spec, BLOCK)
 
     @torch.inference_mode()
@@ -49,9 +59,10 @@ class PagedModel:
                 token_ids=np.array(token_ids[begin:end], np.int32),
                 block_tables=tuple(blocks),
                 samples=np.ones(1, np.bool_),
+                adapter_slots=None if self.slot is None else np.array([self.slot], np.int32),
             )
-            ids = torch.tensor(token_ids[begin:end])
-            hidden = self.decoder.hidden(ids, make_batch(plan, self.layout), caches)
-            found.append(self.decoder.logits(hidden))
+            ids, batch = torch.tensor(token_ids[begin:end]), make_batch(plan, self.layout)
+            hidden = self.decoder.hidden(ids, batch, caches)
+            found.append(self.decoder.logits(hidden, batch.adapters))
             begin = end
         return torch.cat(found)

@@ -71,7 +71,7 @@ def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float | None, flo
 
 
 def complete_metrics() -> Metrics:
-    metrics = Metrics("m")
+    metrics = Metrics("m", max_loras=1)
     metrics.set_cache_info({"block_size": 16})
     return metrics
 

@@ -94,7 +94,7 @@ def test_a_start_does_what_the_table_says(
 def test_settings_without_a_rule_have_their_status_on_every_backend() -> None:
     for backend in BACKENDS:
         assert status_on(ENGINE_SETTINGS["max_num_seqs"], backend).status == "implemented"
-        assert status_on(ENGINE_SETTINGS["enable_lora"], backend).status == "refused"
+        assert status_on(ENGINE_SETTINGS["default_mm_loras"], backend).status == "refused"
         assert status_on(SERVER_SETTINGS["port"], backend).status == "implemented"
 
 

@@ -133,7 +133,7 @@ ENGINE = [
     ('--hf-overrides {"num_hidden_layers":1}', "tensor model.layers.1."),
     ('--hf-overrides {"num_hidden_layers":3}', "parameter layers.2."),
     ("--no-enable-chunked-prefill --max-num-batched-tokens 64", "--max-num-batched-tokens: 64 is too small"),
-    ("--enable-lora", "--enable-lora: True is not supported"),
+    ("--enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is below --max-loras 4"),
     ('--speculative-config {"method":"ngram"}', "--speculative-config: "),
     ("--structured-outputs-config.backend outlines", "--structured-outputs-config: backend outlines is not supported"),
     ("--structured-outputs-config.backend lm-format-enforcer", "backend lm-format-enforcer is not supported"),

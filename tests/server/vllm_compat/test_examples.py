@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support import tiny_folder
+from support.adapters import llama_modules, write_adapter
 
 from pagoda import (
     LLM,
@@ -627,13 +628,26 @@ def overrides_by_callable(world: World) -> None:
     llm.shutdown()
 
 
+@example("features/lora/multilora_offline.py")
+@example("features/lora/lora_with_quantization_offline.py")
+def adapters_on_quantised_weights(world: World) -> None:
+    modules = llama_modules(576, 1536, 9, 3, 30)
+    paths = [write_adapter(world.folder / f"lora{seed}", modules, seed=seed, scale=0.1) for seed in (1, 2)]
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(world.model, enable_lora=True, max_loras=1, max_cpu_loras=2, **QUICK)
+    )
+    requests = [None, *(LoRARequest(path.name, index, str(path)) for index, path in enumerate(paths, 1))]
+    for index, lora in enumerate([*requests, *requests]):
+        engine.add_request(str(index), PROMPTS[0], SamplingParams(temperature=0, **SHORT), lora_request=lora)
+    answers: dict[str, str] = {}
+    while engine.has_unfinished_requests():
+        answers |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+    assert len({answers[str(index)] for index in range(3)}) == 3
+    assert [answers[str(index)] for index in range(3)] == [answers[str(index)] for index in range(3, 6)]
+
+
 LORA = LoRARequest("sql-lora", 1, "/tmp/adapter")
 REFUSED: dict[str, tuple[Callable[[World], Any], str]] = {
-    "features/lora/multilora_offline.py": (lambda w: EngineArgs(w.model, enable_lora=True, max_loras=1), "enable-lora"),
-    "features/lora/lora_with_quantization_offline.py": (
-        lambda w: w.llm.generate(PROMPTS, lora_request=LORA),
-        "lora_request",
-    ),
     "alora/alora_offline_example.py": (lambda w: w.llm.llm_engine.add_lora(LORA), "enable-lora"),
     **dict.fromkeys(
         (

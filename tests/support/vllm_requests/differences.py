@@ -133,7 +133,7 @@ DIFFERENCES = (
             "entrypoints/serve/lora/test_lora_adapters.py::test_dynamic_lora_lineage",
             "entrypoints/serve/lora/test_lora_adapters.py::test_dynamic_lora_not_found",
         ),
-        refused("LoRA", status=501),
+        refused("VLLM_ALLOW_RUNTIME_LORA_UPDATING", status=403),
     ),
     Difference(
         "images, audio and video",
