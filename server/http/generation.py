@@ -179,7 +179,7 @@ class Generation(PromptBatch):
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
-        self._params, self._adapter = params, state.adapters.find(model)
+        self._params, self._adapter = params, state.adapter(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
 

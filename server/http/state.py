@@ -16,6 +16,7 @@ from fastapi import Request
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.core import ASLEEP
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
@@ -146,6 +147,10 @@ class ServerState:
                 f"the model {requested[:200]!r} does not exist; served models: {', '.join(served)}"
             )
         return requested
+
+    def adapter(self, model: str | None) -> Adapter | None:
+        """Return the LoRA adapter that is served under a name; None for a model's name."""
+        return None if model is None or model in self.names else self.adapters.find(model)
 
     def serves(self, name: str) -> bool:
         """Return whether requests may name this model or adapter."""

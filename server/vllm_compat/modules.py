@@ -63,7 +63,7 @@ HOMES: Final[Mapping[str, str]] = {
         ),
         _PARSERS,
     ),
-    **dict.fromkeys(("LoRAResolver", "LoRAResolverRegistry"), "pagoda.server.vllm_compat.lora_resolver"),
+    **dict.fromkeys(("LoRAResolver", "LoRAResolverRegistry"), _REQUESTS),
     "ResponsesRequest": "pagoda.server.openai.responses.request",
     "LLM": "pagoda.server.llm",
     "LLMEngine": "pagoda.server.llm_engine",

@@ -21,8 +21,7 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.adapters import ServedAdapters, lora_modules
 from pagoda.server.processing.adapters import AdapterRegistry
-from pagoda.server.vllm_compat.lora_resolver import LoRAResolver, LoRAResolverRegistry
-from pagoda.server.vllm_compat.request_types import LoRARequest
+from pagoda.server.vllm_compat.request_types import LoRARequest, LoRAResolver, LoRAResolverRegistry
 
 MODULES = llama_modules(32, 48, 4, 2, 2)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
