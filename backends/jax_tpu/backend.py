@@ -23,9 +23,9 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     Forward,
     ForwardEmbeds,
     Key,
-    LoadAdapter,
     ScorePrompt,
     StepProgramSet,
+    WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
@@ -211,7 +211,7 @@ class JaxBackend:
         assert isinstance(model, Model), "no other has adapters"
         assert programs is not None, "init_cache comes first"
         arrays = tuple(self._leaves[index] for index in model.adapter_leaves)
-        written = programs[LoadAdapter()](arrays, AdapterWriter(model).parts(weights), np.int32(slot))
+        written = programs[WriteAdapter()](arrays, AdapterWriter(model).parts(weights), np.int32(slot))
         leaves = list(self._leaves)
         for index, array in zip(model.adapter_leaves, written):
             leaves[index] = array

@@ -45,7 +45,7 @@ from pagoda.backends.torch_cuda.memory.cache import (
     set_kv_scales,
 )
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
-from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
+from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, RankShard, comm_of
@@ -380,7 +380,7 @@ class TorchCudaBackend:
         with self._stream.running():
             self._adapters().load(slot, weights)
 
-    def _adapters(self) -> AdapterSlots:
+    def _adapters(self) -> CudaAdapters:
         assert self._model is not None, "load comes first"
         assert self._model.adapters is not None, "created with BackendOptions.lora"
         return self._model.adapters

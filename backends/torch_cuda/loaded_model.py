@@ -24,7 +24,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache, allocate, arrays_of
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
-from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
+from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
@@ -143,7 +143,7 @@ class LoadedModel:
     decoder: CudaDecoder | CudaTransformersDecoder
     sampler: CudaSampler
     buffers: DecodeBuffers
-    adapters: AdapterSlots | None = None
+    adapters: CudaAdapters | None = None
     drafter: CudaDraftDecoder | None = None
 
     @property
@@ -203,12 +203,12 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
     return LoadedModel(loader, weight_bytes, decoder, *_sampling_parts(config), adapters)
 
 
-def _make_adapters(config: RankConfig, spec: ModelSpec, empty: Empty) -> AdapterSlots | None:
+def _make_adapters(config: RankConfig, spec: ModelSpec, empty: Empty) -> CudaAdapters | None:
     """Return the slots for LoRA adapters, empty; None without --enable-lora."""
     if config.lora is None:
         return None
     layout = make_layout(spec, config.shard)
-    return AdapterSlots(spec, layout, config.lora, config.lora_dtype, config.device, empty)
+    return CudaAdapters(spec, layout, config.lora, config.lora_dtype, config.device, empty)
 
 
 def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iterable[Weight]) -> LoadedModel:

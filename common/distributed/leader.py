@@ -128,6 +128,10 @@ class RankBackend:
             "replace the checkpoint, sleep at level 2 and wake up"
         )
 
+    def adaptable(self) -> Mapping[str, Param]:
+        """Return the matrices that adapters may change, on every host the same."""
+        return cast(LoraBackend, self._backend).adaptable()
+
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate this host's KV blocks."""
         self._backend.init_cache(num_blocks)
@@ -195,10 +199,6 @@ class LeadingBackend(RankBackend):
         with self._failure.as_cause(self._grace):
             pending = cast(ShardedBackend, self._backend).execute_shards(plans)
             return _PendingOnAllHosts(pending, self._broadcast, self._failure, self._grace)
-
-    def adaptable(self) -> Mapping[str, Param]:
-        """Return the matrices that adapters may change, on every host the same."""
-        return cast(LoraBackend, self._backend).adaptable()
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Replace the adapter in a slot on every host, between the steps that were started before and after."""

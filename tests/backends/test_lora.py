@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from support.adapted_models import logprobs_of, merged, random_adapter, run, weights_of
 from support.reference_driver import Driver, tiny_spec
 
@@ -99,6 +100,26 @@ def test_adapters_of_quantised_weights() -> None:
     for row, each in ((0, adapter), (1, None)):
         tokens, logprobs = found[row]
         np.testing.assert_allclose(logprobs, logprobs_of(merged(spec, exact, each), tokens[:-1]), **TOLERANCE)
+
+
+def test_slots_are_written_again_after_their_memory_was_lost() -> None:
+    """As after sleep at level 2; the empty slot is empty."""
+    spec = SPECS["dense"]
+    driver = make_driver(spec, "torch_cuda", slots=3)
+    adapter = random_adapter(driver.backend.adaptable(), 8, 0)
+    driver.backend.load_adapter(1, adapter)
+    adapters = driver.backend._adapters()
+    with torch.inference_mode():
+        for stack in adapters._stacks.values():
+            stack.a.fill_(np.nan)
+            stack.b.fill_(np.nan)
+        adapters._ranks.fill_(7)
+        adapters.restore()
+    found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 1, 1: 2})
+    for row, each in ((0, adapter), (1, None)):
+        tokens, logprobs = found[row]
+        want = logprobs_of(merged(spec, weights_of(spec), each), tokens[:-1])
+        np.testing.assert_allclose(logprobs, want, **TOLERANCE)
 
 
 @BACKENDS

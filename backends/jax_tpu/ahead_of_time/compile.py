@@ -17,7 +17,6 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
     Forward,
     ForwardEmbeds,
-    LoadAdapter,
     LogitsProgram,
     PoolProgramSet,
     RecordDrafts,
@@ -25,6 +24,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ScorePrompt,
     SetHistoryRow,
     StepProgramSet,
+    WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tables, step_shapes
@@ -188,5 +188,5 @@ def _size(key: Key) -> tuple[int, ...]:
             return (seqs,)
         case CopyStates(_, count):
             return (count,)
-        case SetHistoryRow() | LoadAdapter():
+        case SetHistoryRow() | WriteAdapter():
             return (0,)

@@ -18,13 +18,13 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
     Forward,
     ForwardEmbeds,
-    LoadAdapter,
     LogitsProgram,
     PoolProgramSet,
     RecordDrafts,
     Sample,
     ScorePrompt,
     SetHistoryRow,
+    WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of
 from pagoda.backends.jax_tpu.execution.step_input import PoolShape
@@ -257,7 +257,7 @@ def key_name(key: Key) -> str:
             return f"{key_name(Forward(shape))}, embeddings"
         case ScorePrompt(tokens, adapted):
             return f"score {tokens} tokens{', adapters' if adapted else ''}"
-        case LoadAdapter():
+        case WriteAdapter():
             return "load adapter"
         case Sample(seqs, kind):
             return f"sample {kind} {seqs} rows"

@@ -18,12 +18,12 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
     Forward,
     ForwardEmbeds,
-    LoadAdapter,
     LogitsProgram,
     RecordDrafts,
     Sample,
     ScorePrompt,
     SetHistoryRow,
+    WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.step_input import POOL_TILE, PoolShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, StateStack, padded, segments, stacks_of
@@ -129,7 +129,7 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
             return RooflineCost(seqs * vocab * 4, 0)
         case PoolShape():
             return _pool(model, key, load)
-        case LoadAdapter():
+        case WriteAdapter():
             return RooflineCost(2 * model.adapter_bytes // max(model.lora.slots, 1) if model.lora else 0, 0)
         case RecordDrafts(seqs):
             return RooflineCost(2 * seqs * 4, 0)

@@ -97,7 +97,7 @@ class ScorePrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadAdapter:
+class WriteAdapter:
     """(adapter arrays, their parts of one slot, slot) -> adapter arrays; the arrays are donated."""
 
 
@@ -136,7 +136,7 @@ Key = (
     | SetHistoryRow
     | RecordDrafts
     | CopyStates
-    | LoadAdapter
+    | WriteAdapter
 )
 
 
@@ -194,7 +194,7 @@ class StepProgramSet:
         yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
         yield from (ScorePrompt(*kind) for kind in sorted({(shape.tokens, shape.adapted) for shape in shapes}))
         if self.shapes.adapters:
-            yield LoadAdapter()
+            yield WriteAdapter()
         yield SetHistoryRow()
         for pool in self.model.state_pools:
             yield from (CopyStates(pool, count) for count in self.copy_counts)
@@ -220,7 +220,7 @@ class StepProgramSet:
                 return caches, logits, logits
             case CopyStates():
                 return caches
-            case LoadAdapter():
+            case WriteAdapter():
                 return tuple(array.sharding for array in self._adapter_arrays())
             case Sample():
                 return everywhere, everywhere, logits
@@ -250,7 +250,7 @@ class StepProgramSet:
                 hidden = array((shards * tokens, model.spec.width), model.dtype, "R.")
                 numbers = (array((shards * SCORE_TOKENS,), jnp.int32, "R"),) * (2 if adapted else 1)
                 return model.score, (), (model.leaves, hidden, *numbers)
-            case LoadAdapter():
+            case WriteAdapter():
                 assert isinstance(model, Model), "no other has adapters"
                 slot = array((), jnp.int32)
                 return partial(write_slot, model), (0,), (self._adapter_arrays(), slot_shapes(model), slot)

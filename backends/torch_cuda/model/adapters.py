@@ -54,7 +54,7 @@ def _placement(layout: RankLayout, name: str) -> TensorSlice | None:
     return layout.placements.get(name)
 
 
-class AdapterSlots:
+class CudaAdapters:
     """The adapters in the slots, and the rows of the step that is being computed."""
 
     def __init__(

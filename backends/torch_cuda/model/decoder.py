@@ -24,7 +24,7 @@ from pagoda.backends.torch_cuda.kernels.invariant_attention import span_tokens
 from pagoda.backends.torch_cuda.kernels.moe import moe
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.memory.offload import Offload
-from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
+from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.attention import CudaAttention
 from pagoda.backends.torch_cuda.model.block_sparse import CudaBlockAttention
 from pagoda.backends.torch_cuda.model.latent_attention import CudaLatentAttention
@@ -65,7 +65,7 @@ class CudaDecoder:
         offload: Offload | None = None,
         *,
         batch_invariant: bool = False,
-        adapters: AdapterSlots | None = None,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         build = CudaBuildContext(
             (params if offload is None else offload.staged(params)).with_shared_blocks(spec.shared_blocks),

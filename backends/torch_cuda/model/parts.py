@@ -17,7 +17,7 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
 from pagoda.backends.torch_cuda.kernels.norm import norm
 from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
-from pagoda.backends.torch_cuda.model.adapters import AdapterSlots
+from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.parameters import Linear, Matrix, RankParams
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.common.models.primitives import Norm
@@ -77,7 +77,7 @@ class CudaBuildContext:
     attention: AttentionKernels
     width: int  # of the residual stream
     span: int | None = None  # positions per span of batch-invariant attention; None: without --batch-invariant
-    adapters: AdapterSlots | None = None  # LoRA adapters that the linear maps add; None: of no request
+    adapters: CudaAdapters | None = None  # LoRA adapters that the linear maps add; None: of no request
 
     @property
     def batch_invariant(self) -> bool:
