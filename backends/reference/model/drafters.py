@@ -114,7 +114,7 @@ def _feature_params(
     named = _named(spec, weights, numerics)
     beside = {name: named.pop(name) for name in list(named) if name.startswith(("inputs.", "target_ids"))}
     head = named.pop("head", None)
-    layers = LayerParts(named, numerics)
+    layers = LayerParts({**named}, numerics)
     own = [
         _layer_parts(named, index, numerics).layer(f"layers.{index}", layer)
         for index, layer in enumerate(spec.model.layers)
@@ -242,7 +242,7 @@ class HeadsDecoder:
 
     def __init__(self, spec: HeadsDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
         self.num_bytes = held_bytes(named)
-        parts = LayerParts(named, numerics)
+        parts = LayerParts({**named}, numerics)
         self.heads = [
             (
                 [parts.linear(f"heads.{head}.blocks.{block}") for block in range(spec.blocks)],
@@ -275,7 +275,7 @@ class StagesDecoder:
 
     def __init__(self, spec: StagesDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
         self.spec, self.num_bytes = spec, held_bytes(named)
-        parts = LayerParts(named, numerics)
+        parts = LayerParts({**named}, numerics)
         sources = range(1 if spec.tied else spec.stages)
         norms = [parts.norm(f"stages.{stage}.norm") for stage in sources]
         heads = [float32_linear(parts.take(f"stages.{stage}.head"), None, numerics) for stage in sources]

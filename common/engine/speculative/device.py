@@ -35,4 +35,5 @@ class DeviceDrafts(DraftPlanner):
         room = np.clip(longest - end - 2, 0, limits.max_drafts) * samples
         if self._lengths is not None and room.any():
             room = np.minimum(room, self._lengths.paying(batch, rows, limits.max_drafts))
-        return room.astype(np.int32)
+        guesses: Int32 = room.astype(np.int32)
+        return guesses
