@@ -1,4 +1,4 @@
-"""LoRA adapters on the reference backend: throughput of mixed batches, and what a load costs the steps around it.
+"""LoRA adapters on the reference backend: throughput of mixed batches, and what a load costs.
 
     python benchmarks/lora.py MODEL [--results FILE]
 
@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from pagoda import SamplingParams
+from pagoda.backends.reference.model.adapters import AdapterMatrices
+from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.lora.peft import BaseModel, read_adapter
+from pagoda.common.weights.lora.weights import LoraOptions, adaptable
 from pagoda.common.weights.safetensors import write_safetensors
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.settings.flags import EngineArgs
@@ -34,7 +42,9 @@ SHAPES: Final = {
     "mlp.down_proj": (WIDTH, FFN),
 }
 RANK, TOKENS, PROMPT = 16, 24, 32
-REPEATS, STEPS = 3, 80
+REPEATS = 3
+_FUSED: Final = (("mixers.0.q", "mixers.0.k", "mixers.0.v"), ("mixers.0.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
+"""Parameters that are one layer on the reference backend."""
 
 
 def write_adapter(folder: Path, seed: int) -> str:
@@ -89,26 +99,34 @@ def throughput(model: str, adapters: list[LoRARequest]) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 
-def pause(model: str, adapters: list[LoRARequest]) -> dict[str, float]:
-    """Return milliseconds of processor time of steps: a decode, one with a short prompt, one with a load besides."""
-    llm = engine(model, enable_lora=True, max_loras=2, max_cpu_loras=8)
-    params = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True)
-    llm.add_request("running", {"prompt_token_ids": [5] * PROMPT}, params, lora_request=adapters[0])
-    one = SamplingParams(max_tokens=1, temperature=0)
-    steps: dict[str, list[float]] = {"decode": [], "with a prompt": [], "with a prompt and a load": []}
-    for count in range(STEPS - 8):
-        kind = "decode"
-        if count % 6 == 5:
-            loads = count % 12 == 5
-            kind = "with a prompt and a load" if loads else "with a prompt"
-            own = adapters[1 + count // 12 % 7] if loads else adapters[0]
-            llm.add_request(f"other{count}", {"prompt_token_ids": [9, 8, 7]}, one, lora_request=own)  # reads its files
-        begin = time.process_time()
-        llm.step()
-        if count > 6:
-            steps[kind].append(1000 * (time.process_time() - begin))
-    llm.abort_all()
-    return {name: statistics.median(values) for name, values in steps.items()}
+def load_cost(model: str, folder: str) -> dict[str, float]:
+    """Return milliseconds of one processor that reading an adapter's files takes, and copying it to a slot."""
+    spec, family = spec_from_config(open_checkpoint(model).config())
+    matrices = adaptable(spec)
+    slots = AdapterMatrices(LoraOptions(8, RANK, "bfloat16"), matrices, Numerics(torch.bfloat16, torch.bfloat16))
+    for layer in range(LAYERS):
+        for names in (
+            ("mixers.0.q", "mixers.0.k", "mixers.0.v"),
+            ("mixers.0.o",),
+            ("ffn.gate", "ffn.up"),
+            ("ffn.down",),
+        ):
+            fused = [matrices[f"layers.{layer}.{name}"] for name in names]
+            sizes = [param.shape[0] for param in fused]
+            slots.adapted(lambda x: x, [param.name for param in fused], sizes, fused[0].shape[1])
+    base = BaseModel(family.rules, params(spec), matrices, RANK)
+    times: dict[str, list[float]] = {"reading": [], "copying": []}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for slot in range(6):
+        begin = time.thread_time()
+        weights = read_adapter(Path(folder), base)
+        middle = time.thread_time()
+        slots.fill(slot, weights)
+        times["reading"].append(middle - begin)
+        times["copying"].append(time.thread_time() - middle)
+    torch.set_num_threads(threads)
+    return {name: 1000 * statistics.median(values) for name, values in times.items()}
 
 
 def main() -> int:
@@ -121,7 +139,7 @@ def main() -> int:
         folders = [write_adapter(Path(scratch) / str(seed), seed) for seed in range(8)]
         adapters = [LoRARequest(f"a{index}", index + 1, folder) for index, folder in enumerate(folders)]
         results: dict[str, Any] = {"load average": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
-        results["processor ms of a step"] = pause(options.model, adapters)
+        results["processor ms of a load"] = load_cost(options.model, folders[0])
         print(json.dumps(results, indent=1), flush=True)
         results["tokens per processor second"] = throughput(options.model, adapters)
     print(json.dumps(results, indent=1))

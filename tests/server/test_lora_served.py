@@ -51,7 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def server(model: Path, folders: dict[str, Path]) -> Iterator[LiveServer]:
     second = json.dumps({"name": "b", "path": str(folders["b"]), "base_model_name": "other"})
     modules = (f"a={folders['a']}", second)
-    with live_server(str(model), engine=ENGINE, lora_modules=modules, chat_template=TEMPLATE) as running:
+    with live_server(str(model), ready=False, engine=ENGINE, lora_modules=modules, chat_template=TEMPLATE) as running:
+        running.call(running.state.wait_until_ready(), 60)
         yield running
 
 

@@ -74,9 +74,9 @@ class LiveServer:
         assert not self._thread.is_alive()
         self._listener.close()
 
-    def call(self, work: Any) -> Any:
+    def call(self, work: Any, seconds: float = 60) -> Any:
         """Run a coroutine in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
