@@ -107,23 +107,6 @@ def test_adapters_take_turns_in_two_slots(folders: dict[str, Path], adapters: li
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
 
 
-def test_200_adapters_rotate_over_8_slots(folders: dict[str, Path], tmp_path: Path) -> None:
-    modules = {name: shape for name, shape in MODULES.items() if name.endswith(("q_proj", "down_proj"))}
-    many = [
-        LoRARequest(f"m{seed}", seed, str(write_adapter(tmp_path / str(seed), modules, rank=2, seed=seed, scale=0.6)))
-        for seed in range(1, 201)
-    ]
-    params = SamplingParams(max_tokens=5, temperature=0, detokenize=False, ignore_eos=True)
-    prompt = {"prompt_token_ids": [7, 3, 11, 2, 5]}
-    llm = engine(folders["all_linear"], max_loras=8, max_cpu_loras=12, max_num_seqs=16)
-    together = llm.generate([prompt] * 400, params, use_tqdm=False, lora_request=[*many, *many])
-    single = engine(folders["all_linear"], max_loras=1, max_num_seqs=1)
-    answers = [tuple(output.outputs[0].token_ids) for output in together]
-    alone = single.generate([prompt] * 200, params, use_tqdm=False, lora_request=many)
-    assert answers == 2 * [tuple(output.outputs[0].token_ids) for output in alone]
-    assert len(set(answers)) > 50
-
-
 def test_a_new_version_is_read_in_place(folders: dict[str, Path], tmp_path: Path) -> None:
     """Its prefixes are not those of the version before."""
     llm = engine(folders["all_linear"])
