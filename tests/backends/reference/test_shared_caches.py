@@ -52,7 +52,9 @@ class SharingCache(transformers.DynamicCache):
         super().__init__()
         self.owners, self.kept = owners, {}
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         if layer_idx not in self.owners:
             self.kept[layer_idx] = keys, values
         return self.kept[self.owners.get(layer_idx, layer_idx)]
