@@ -85,7 +85,7 @@ def test_a_seed_gives_the_same_answer_in_any_batch(llm: LLM) -> None:
 
 
 def test_chat_answers_the_question(llm: LLM) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "Name the capital of France."}]
     answer = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
     assert answer[0].outputs[0].text == "The capital of France is Paris."
     assert answer[0].outputs[0].finish_reason == "stop"

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TILE_ATTENTION: Final = False
-"""Whether attention uses matrix tiles: off, since a real model's answers differ with them (SmolLM2, a prompt of 37)."""
-
 _GRAIN: Final = 1 << 15
 """Numbers per thread at least; waking a thread costs some microseconds."""
 
@@ -225,7 +222,7 @@ class PagedAttend:
 
     def __init__(self, shape: Shape) -> None:
         paired = paired_attention.supported(shape)
-        tiled = TILE_ATTENTION and tile_attention.supported(shape)
+        tiled = tile_attention.supported(shape)
         self._shape = shape = tile_attention.of_many_rows(shape) if tiled else shape
         self._decodes_paired = paired_attention.decodes(shape)
         self._decode = paired_attention.decode_kernel(shape) if self._decodes_paired else decode_kernel(shape)
