@@ -35,7 +35,7 @@ RECIPE = (
 NEWS = (
     "The city council of Graz decided on Tuesday to close the old bridge over the Mur for repairs. Work will begin in "
     "April and end in November. Cyclists can use the new path along the river, while buses stop at the main square. "
-    "Mayor Elke Kahr said that the bridge, built in 1890, will look exactly as it did before."
+    "The mayor said that the bridge, built in 1890, will look exactly as it did before."
 )
 PROMPTS = {
     "copy": [
