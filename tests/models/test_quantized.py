@@ -219,7 +219,9 @@ PARTLY = ("ignored", "head")
 
 
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
-@pytest.mark.parametrize(("chip", "tensor"), [("v6e", 1), ("v6e", 2), ("v7x", 2)])
+@pytest.mark.parametrize(
+    ("chip", "tensor"), [pytest.param("v6e", 1, marks=pytest.mark.tpu_matrix), ("v6e", 2), ("v7x", 2)]
+)
 def test_jax_tpu_keeps_what_xla_multiplies(
     saved: Saved, chip: str, tensor: int, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:

@@ -57,7 +57,7 @@ class ModelConfig:
     runner: Literal["auto", "generate", "pooling"] = option(
         "auto",
         "Model runner: generate or pooling; auto: from the architecture and the model's files.",
-        refused_values={"draft": "draft models need speculative decoding: name it in --speculative-config.model"},
+        refused_values={"draft": "draft models belong to speculative decoding; name it in --speculative-config.model"},
     )
     convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
         "auto",
