@@ -56,7 +56,7 @@ class DeprecatedConfig:
         choices=("auto", "generate", "embed", "embedding", "classify", "reward", "score"),
         refused_values={
             "transcription": "it needs audio input, and this version serves text only; drop it, or name another task",
-            "draft": "draft models need speculative decoding: name it in --speculative-config.model",
+            "draft": "draft models belong to speculative decoding; name it in --speculative-config.model",
         },
         deprecated="--runner",
         maps_to=_task,

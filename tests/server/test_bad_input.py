@@ -78,7 +78,7 @@ RANGES = [
     ("-tp two", "--tensor-parallel-size: 'two' is not an integer"),
     ("-tp 2 --backend reference", "--tensor-parallel-size: reference runs a model on one device; use 1, or --backend "),
     ("--speculative-config.method ngram", "--speculative-config: "),
-    ("--task draft", "--task: 'draft' is not supported: draft models need speculative decoding"),
+    ("--task draft", "--task: 'draft' is not supported: draft models belong to speculative decoding"),
     ("--api-key=", "--api-key: keys must not be empty"),
 ]
 WORDS = [

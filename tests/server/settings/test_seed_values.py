@@ -132,7 +132,7 @@ def test_every_value_of_a_flag_has_an_outcome(
 
 NAMED = [
     ("--task transcription", "'transcription' is not supported: it needs audio input"),
-    ("--task draft", "'draft' is not supported: draft models need speculative decoding"),
+    ("--task draft", "'draft' is not supported: draft models belong to speculative decoding"),
     ("--task embed", "deprecated"),
     ("--task score", "deprecated"),
     ("--task nonsense", "'nonsense' is not one of auto, generate, embed"),
