@@ -353,8 +353,14 @@ def test_torch_cuda_gives_the_logits_of_fixtures(stored: Saved) -> None:
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=1e-4)
 
 
+IN_CI = ("ct-int8-asymmetric", "gptq-4-ordered", "awq-gemm", "bnb-nf4")
+
+
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
-@pytest.mark.parametrize("name", ["ct-int8-asymmetric", "gptq-4-ordered", "awq-gemm", "bnb-nf4"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.tpu_matrix) for name in quantized_fixtures.NAMES],
+)
 def test_jax_tpu_gives_the_logits_of_fixtures(name: str, tmp_path: Path) -> None:
     from support.jax_model import JaxModel
 
