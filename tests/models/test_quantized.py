@@ -371,6 +371,10 @@ def test_jax_tpu_gives_the_logits_of_fixtures(name: str, tmp_path: Path) -> None
     saved, (ids, expected) = Saved(folder, folder), quantized_fixtures.expected(name)
     formats = matrix_formats(None, saved.spec(), CHIPS["v6e"], saved.schemes())
     exact = {path: replace(form, rounds_inputs=False) for path, form in formats.items()}
+    if name == "torchao-int4":
+        with pytest.raises(WeightError, match="jax_tpu multiplies zero points that are whole numbers only"):
+            JaxModel(saved.spec(), saved.weights(), 64, 1, formats=exact)
+        return
     model = JaxModel(saved.spec(), saved.weights(), 64, 1, formats=exact)
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=1e-4)
 
