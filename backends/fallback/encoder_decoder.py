@@ -198,6 +198,6 @@ class _Positions:
         """Return the number of tokens before the batch, int64 [T]: token t has position t + this."""
         return self._before
 
-    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values: the cache is ours."""
+    def update(self, key: Tensor, value: Tensor, layer: int, **_options: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values: the cache is ours. Since 5.24 transformers hands its options over, too."""
         return key, value

@@ -124,7 +124,8 @@ def _with_replica(output: EngineOutput, replica: int) -> EngineOutput:
 
 
 def _total_stats(replicas: list[EngineStats]) -> EngineStats:
-    summed = (name for name in EngineStats.__struct_fields__ if name not in ("drafts", "replicas"))
+    apart = ("drafts", "replicas", "running_adapters", "waiting_adapters")  # replicas have no adapters
+    summed = (name for name in EngineStats.__struct_fields__ if name not in apart)
     totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
     drafts = [each.drafts for each in replicas if each.drafts is not None]
     return EngineStats(**totals, drafts=sum(drafts, DraftStats()) if drafts else None, replicas=tuple(replicas))

@@ -82,7 +82,9 @@ def check(driver: Driver, backend: str, model: str, drafts: int, *, ahead: bool 
 def test_torch_cuda(monkeypatch: pytest.MonkeyPatch, model: str, drafts: int) -> None:
     """Decodes with drafts are padded to one length, as in a graph, up to the most that attention takes."""
     decode, widths = StepPrograms.decode, []
-    monkeypatch.setattr(StepPrograms, "decode", lambda *args: widths.append(args[2]) or decode(*args))
+    monkeypatch.setattr(
+        StepPrograms, "decode", lambda *args, **kwargs: widths.append(args[2]) or decode(*args, **kwargs)
+    )
     check(make_driver("torch_cuda", model, drafts), "torch_cuda", model, drafts)
     assert set(widths) == ({1, 1 + drafts} if drafts < 8 else {1})
 

@@ -153,7 +153,7 @@ def described(folder: Path, *, trust: bool = False, **changes: Any) -> Transform
 
 class PagedTransformers(PagedModel):
     def __init__(self, saved: OnDisk, dtype: str = "float32") -> None:
-        self.numerics = numerics(dtype)
+        self.numerics, self.slot = numerics(dtype), None  # no adapters
         with torch.inference_mode():
             self.decoder = TransformersDecoder(saved.spec, saved.weights(), self.numerics, tiny.TOKENS)
         self.layout = kv_layout(saved.spec, BLOCK)

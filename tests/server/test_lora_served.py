@@ -115,6 +115,8 @@ def test_adapters_are_not_loaded_at_run_time_unless_allowed(server: LiveServer, 
 
 
 @pytest.mark.variable("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+@pytest.mark.field("LoadLoRAAdapterRequest.lora_name|lora_path|load_inplace")
+@pytest.mark.field("UnloadLoRAAdapterRequest.lora_name|lora_int_id")
 def test_adapters_come_and_go(
     server: LiveServer, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

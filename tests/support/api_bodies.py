@@ -19,6 +19,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "DetokenizeRequest": {"tokens": [97]},
     "GenerativeScoringRequest": {"query": "a", "items": ["b"], "label_token_ids": [98]},
     "AbortRequest": {"request_ids": []},
+    "LoadLoRAAdapterRequest": {"lora_name": "a", "lora_path": "/a"},
+    "UnloadLoRAAdapterRequest": {"lora_name": "a"},
     "GenerateRequest": {"token_ids": [97], "sampling_params": {"max_tokens": 2}},
     "BatchCreateRequest": {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"},
     "ResponsesRequest": {"input": "a", "max_output_tokens": 2},

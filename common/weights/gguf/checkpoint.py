@@ -62,7 +62,11 @@ class GgufCheckpoint:
         """Return the weight that a scale belongs to, or None. `.input_scale` is that of activations, and not used."""
         stem, _, suffix = name.rpartition(".")
         weight = f"{stem}.weight"
-        return weight if suffix in ("scale", "input_scale") and weight in self.file.tensors else None
+        return weight if suffix in ("scale", "input_scale") and self._has_scales(weight) else None
+
+    def _has_scales(self, weight: str) -> bool:
+        """Whether a tensor has scales in a tensor beside it, as those of NVFP4 do; experts of Gemma 4 have others."""
+        return weight in self.file.tensors and self.file.tensors[weight].type.name == "NVFP4"
 
     def _kept(self, tensors: Iterable[GgufTensor]) -> Iterator[str]:
         """Yield the names of the tensors whose blocks stay as they are."""
@@ -169,7 +173,9 @@ class GgufCheckpoint:
 
     def _stored_scales(self, name: str) -> Floats | None:
         scale = f"{name.removesuffix('.weight')}.scale"
-        return to_float32(self.file.tensor(scale)).reshape(-1) if scale in self.file.tensors else None
+        if scale not in self.file.tensors or not self._has_scales(name):
+            return None
+        return to_float32(self.file.tensor(scale)).reshape(-1)
 
     def _times(
         self, tensors: Iterable[tuple[str, Value]], info: GgufTensor, scales: Floats

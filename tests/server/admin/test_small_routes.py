@@ -166,13 +166,13 @@ def test_preview_of_a_conversation(server: LiveServer) -> None:
 def test_generative_scoring(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
     """The fake engine's logprobs decrease by 1 from each letter to the next; its first token has -n."""
     calls: list[Any] = []
-    add = server.llm.add_request
+    submit = server.llm.submit
 
-    async def recorded(request_id: str, prompt: Any, params: Any, priority: int = 0) -> Any:
+    async def recorded(request_id: str, prompt: Any, params: Any, priority: int = 0, **rest: Any) -> Any:
         calls.append((prompt["prompt_token_ids"], prompt["cache_salt"], priority))
-        return await add(request_id, prompt, params, priority=priority)
+        return await submit(request_id, prompt, params, priority, **rest)
 
-    monkeypatch.setattr(server.llm, "add_request", recorded)
+    monkeypatch.setattr(server.llm, "submit", recorded)
     body = {"query": "ab", "items": ["c", "x"], "label_token_ids": [101, 100], "request_id": "mine", "cache_salt": "s"}
     answer = answer_of(server, "/generative_scoring", body)
     assert (answer["id"], answer["object"], answer["model"]) == ("generative-scoring-mine", "list", "fake")

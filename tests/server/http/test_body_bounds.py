@@ -98,7 +98,7 @@ def test_numbers_out_of_bounds_are_no_server_error(
     for value in FAR_OUT:
         fields = LEAST[body.__name__] | {name: [value] if listed else value}
         status, answer = server.post(path, fields)
-        assert status in (200, 400), (value, answer)
+        assert status in (200, 400, 403), (value, answer)  # 403: adapters are loaded at start only
         if status == 400:
             assert answer["error"]["message"], value
     assert server.post("/v1/completions", CANARY)[1]["choices"][0]["text"] == "bc"

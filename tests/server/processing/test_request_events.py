@@ -66,6 +66,7 @@ def test_sequences_are_reported_when_they_start_and_end(
     assert bench.events.requests == [], "one of its sequences runs"
     bench.step(8.0, says("b", "z", finish_reason="stop", num_preemptions=1))
     common = {"arrival": 1.25, "queued": 1.5, "prompt_tokens": 5, "generation_tokens": 3, "max_tokens": 9}
+    common["adapter"] = None
     first = {"replica": 0, "finish_reason": "length", "scheduled": 2.0, "first_token": 3.0, "last_token": 5.0}
     second = {"replica": 1, "finish_reason": "stop", "scheduled": 3.5, "first_token": 4.0, "last_token": 8.0}
     assert [asdict(each) for each in bench.events.sequences] == [

@@ -117,6 +117,7 @@ EXAMPLES: dict[str, Any] = {
     "cpu_omp_threads_bind": "0-1",
     "gpu_memory_utilization": 0.5,
     "log_level": "DEBUG",
+    "max_lora_rank": 32,
     "optimization_level": 2,
     "quantization": "fp8",
     "reasoning_config": {"reasoning_end_str": "x"},

@@ -24,6 +24,7 @@ SAMPLES: dict[str, Any] = {
     "master_addr": "10.0.0.1",
     "master_port": 29600,
     "enable_sleep_mode": True,
+    "fully_sharded_loras": True,
     "cpu_offload_gb": 1.0,
     "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "fp8",

@@ -145,7 +145,7 @@ ENGINE = [
     ("--enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is below --max-loras 4"),
     ("--speculative-config.method ngram", "--speculative-config: method ngram needs num_speculative_tokens"),
     ("--speculative-config.method ngrm", "--speculative-config: method 'ngrm' is unknown; did you mean ngram?"),
-    ("--spec-method eagle --spec-model x --spec-tokens 2", "--speculative-config: method eagle is not in this version"),
+    ("--spec-method eagle --spec-model x --spec-tokens 2", "--speculative-config: x: x: no such folder here"),
     (
         "--spec-method ngram --spec-tokens 9 --max-num-batched-tokens 8 --max-num-seqs 4",
         "--speculative-config: num_speculative_tokens is 9, but a step has 8 tokens",

@@ -50,6 +50,6 @@ def test_a_parameter_of_llm_gives_the_reason() -> None:
 
 
 def test_a_file_gives_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("spec-method: ngram\n")
-    with pytest.raises(ConfigError, match=r"c\.yaml: spec-method is not supported: speculative decoding"):
+    (tmp_path / "c.yaml").write_text("moe-backend: triton\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: moe-backend is not supported: each backend chooses"):
         from_file(str(tmp_path / "c.yaml"), ENGINE_SETTINGS)
