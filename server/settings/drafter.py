@@ -53,7 +53,7 @@ def resolve_drafter(
 ) -> ResolvedDrafter | None:
     """Return the drafter of a target model; None if drafts come from the host, or there are none.
 
-    `hf_config`, `checkpoint`, `quantization`: the target's. Raises ConfigError or ModelError naming key and remedy.
+    `hf_config`, `checkpoint`, `quantization`: the target's. Raises ConfigError naming key and remedy.
     """
     settings = config.extension.speculative
     if settings is None or not settings.runs_on_device:
@@ -74,7 +74,7 @@ def resolve_drafter(
                 raise ModelError("method mtp reads the model's own checkpoint; drop model")
             found = _drafter_of(method, own_config, own.names, target)
     except ModelError as error:
-        raise ModelError(f"{FLAG}: {settings.model or config.model.model}: {error}") from None
+        raise ConfigError(FLAG, f"{settings.model or config.model.model}: {error}") from None
     number = settings.num_speculative_tokens or stated or found.most or (1 if method == _MTP else None)
     if number is None:
         raise ConfigError(FLAG, f"method {method} needs num_speculative_tokens; set it, for example to 3")

@@ -13,7 +13,7 @@ from support.tiny_folder import CONFIG, tensors, write_model
 
 from pagoda import LLM, SamplingParams
 from pagoda.backends.registry import check_drafters
-from pagoda.common.errors import ConfigError, ModelError, WeightError
+from pagoda.common.errors import ConfigError, WeightError
 
 PROMPTS = ["The capital of", "abababab", "x"]
 SETTINGS: dict[str, Any] = {"backend": "reference", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
@@ -150,12 +150,12 @@ def test_outputs_are_those_without_a_drafter(kind: str, target: Path, plain: lis
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "vocabulary": ("draft_model", {"vocab_size": 300}, {}, ModelError, "has 300 tokens, the model's 257"),
-    "width": ("eagle", {"hidden_size": 64}, {}, ModelError, "hidden_size is 64, but the model's is 32"),
-    "unknown key": ("eagle", {"rotates_twice": True}, {}, ModelError, "rotates_twice"),
-    "layers": ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {}, ModelError, "has 3"),
-    "type": ("speculators", {"speculators_model_type": "dflash"}, {}, ModelError, "'dflash' is not supported"),
-    "key of the format": ("speculators", {"fuses": 1}, {}, ModelError, "key fuses is unknown"),
+    "vocabulary": ("draft_model", {"vocab_size": 300}, {}, ConfigError, "has 300 tokens, the model's 257"),
+    "width": ("eagle", {"hidden_size": 64}, {}, ConfigError, "hidden_size is 64, but the model's is 32"),
+    "unknown key": ("eagle", {"rotates_twice": True}, {}, ConfigError, "rotates_twice"),
+    "layers": ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {}, ConfigError, "has 3"),
+    "type": ("speculators", {"speculators_model_type": "dflash"}, {}, ConfigError, "'dflash' is not supported"),
+    "key of the format": ("speculators", {"fuses": 1}, {}, ConfigError, "key fuses is unknown"),
     "too many": ("medusa", {}, {"num_speculative_tokens": 4}, ConfigError, "the drafter guesses 3 tokens"),
     "number": ("eagle", {}, {"num_speculative_tokens": None}, ConfigError, "needs num_speculative_tokens"),
     "ranks": ("medusa", {}, {"draft_tensor_parallel_size": 2}, ConfigError, "a drafter runs on one device"),

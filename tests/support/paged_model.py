@@ -63,6 +63,7 @@ class PagedModel:
             )
             ids, batch = torch.tensor(token_ids[begin:end]), make_batch(plan, self.layout)
             hidden = self.decoder.hidden(ids, batch, caches)
-            found.append(self.decoder.logits(hidden, batch.adapters))
+            slots = () if batch.adapters is None else (batch.adapters,)  # models of transformers have no adapters
+            found.append(self.decoder.logits(hidden, *slots))
             begin = end
         return torch.cat(found)
