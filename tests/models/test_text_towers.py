@@ -161,7 +161,9 @@ def ours(folder: Path) -> tiny.Logits:
 @pytest.mark.parametrize("tower", TOWERS, ids=lambda tower: f"{tower.architecture}-{tower.text.get('model_type')}")
 def test_the_text_of_a_multimodal_checkpoint(tower: Tower, tmp_path: Path) -> None:
     model = tower.save(tmp_path)
-    theirs = tiny.logits(model, tiny.tokens())
+    # transformers 5.24 cannot run the whole of Llama 4: its output looks for images.
+    whole = not isinstance(model, transformers.Llama4ForConditionalGeneration)
+    theirs = tiny.logits(model if whole else model.language_model, tiny.tokens())
     assert theirs.std() > 0.1, "a flat answer proves nothing"
     torch.testing.assert_close(ours(tmp_path)(tiny.tokens()), theirs, atol=TOLERANCE, rtol=0)
 

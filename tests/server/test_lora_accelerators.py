@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -26,10 +27,24 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
 
 
-def engine(folder: Path, **settings: Any) -> LLM:
-    given = {"dtype": "float32", "enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_model_len": 32}
-    given |= {"skip_tokenizer_init": True, "max_logprobs": -1, "logprobs_mode": "raw_logits", "max_num_seqs": 4}
-    return LLM(model=str(folder), **{**given, **settings})
+class MakeEngine(Protocol):
+    def __call__(self, folder: Path, **settings: Any) -> LLM: ...
+
+
+@pytest.fixture
+def engine() -> Iterator[MakeEngine]:
+    """Makes engines, which are shut down after the test."""
+    started: list[LLM] = []
+
+    def make(folder: Path, **settings: Any) -> LLM:
+        given = {"dtype": "float32", "enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_model_len": 32}
+        given |= {"skip_tokenizer_init": True, "max_logprobs": -1, "logprobs_mode": "raw_logits", "max_num_seqs": 4}
+        started.append(LLM(model=str(folder), **{**given, **settings}))
+        return started[-1]
+
+    yield make
+    for llm in started:
+        llm.shutdown()
 
 
 def logits(output: Any) -> np.ndarray:
@@ -42,7 +57,7 @@ def logits(output: Any) -> np.ndarray:
     ("backend", "name"),
     [("torch_cuda", name) for name in CASES] + [("jax_tpu", name) for name in COMPILED],
 )
-def test_an_adapter_of_peft_gives_its_logits(backend: str, name: str, tmp_path: Path) -> None:
+def test_an_adapter_of_peft_gives_its_logits(engine: MakeEngine, backend: str, name: str, tmp_path: Path) -> None:
     """Beside two others, of which one has other modules, and none."""
     base_model(CASES[name]).save_pretrained(tmp_path / "base")
     saved = json.loads((FOLDER / name / "logits.json").read_text())
@@ -67,7 +82,7 @@ def test_an_adapter_of_peft_gives_its_logits(backend: str, name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
-def test_adapters_take_turns_in_two_slots(backend: str, tmp_path: Path) -> None:
+def test_adapters_take_turns_in_two_slots(engine: MakeEngine, backend: str, tmp_path: Path) -> None:
     """Each answer is the one of the reference backend, where the adapter is alone; nothing compiles meanwhile."""
     base_model(CASES["all_linear"]).save_pretrained(tmp_path / "base")
     adapters = [
@@ -86,7 +101,7 @@ def test_adapters_take_turns_in_two_slots(backend: str, tmp_path: Path) -> None:
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
 
 
-def test_ranks_share_adapters(tmp_path: Path) -> None:
+def test_ranks_share_adapters(engine: MakeEngine, tmp_path: Path) -> None:
     """Two ranks, each with its part of the matrices, give the logits of one."""
     base_model(CASES["embeddings"]).save_pretrained(tmp_path / "base")
     saved = json.loads((FOLDER / "embeddings" / "logits.json").read_text())
@@ -105,7 +120,9 @@ def test_ranks_share_adapters(tmp_path: Path) -> None:
         ("jax_tpu", {"batch_invariant": True}, "--batch-invariant: jax_tpu has other programs for adapters"),
     ],
 )
-def test_what_is_missing_is_refused(backend: str, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_refused(
+    engine: MakeEngine, backend: str, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     base_model(CASES["all_linear"]).save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigError, match=words):
         engine(tmp_path / "base", backend=backend, **settings)
