@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda import LLM, SamplingParams
 from pagoda.backends.reference.drafting import DraftRunner
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ConfigError
 
 PROMPTS = [[5, 9, 13, 2, 7, 7, 31, 40], [1, 2, 3], [44, 44]]
 ONE: dict[str, Any] = {"num_nextn_predict_layers": 1}
@@ -159,8 +159,8 @@ def test_a_layer_after_the_last_one_guesses_as_transformers_does(
 
 def test_models_without_such_layers_are_refused(tmp_path: Path):
     tiny.Tiny("llama-mtp", "LlamaForCausalLM").save(tmp_path / "llama")
-    with pytest.raises(ModelError, match="LlamaForCausalLM has no supported layers"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no supported layers"):
         outputs(tmp_path / "llama", speculative_config={"method": "mtp"})
     CASES["dense"].save(tmp_path / "lacks")
-    with pytest.raises(ModelError, match="the checkpoint has no tensors"):
+    with pytest.raises(ConfigError, match="the checkpoint has no tensors"):
         outputs(tmp_path / "lacks", speculative_config={"method": "mtp"})
