@@ -1,11 +1,13 @@
 """Tokens per second of one stream with speculative decoding, over those without: texts that copy, and free text.
 
-    python benchmarks/cpu/speculation.py --model MODEL.gguf [--output FILE.json]
+    python benchmarks/cpu/speculation.py --model MODEL.gguf [--drafter FOLDER] [--output FILE.json]
 
 One engine per method in one process. A round runs a prompt on every engine in turn, in an order that rotates, so that
 load on the machine meets all of them; reported are medians of the ratios of a round, of wall time and of processor
-time. Greedy, no end of text, so that
-all generate as many tokens; the tokens must be equal.
+time. Greedy, no end of text, so that all generate as many tokens: `--tokens`, but of a copy only as many as the text
+has, since what follows it is free text. `suffix` remembers past answers, so that it knows them after the first round.
+
+`--drafter`: a checkpoint that train_drafter.py has made, as method eagle, also with the questions that it did not see.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ PROMPTS = {
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 3, "prompt_lookup_max": 6}
 METHODS: dict[str, dict[str, Any] | None] = {"none": None, "ngram": NGRAM, "suffix": {"method": "suffix"}}
+HELD_OUT = 12
+"""Questions of those that a drafter did not see."""
 
 
 def main() -> None:
@@ -59,17 +63,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[3], help="most drafts of the drafter")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    names = ["none", *(name for name in args.methods if name != "none")]
+    methods = {name: METHODS[name] for name in ["none", *(name for name in args.methods if name != "none")]}
+    kinds = dict(PROMPTS)
+    if args.drafter is not None:
+        given = {"method": "eagle", "model": str(args.drafter)}
+        methods |= {f"eagle, {drafts} drafts": {**given, "num_speculative_tokens": drafts} for drafts in args.drafts}
+        unseen = json.loads((args.drafter / "held_out.json").read_text())
+        kinds["unseen questions"] = unseen[:: len(unseen) // HELD_OUT]
     engines = {
-        name: LLM(args.model, max_model_len=2048, max_num_seqs=4, speculative_config=METHODS[name]) for name in names
+        name: LLM(args.model, max_model_len=2048, max_num_seqs=4, speculative_config=method)
+        for name, method in methods.items()
     }
     result = {
         "tokens": args.tokens,
         "rounds": args.rounds,
         "load": os.getloadavg()[0],
-        "kinds": {kind: measure(engines, prompts, args) for kind, prompts in PROMPTS.items()},
+        "kinds": {kind: measure(engines, prompts, args) for kind, prompts in kinds.items()},
     }
     text = json.dumps(result, indent=1)
     print(text)
@@ -79,13 +92,16 @@ def main() -> None:
 
 def measure(engines: dict[str, LLM], prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Return, per method, tokens/s and the ratios to the engine without drafts; medians over rounds and prompts."""
-    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     before = {name: llm.llm_engine.stats.drafts for name, llm in engines.items()}
     rates: dict[str, list[float]] = {name: [] for name in engines}
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     cpu_ratios: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(args.rounds + 1):
         for prompt in prompts:
+            tokens = args.tokens
+            if prompt in PROMPTS["copy"]:
+                tokens = min(tokens, len(engines["none"].get_tokenizer().encode(prompt.partition("\n\n")[2])))
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
             seconds, cpu_seconds, answers = {}, {}, {}
             order = list(engines)
             for name in order[round_number % len(order) :] + order[: round_number % len(order)]:
@@ -94,9 +110,9 @@ def measure(engines: dict[str, LLM], prompts: list[str], args: argparse.Namespac
                 seconds[name] = time.perf_counter() - begin
                 cpu_seconds[name] = time.process_time() - cpu_begin
                 answers[name] = list(output[0].outputs[0].token_ids)
-                assert len(answers[name]) == args.tokens
+                assert len(answers[name]) == tokens
             for name in engines if round_number else ():  # the first round warms up
-                rates[name].append(args.tokens / seconds[name])
+                rates[name].append(tokens / seconds[name])
                 ratios[name].append(seconds["none"] / seconds[name])
                 cpu_ratios[name].append(cpu_seconds["none"] / cpu_seconds[name])
                 print(name, prompt[:20], round(ratios[name][-1], 2), round(cpu_ratios[name][-1], 2), file=sys.stderr)

@@ -1,6 +1,6 @@
 """Train an EAGLE-style drafter of one layer on a model's own greedy answers, and save it as a checkpoint.
 
-    python benchmarks/cpu/train_drafter.py MODEL.gguf OUT --prompts 320 --seconds 420
+    python benchmarks/cpu/train_drafter.py MODEL.gguf OUT --prompts 1344 --seconds 720
 
 1. pagoda answers questions that are combined of subjects and forms; one subject in eight is kept for the evaluation.
 2. transformers computes the model's hidden states of prompts and answers.
@@ -36,6 +36,20 @@ FORMS: Final = (
     "Write an email to a friend about {}.",
     "How would you teach {} to beginners?",
     "Give me three questions about {} with answers.",
+    "Tell me something surprising about {}.",
+    "Write a poem about {}.",
+    "What should a visitor know about {}?",
+    "Compare {} with something similar.",
+    "Who first became interested in {}, and why?",
+    "Write the beginning of a novel about {}.",
+    "Plan a school lesson about {}.",
+    "What mistakes do people make about {}?",
+    "How has {} changed over the last century?",
+    "Write a dialogue between two people about {}.",
+    "Define {} in one sentence, then give an example.",
+    "What would the world be without {}?",
+    "Give advice to somebody who wants to learn about {}.",
+    "Summarise the history of {}.",
 )
 _NAMES: Final = (
     "photosynthesis|the French Revolution|a lighthouse|prime numbers|bread|the moon|volcanoes|democracy|the internet|"
@@ -215,7 +229,8 @@ def save(drafter: Drafter, model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads(model.config.to_json_string())
     config |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
-    config.pop("layer_types", None)
+    for key in ("layer_types", "quantization_config"):
+        config.pop(key, None)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = {name: value.detach().bfloat16().contiguous() for name, value in drafter.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -226,9 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="GGUF file of a Llama-like model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--prompts", type=int, default=480)
+    parser.add_argument("--prompts", type=int, default=1344)
     parser.add_argument("--length", type=int, default=96, help="tokens of an answer")
-    parser.add_argument("--seconds", type=float, default=600, help="of training alone")
+    parser.add_argument("--seconds", type=float, default=720, help="of training alone")
     args = parser.parse_args()
     began = time.monotonic()
     prompts = questions(held_out=False)
