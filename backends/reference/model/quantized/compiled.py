@@ -22,15 +22,15 @@ from pagoda.backends.reference.model.quantized.groups import ScaledMatrix
 
 if importlib.util.find_spec("llvmlite"):
     from pagoda.backends.reference.native import jit, tiles
-    from pagoda.backends.reference.native.quantized_products import (
+    from pagoda.backends.reference.native.quantized_form import (
         FACTOR_BYTES,
         MATRIX_ROWS,
         QUAD,
-        Argument,
+        SQUARE_ROWS,
         ProductForm,
         Real,
-        product,
     )
+    from pagoda.backends.reference.native.quantized_products import Argument, product
 
 _REAL: Final[dict[torch.dtype, Real]] = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _CHUNK: Final = 32
@@ -100,7 +100,8 @@ class CompiledLinear:
         self.order = None if matrix.order is None else torch.from_numpy(matrix.order.astype(np.int64))
         self.groups, self.row_bytes = padded // group, padded + padded // group * FACTOR_BYTES
         self.padded, self.tiles = padded, -(-self.outputs // width)
-        self._arrays = _Packed.of(matrix, width, padded, chunk, None if bias is None else bias.float())
+        signed = self.form.signed and form.bits == 8
+        self._arrays = _Packed.of(matrix, width, padded, chunk, None if bias is None else bias.float(), signed)
         self._words = self._constants(group // chunk)
 
     @property
@@ -120,8 +121,8 @@ class CompiledLinear:
             words[field] = 0 if tensor is None else tensor.data_ptr()
         words[Argument.GROUPS], words[Argument.CHUNKS] = self.groups, chunks
         words[Argument.OUTPUTS], words[Argument.TILES] = self.outputs, self.tiles
-        panel = max(1, _PANEL_BYTES // self.padded // MATRIX_ROWS)
-        words[Argument.PANEL] = panel * MATRIX_ROWS
+        panel = max(1, _PANEL_BYTES // self.padded // SQUARE_ROWS)
+        words[Argument.PANEL] = panel * SQUARE_ROWS
         return words
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -141,6 +142,8 @@ class CompiledLinear:
         step = -(-self.tiles // (_TASKS_PER_THREAD * threads)) if threads > 1 else self.tiles
         if self.form.matrix_rows:
             step = min(step, max(1, _TASK_BYTES // (self.padded * MATRIX_ROWS)))
+        if self.form.matrix_groups:
+            step += step % 2  # tiles are multiplied in pairs
         tasks = -(-self.tiles // step)
         words[Argument.X], words[Argument.X_STRIDE] = x.data_ptr(), x.stride(0)
         words[Argument.OUT], words[Argument.OUT_STRIDE] = out.data_ptr(), out.stride(0)
@@ -183,13 +186,16 @@ class _Packed:
         return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
-    def of(cls, matrix: ScaledMatrix, width: int, padded: int, chunk: int, bias: Tensor | None) -> _Packed:
-        """Return tiles of `width` outputs with `padded` inputs."""
+    def of(
+        cls, matrix: ScaledMatrix, width: int, padded: int, chunk: int, bias: Tensor | None, signed: bool
+    ) -> _Packed:
+        """Return tiles of `width` outputs with `padded` inputs. `signed`: 8-bit numbers less their zero of 128."""
         outputs, missing = matrix.shape[0], -matrix.shape[0] % width
         numbers = torch.from_numpy(matrix.numbers)
         if matrix.form.bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], -1).view(outputs, -1)
         numbers = F.pad(numbers, (0, padded - numbers.shape[1], 0, missing))
+        numbers = numbers ^ 0x80 if signed else numbers
         packed = numbers.view(-1, width, padded // chunk, chunk // QUAD, QUAD).permute(0, 2, 3, 1, 4)
         if matrix.form.bits < 8:
             planes = [_side_by_side(packed & 15, 4)]
