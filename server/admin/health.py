@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -14,9 +12,6 @@ import pagoda
 from pagoda.common.errors import EngineDeadError
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
-
-PROBES: Final = frozenset({"/health", "/ready", "/ping"})
-"""Paths of health probes: a 503 of theirs is logged without a traceback."""
 
 router = APIRouter(tags=["health"])
 

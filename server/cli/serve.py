@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 BACKLOG: Final = 2048
 
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
 _GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
 
 logger = logging.getLogger(__name__)
@@ -57,12 +59,24 @@ def add_arguments(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (returns 0) or an engine failure (1). Raises the error that prevents the start."""
+    """Serve until a signal or an engine failure. Raises the error that prevents the start.
+
+    Returns 0 after a signal if all requests could finish, 1 if some were cut or the engine failed.
+    """
     start_time = time.monotonic()
-    _, engine_config, config = _prepared(args)
-    if config.headless:
-        return run_headless(engine_config)
-    listener = bind(config)
+    try:
+        with _stopping_on_signals():
+            _, engine_config, config = _prepared(args)
+            if config.headless:
+                return run_headless(engine_config)
+            with _listening(config) as listener:
+                return _run_server(engine_config, config, listener, start_time)
+    except _Stopped:
+        logger.info("stopped before the server was ready")
+        return 0
+
+
+def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
     client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
     try:
         from pagoda.server.async_llm import AsyncLLM
@@ -70,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
         llm = AsyncLLM(engine_config, wait=False, client=client)
         return _serve(llm, config, listener, start_time)
     finally:
+        _ignore_signals()  # one more would leave the engine, its folder or the socket behind
         client.close()
-        listener.close()
-        _remove_socket(config)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -120,7 +133,7 @@ def _configured(settings: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT."""
+    """SIGTERM or SIGINT, before an event loop handles them."""
 
 
 def check_headless(parallel: ParallelConfig, headless: bool) -> None:
@@ -149,16 +162,20 @@ def run_headless(config: EngineConfig) -> int:
     except _Stopped:
         logger.info("stopping")
     finally:
+        _ignore_signals()
         client.close(timeout=0)
     return 0
 
 
 @contextlib.contextmanager
 def _stopping_on_signals() -> Iterator[None]:
+    """Raise _Stopped in the main thread on a signal; only there may it be used."""
+
     def stop(number: int, frame: FrameType | None) -> None:
+        _ignore_signals()
         raise _Stopped
 
-    usual = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    usual = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -166,7 +183,23 @@ def _stopping_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 # The listening socket.
+
+
+@contextlib.contextmanager
+def _listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """A listening socket, closed at the end; a unix socket is removed from its folder. Raises ConfigError."""
+    listener = bind(config)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        _remove_socket(config)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -197,7 +230,11 @@ def _bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        listener.bind(path)
+        mask = os.umask(0o177)  # mode 0600 from the first moment
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -239,34 +276,48 @@ def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, Serve
 
 
 def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
+    from pagoda.server.http.accept import raise_descriptor_limit
+
+    raise_descriptor_limit(config.max_connections)
     server, state = _application(llm, config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_until_stopped(server, state, listener, start_time))
 
 
 async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, start_time: float) -> int:
-    """Run the HTTP server and watch the engine. Returns 0 after a signal, 1 after an engine failure."""
+    """Run the HTTP server and watch the engine. Returns 0 after a signal if no request was cut, else 1."""
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
-    stop = asyncio.Event()
-    _on_signals(server, stop)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    _on_signals(stop, hurry)
     logger.info("listening on %s, loading %s", _address(listener, state.config), state.engine.config.model.model)
     stopped = asyncio.ensure_future(stop.wait())
     engine_watch = asyncio.ensure_future(_watch_engine(state, start_time))
     try:
         await asyncio.wait({http, stopped, engine_watch}, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
-            logger.info("stopping; %d requests are running", state.running)
-            await _first_of(state.drain(), http)
+            logger.info("stopping; %d requests are in progress", server.num_requests)
+            await _first_of(state.drain(lambda: server.num_requests, hurry), http)
         server.should_exit = True
         await http
         if engine_watch.done() and (error := engine_watch.exception()) is not None:
             raise error
-        return 0 if stopped.done() else 1
+        return 0 if stopped.done() and not _num_cut(server, state) else 1
     finally:
         for task in (engine_watch, stopped):
             task.cancel()
         await asyncio.gather(engine_watch, stopped, return_exceptions=True)
         state.engine.shutdown()
+
+
+def _num_cut(server: HttpServer, state: ServerState) -> int:
+    """Return the number of requests that the stop ended, after logging it."""
+    cut = state.stopping.num_called + server.num_cut
+    if cut:
+        logger.warning(
+            "%d requests were cut when the server stopped; a longer --shutdown-timeout (now %g s) lets them finish",
+            *(cut, state.config.shutdown_timeout),
+        )
+    return cut
 
 
 async def _watch_engine(state: ServerState, start_time: float) -> None:
@@ -298,16 +349,16 @@ async def _first_of(coroutine: Coroutine[Any, Any, None], other: asyncio.Future[
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
-    """Drain on the first signal, exit at once on the second."""
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    """Set `stop` on the first signal, `hurry` on the second: requests in progress then end with an error at once."""
 
     def handle() -> None:
         if stop.is_set():
-            server.should_exit = server.force_exit = True
+            hurry.set()
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, handle)
 
 

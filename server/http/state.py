@@ -38,6 +38,9 @@ MAX_ID_LENGTH = 256
 
 _SHOWN_ADAPTERS: Final = 20
 
+_LAST_WORDS_SECONDS: Final = 0.5
+"""Time at the end of --shutdown-timeout for sending errors to the requests that it cuts."""
+
 
 class StopSignal:
     """Set once, when the server stops; calls the callbacks registered with `notifying`."""
@@ -45,10 +48,12 @@ class StopSignal:
     def __init__(self) -> None:
         self._is_set = False
         self._callbacks: set[Callable[[], None]] = set()
+        self.num_called = 0  # callbacks: what the signal ended
 
     def set(self) -> None:
         self._is_set = True
         for callback in list(self._callbacks):
+            self.num_called += 1
             callback()
 
     @contextmanager
@@ -56,6 +61,7 @@ class StopSignal:
         """Call `callback` if the signal is set within this context, or has been set before."""
         self._callbacks.add(callback)
         if self._is_set:
+            self.num_called += 1
             asyncio.get_running_loop().call_soon(callback)
         try:
             yield
@@ -201,11 +207,18 @@ class ServerState:
                 logger.info("%s", line)
             before = now
 
-    async def drain(self) -> None:
-        """Refuse new requests, wait up to --shutdown-timeout for the running ones, then set `stopping`."""
+    async def drain(self, in_progress: Callable[[], int] = lambda: 0, hurry: asyncio.Event | None = None) -> None:
+        """Refuse new requests, wait for those in progress, then set `stopping`, which ends the others with an error.
+
+        It is set in time for the errors to be sent by --shutdown-timeout, or as soon as `hurry` is set. `in_progress`:
+        HTTP requests that are being answered.
+        """
         self.draining = True
-        deadline = time.monotonic() + self.config.shutdown_timeout
-        while self.running and time.monotonic() < deadline and not self._llm.errored:
+        timeout = self.config.shutdown_timeout
+        deadline = time.monotonic() + timeout - min(_LAST_WORDS_SECONDS, timeout / 10)
+        while (in_progress() or self.running) and time.monotonic() < deadline and not self._llm.errored:
+            if hurry is not None and hurry.is_set():
+                break
             await asyncio.sleep(0.02)
         self.stopping.set()
 
