@@ -16,17 +16,20 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.env import ALLOW_RUNTIME_LORA_UPDATING
 from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
+from pagoda.server.cli import api_servers
+from pagoda.server.cli.api_servers import WatchSignals
 from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
@@ -35,6 +38,8 @@ from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explai
 from pagoda.server.settings.resolve import check_machine
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from pagoda.server.async_llm import AsyncLLM
     from pagoda.server.http.server import HttpServer
     from pagoda.server.http.state import ServerState
@@ -70,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
             if config.headless:
                 return run_headless(engine_config)
             with _listening(config) as listener:
+                if config.api_server_count > 1:
+                    return _run_servers(engine_config, config, listener, start_time)
                 return _run_server(engine_config, config, listener, start_time)
     except _Stopped:
         logger.info("stopped before the server was ready")
@@ -88,6 +95,14 @@ def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: soc
         client.close()
 
 
+def _run_servers(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
+    logger.info("listening on %s, loading %s", _address(listener, config), engine_config.model.model)
+    try:
+        return api_servers.run_api_servers(engine_config, config, listener, _on_signals, start_time)
+    finally:
+        _ignore_signals()
+
+
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights."""
     from pagoda.server.async_llm import AsyncLLM
@@ -100,7 +115,7 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
         bind(config).close()
         _remove_socket(config)
         check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
-        _application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+        application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
     return settings, check_engine(engine_config, "server", settings.sources)
 
 
@@ -125,8 +140,25 @@ def _configured(settings: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
     engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()
     check_headless(engine.parallel, server.headless)
+    check_processes(engine, server)
     check_formats(engine, server)
     return engine, server
+
+
+def check_processes(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raise ConfigError for features that change the state of one API server process only, where there are several."""
+    if server.api_server_count == 1:
+        return
+    if engine.model.enable_sleep_mode:
+        raise ConfigError(
+            "--api-server-count",
+            "requests of one process cannot be stopped by another; drop it, or --enable-sleep-mode",
+        )
+    if ALLOW_RUNTIME_LORA_UPDATING.read():
+        raise ConfigError(
+            "--api-server-count",
+            f"adapters are loaded by one process; unset {ALLOW_RUNTIME_LORA_UPDATING.name}, or use 1",
+        )
 
 
 # Headless: a host other than host 0.
@@ -205,7 +237,7 @@ def _listening(config: ServerConfig) -> Iterator[socket.socket]:
 def bind(config: ServerConfig) -> socket.socket:
     """Return a listening socket. Raises ConfigError if the address is in use or invalid."""
     if config.uds is not None:
-        return _bind_unix(config.uds)
+        return bind_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.address or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -226,7 +258,7 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _bind_unix(path: str) -> socket.socket:
+def bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
@@ -263,8 +295,17 @@ def _remove_socket(config: ServerConfig) -> None:
 # The server.
 
 
-def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, ServerState]:
-    """Return the HTTP server and the state that its routes share. Raises ConfigError."""
+def application(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    *,
+    wrap: Callable[[ASGIApp], ASGIApp] | None = None,
+    at_once: int | None = None,
+) -> tuple[HttpServer, ServerState]:
+    """Return the HTTP server and the state that its routes share. Raises ConfigError.
+
+    `wrap`: returns an application around the server's; `at_once`: see HttpServer.
+    """
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
     from pagoda.server.http.server import http_server
@@ -272,26 +313,32 @@ def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, Serve
 
     metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size, llm.config.lora.slots)
     state = ServerState(llm, config, metrics)
-    return http_server(create_app(state), config), state
+    return http_server(create_app(state), config, wrap=wrap, at_once=at_once), state
 
 
 def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
     from pagoda.server.http.accept import raise_descriptor_limit
 
     raise_descriptor_limit(config.max_connections)
-    server, state = _application(llm, config)
+    server, state = application(llm, config)
+    logger.info("listening on %s, loading %s", _address(listener, config), state.engine.config.model.model)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_until_stopped(server, state, listener, start_time))
+        return runner.run(until_stopped(server, state, [listener], _on_signals, lambda: _log_ready(state, start_time)))
 
 
-async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, start_time: float) -> int:
+async def until_stopped(
+    server: HttpServer,
+    state: ServerState,
+    listeners: list[socket.socket],
+    watch_signals: WatchSignals,
+    on_ready: Callable[[], None],
+) -> int:
     """Run the HTTP server and watch the engine. Returns 0 after a signal if no request was cut, else 1."""
-    http = asyncio.ensure_future(server.serve(sockets=[listener]))
+    http = asyncio.ensure_future(server.serve(sockets=listeners))
     stop, hurry = asyncio.Event(), asyncio.Event()
-    _on_signals(stop, hurry)
-    logger.info("listening on %s, loading %s", _address(listener, state.config), state.engine.config.model.model)
+    watch_signals(stop, hurry)
     stopped = asyncio.ensure_future(stop.wait())
-    engine_watch = asyncio.ensure_future(_watch_engine(state, start_time))
+    engine_watch = asyncio.ensure_future(_watch_engine(state, on_ready))
     try:
         await asyncio.wait({http, stopped, engine_watch}, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
@@ -320,16 +367,14 @@ def _num_cut(server: HttpServer, state: ServerState) -> int:
     return cut
 
 
-async def _watch_engine(state: ServerState, start_time: float) -> None:
-    """Wait for the engine to be ready, then for its failure, and raise it."""
+async def _watch_engine(state: ServerState, on_ready: Callable[[], None]) -> None:
+    """Wait for the engine to be ready, call `on_ready`, then wait for its failure, and raise it."""
     await state.wait_until_ready()
     gc.collect()
     gc.freeze()  # later collections skip everything allocated so far
     gc.set_threshold(_GC_THRESHOLD)
-    info = state.engine.info
-    logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
-    logger.info("ready after %.1f s: %s", time.monotonic() - start_time, _phases(info.phases))
-    disabled = state.engine.config.observability.disable_log_stats
+    on_ready()
+    disabled = state.engine.config.observability.disable_log_stats or (state.peers is not None and state.peers.index)
     statistics = None if disabled else asyncio.ensure_future(state.log_stats())
     try:
         failure = await state.until_dead()
@@ -340,6 +385,12 @@ async def _watch_engine(state: ServerState, start_time: float) -> None:
     finally:
         if statistics is not None:
             statistics.cancel()
+
+
+def _log_ready(state: ServerState, start_time: float) -> None:
+    info = state.engine.info
+    logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+    logger.info("ready after %.1f s: %s", time.monotonic() - start_time, _phases(info.phases))
 
 
 async def _first_of(coroutine: Coroutine[Any, Any, None], other: asyncio.Future[None]) -> None:

@@ -95,6 +95,11 @@ class ProcessClient:
         self._process: subprocess.Popen[bytes] | None = None  # None: another process started the engine
 
     @property
+    def failed(self) -> Failed | None:
+        """Why the engine died, as far as it is known."""
+        return self._supervisor.failed
+
+    @property
     def other_sequences(self) -> int:
         """Number of unfinished sequences of the engine's other clients, as of its last message."""
         return self._others

@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any, Final, NoReturn
 from urllib.parse import quote
@@ -50,11 +50,18 @@ _ACCESS_LOG: Final = "uvicorn.access"
 _ERROR_LOG: Final = "uvicorn.error"
 
 
-def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
-    """Return a server for the application. Raise ConfigError for invalid certificates."""
+def http_server(
+    app: FastAPI,
+    config: ServerConfig,
+    *,
+    wrap: Callable[[ASGIApp], ASGIApp] | None = None,
+    at_once: int | None = None,
+) -> HttpServer:
+    """Return a server for the application, which `wrap` may wrap. Raise ConfigError for invalid certificates."""
     check_tls(config)
+    served: ASGIApp = RootPath(app, config.prefix) if config.prefix else app
     settings = uvicorn.Config(
-        RootPath(app, config.prefix) if config.prefix else app,
+        served if wrap is None else wrap(served),
         loop="auto",
         http=BoundedProtocol,
         ws="none",
@@ -71,7 +78,7 @@ def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
         ssl_ciphers=config.ssl_ciphers or "",  # empty: OpenSSL's own choice
     )
     settings.load()
-    return HttpServer(settings, config)
+    return HttpServer(settings, config, at_once)
 
 
 class RootPath:
@@ -117,6 +124,7 @@ class HttpServer(uvicorn.Server):
         self._at_once = {} if at_once is None else {"at_once": at_once}
         self._connections = Connections()
         self._acceptors: list[Acceptor] = []
+        self.private: socket.socket | None = None  # without TLS, whatever the others have
         self.num_cut = 0  # requests whose response was not complete when the server stopped
 
     @contextlib.contextmanager
@@ -156,7 +164,7 @@ class HttpServer(uvicorn.Server):
                 *(each, self._protocol, self._connections),
                 limit=limit,
                 handshake_seconds=self._config.timeout_headers,
-                tls=None if each.family == socket.AF_UNIX and self._config.uds is None else self.config.ssl,
+                tls=None if each is self.private else self.config.ssl,
                 **self._at_once,
             )
             for each in sockets or ()
