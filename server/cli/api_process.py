@@ -2,9 +2,9 @@
 
     python -m pagoda.server.cli.api_process INDEX COUNT ADDRESS LISTENER CONTROL
 
-It is started by `api_servers`, never by hand. LISTENER and CONTROL are the descriptors of the listening socket and of the socket to the process of `pagoda serve`,
-whose EOF means that that process has ended. The sockets of the engine and of the API server processes are at ADDRESS.
-The configurations are read as msgpack from stdin.
+It is started by `api_servers`, never by hand. LISTENER and CONTROL are the descriptors of the listening socket and of
+the socket to the process of `pagoda serve`, whose EOF means that that process has ended. The sockets of the engine and
+of the API server processes are at ADDRESS. The configurations are read as msgpack from stdin.
 """
 
 from __future__ import annotations

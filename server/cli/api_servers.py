@@ -104,11 +104,11 @@ class _Supervisor:
                 await asyncio.wait({stopping, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if not dead.done():  # a process may end first when the engine dies
                 await asyncio.wait({dead}, timeout=0.5)
+            ended = next((end.result() for end in ends if end.done()), 1)
             self._tell(HURRY)
             await asyncio.wait(ends, timeout=_END_SECONDS)
             if dead.done():
                 raise raised(dead.result())
-            ended = next((end.result() for end in ends if end.done()), 1)
             if ended < 0:
                 logger.error("an API server process %s", describe_exit(ended))
             return max(1, ended)

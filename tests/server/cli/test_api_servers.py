@@ -112,7 +112,7 @@ def test_all_processes_serve_and_each_reports_the_metrics_of_all(server: Server)
     assert all(report.generated for report in reports)
     for _ in range(12):  # whichever process answers
         assert [server.metric(name) for name in names] == [before[0] + 90, before[1] + 630, before[2] + 90]
-        assert server.metric("vllm:iteration_tokens_total_sum") == steps + 90 * 7
+        assert server.metric("vllm:iteration_tokens_total_sum") == steps + 90 * 8  # with the token of the prompt
         assert server.metric("vllm:num_requests_running") == 0
         assert server.metric("vllm:cache_config_info") == 1
     assert server.metric("process_open_fds") > max(value(report, "process_open_fds") for report in reports)
@@ -164,7 +164,8 @@ def test_files_are_stored_once(server: Server) -> None:
     chunks = b"".join(
         b"%x\r\n%b\r\n" % (len(form[at : at + 999]), form[at : at + 999]) for at in range(0, len(form), 999)
     )
-    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\nexpect: 100-continue\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    head += b"expect: 100-continue\r\n"
     host, port = server.address.split(":")
     with closing(socket.create_connection((host, int(port)), timeout=60)) as client:
         client.sendall(head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
@@ -204,15 +205,15 @@ def test_sockets_are_private(server: Server) -> None:
 
 
 def test_the_queue_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
-    with api_servers("fake:endless", tmp_path, TRACKED, "--max-num-queued-reqs", "12") as server:
-        with ThreadPoolExecutor(12) as pool:
-            for _ in range(12):
-                pool.submit(server.completion, 60_000)
-            eventually(lambda: server.running() == 12)
-            time.sleep(0.6)  # the interval at which processes learn of each other's requests
-            assert [server.completion(1)[0] for _ in range(12)] == [429] * 12
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(60) == 1
+    flags = (TRACKED, "--max-num-queued-reqs", "12")
+    with api_servers("fake:endless", tmp_path, *flags) as server, ThreadPoolExecutor(12) as pool:
+        for _ in range(12):
+            pool.submit(server.completion, 60_000)
+        eventually(lambda: server.running() == 12)
+        time.sleep(0.6)  # the interval at which processes learn of each other's requests
+        assert [server.completion(1)[0] for _ in range(12)] == [429] * 12
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 1
 
 
 def test_a_signal_lets_the_requests_of_all_processes_finish(tmp_path: Path) -> None:
