@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -95,13 +95,14 @@ class _Supervisor:
         ends = [asyncio.ensure_future(process.wait()) for process in self._processes]
         stopping, hurrying = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(hurry.wait())
         try:
-            await asyncio.wait({dead, stopping, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {dead, stopping, *ends}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if dead.done() and self._server.keep_alive_on_engine_death:
+                await asyncio.wait(first - {dead}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 self._tell(STOP)
                 hurrying.add_done_callback(lambda task: None if task.cancelled() else self._tell(HURRY))
                 return int(any(await asyncio.gather(*ends)))
-            if dead.done() and self._server.keep_alive_on_engine_death:
-                await asyncio.wait({stopping, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if not dead.done():  # a process may end first when the engine dies
                 await asyncio.wait({dead}, timeout=0.5)
             ended = next((end.result() for end in ends if end.done()), 1)
@@ -128,7 +129,7 @@ class _Supervisor:
         """Tell the API server processes that the engine has died: it may not have been able to."""
         context = zmq.Context()
         data = encode(failed)
-        for index in range(len(self._processes)):
+        for index in range(self._server.api_server_count):
             outputs = context.socket(zmq.PUSH)
             outputs.connect(output_address(self._engine.address, index))
             outputs.send(data)

@@ -313,7 +313,11 @@ def application(
 
     metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size, llm.config.lora.slots)
     state = ServerState(llm, config, metrics)
-    return http_server(create_app(state), config, wrap=wrap, at_once=at_once), state
+    app = create_app(state)
+    server = (
+        http_server(app, config, wrap=wrap) if at_once is None else http_server(app, config, wrap=wrap, at_once=at_once)
+    )
+    return server, state
 
 
 def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_time: float) -> int:

@@ -58,16 +58,19 @@ class ProcessClient:
     Ready, Failed and heartbeats.
     """
 
+    _process: subprocess.Popen[bytes] | None = None  # None: another process started the engine
+
     def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM, clients: int = 0) -> None:
         self._private = _private_folder(config.runtime.rpc_base_path)
         self._folder = self._private.path
         self.address = f"ipc://{self._folder}/engine"
         self._connect(Supervisor(config.runtime), f"{self.address}.out", f"{self.address}.in")
-        self._process = process = subprocess.Popen(
+        process = subprocess.Popen(
             [*program, self.address, *([str(clients)] if clients else ())],
             stdin=subprocess.PIPE,
             env=child_env(),
         )
+        self._process = process
         self._send_config(process, config)
         # Not __del__: a collected cycle may finalize the context before its sockets, and that blocks for ever.
         self._release = weakref.finalize(
@@ -92,7 +95,6 @@ class ProcessClient:
         self._closed = False
         self._resuming = False
         self._others = 0
-        self._process: subprocess.Popen[bytes] | None = None  # None: another process started the engine
 
     @property
     def failed(self) -> Failed | None:

@@ -35,7 +35,7 @@ LOG_SECONDS: Final = 10.0
 RETRY_SECONDS: Final = 0.1
 """Pause after an accept that failed with the reserve used up."""
 
-_ACCEPTED_AT_ONCE: Final = 64
+ACCEPTED_AT_ONCE: Final = 64
 """Maximum connections accepted before the event loop handles other events."""
 
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -101,7 +101,7 @@ class Acceptor:
         limit: int,
         handshake_seconds: float,
         tls: ssl.SSLContext | None = None,
-        at_once: int = _ACCEPTED_AT_ONCE,
+        at_once: int = ACCEPTED_AT_ONCE,
     ) -> None:
         self._listener, self._make, self._connections = listener, make, connections
         self._limit, self._tls, self._at_once = limit, tls, at_once

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.http.accept import Acceptor, LimitedLog, max_connections
+from pagoda.server.http.accept import ACCEPTED_AT_ONCE, Acceptor, LimitedLog, max_connections
 from pagoda.server.http.body import IGNORED_STATE, Ignored
 from pagoda.server.http.connections import BoundedProtocol, Connections
 from pagoda.server.http.errors import HttpError, error_response
@@ -55,7 +55,7 @@ def http_server(
     config: ServerConfig,
     *,
     wrap: Callable[[ASGIApp], ASGIApp] | None = None,
-    at_once: int | None = None,
+    at_once: int = ACCEPTED_AT_ONCE,
 ) -> HttpServer:
     """Return a server for the application, which `wrap` may wrap. Raise ConfigError for invalid certificates."""
     check_tls(config)
@@ -118,10 +118,10 @@ def _paths(app: FastAPI) -> Iterator[str]:
 class HttpServer(uvicorn.Server):
     """A uvicorn server that stops when `should_exit` is set. `at_once`: see Acceptor."""
 
-    def __init__(self, settings: uvicorn.Config, config: ServerConfig, at_once: int | None = None) -> None:
+    def __init__(self, settings: uvicorn.Config, config: ServerConfig, at_once: int = ACCEPTED_AT_ONCE) -> None:
         super().__init__(settings)
         self._config = config
-        self._at_once = {} if at_once is None else {"at_once": at_once}
+        self._at_once = at_once
         self._connections = Connections()
         self._acceptors: list[Acceptor] = []
         self.private: socket.socket | None = None  # without TLS, whatever the others have
@@ -165,7 +165,7 @@ class HttpServer(uvicorn.Server):
                 limit=limit,
                 handshake_seconds=self._config.timeout_headers,
                 tls=None if each is self.private else self.config.ssl,
-                **self._at_once,
+                at_once=self._at_once,
             )
             for each in sockets or ()
         ]
