@@ -31,6 +31,7 @@ from pagoda.server.cohere import embed
 from pagoda.server.cohere.chat import CohereChatRequest
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
+from pagoda.server.http.connections import PROBES
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
 from pagoda.server.http.response import json_response
 from pagoda.server.http.server import (
@@ -195,7 +196,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     """Return the error response of an exception."""
     if isinstance(error, ClientDisconnectedError):
         return Response(status_code=_CLIENT_DISCONNECTED)
-    if request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in health.PROBES:
+    if (
+        request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in PROBES
+    ):  # a probe's 503 is no error
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):

@@ -129,7 +129,11 @@ class AsyncLLM(ExplainsMissingMethods):
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences, self._on_rejected
+            config.scheduler,
+            self._engine,
+            self._sleep,
+            lambda: self._ready().requests.num_sequences + self._engine.other_sequences,
+            self._on_rejected,
         )
         self._gate = Gate()
         self.adapters = AdapterRegistry(config.lora)

@@ -5,6 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Final
+
+MEMORY_REMEDY: Final = (
+    "lower --max-model-len, --max-num-seqs or --kv-cache-memory-bytes, use --quantization, "
+    "or give the process more memory"
+)
+"""What to do when memory is short."""
 
 
 def child_env() -> dict[str, str]:
@@ -17,4 +24,4 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name
-    return f"was killed by {name}{': out of memory?' if name == 'SIGKILL' else ''}"
+    return f"was killed by {name}{f': out of memory? Then {MEMORY_REMEDY}' if name == 'SIGKILL' else ''}"

@@ -13,6 +13,7 @@ from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, PagodaError, RequestError, WeightError
 from pagoda.common.models.family import AnswerFormat
 from pagoda.common.models.spec import TokenSelection
+from pagoda.server.child import MEMORY_REMEDY
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,10 +139,11 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     name: str = ""  # the flag or field that it names
 
 
-class StepReply(msgspec.Struct, tag="step", frozen=True):
+class StepReply(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """The outputs of a step."""
 
     outputs: StepOutputs
+    others: int = 0  # unfinished sequences of the engine's other clients
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -192,6 +194,16 @@ decode_to_engine = _to_engine.decode
 decode_from_engine = _from_engine.decode
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory of the host or device is short. Frameworks have exceptions and texts of their own."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+        or "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
 def failure(error: BaseException) -> Failed:
     """Return the message for an exception."""
     if isinstance(error, ConfigError):
@@ -200,9 +212,9 @@ def failure(error: BaseException) -> Failed:
         return Failed("RequestError", str(error), error.field)
     if isinstance(error, PagodaError):
         return Failed(type(error).__name__, str(error))
-    if isinstance(error, MemoryError):
-        return Failed("ModelError", str(error) or "out of memory")
     text = str(error)
+    if _is_out_of_memory(error):
+        return Failed("ModelError", f"{text or 'out of memory'}: {MEMORY_REMEDY}")
     return Failed("EngineDeadError", f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 

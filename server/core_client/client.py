@@ -62,6 +62,11 @@ class EngineClient(Protocol):
         """Raise EngineDeadError if the engine is dead, silent or stuck."""
         ...
 
+    @property
+    def other_sequences(self) -> int:
+        """Number of unfinished sequences of the engine's other clients."""
+        ...
+
     def close(self, timeout: float = 2.0) -> None:
         """End the engine, by force after `timeout` seconds. Idempotent."""
         ...
@@ -80,6 +85,10 @@ class NoEngine:
 
     def check(self) -> None:
         raise _no_engine()
+
+    @property
+    def other_sequences(self) -> int:
+        return 0
 
     def close(self, timeout: float = 2.0) -> None: ...
 
@@ -186,6 +195,11 @@ class CoreClientAsync:
         self.send(command(ticket))
         reply = self._replies[ticket] = asyncio.get_running_loop().create_future()
         return await reply
+
+    @property
+    def other_sequences(self) -> int:
+        """Number of unfinished sequences of the engine's other clients."""
+        return self._client.other_sequences
 
     def check(self) -> None:
         """Raise EngineDeadError if the engine is dead, silent or stuck in a step."""

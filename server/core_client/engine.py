@@ -1,9 +1,10 @@
 """Runs an engine: the loop of commands and steps, in a thread of this process or in a process of its own.
 
-    python -m pagoda.server.core_client.engine ADDRESS        (started by process_client, never by hand)
+    python -m pagoda.server.core_client.engine ADDRESS [CLIENTS]      (started by process_client, never by hand)
 
 The process reads its configuration as msgpack from stdin, which stays open: EOF means that the parent ended. Commands
-arrive on ADDRESS.in, messages are sent to ADDRESS.out. A failure is sent to the parent before the process ends.
+arrive on ADDRESS.in, messages are sent to ADDRESS.out, with several CLIENTS also to ADDRESS.out0 and so on (`shared`).
+A failure is sent before the process ends.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
+from pagoda.server.core_client.process_client import bind_private
+from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
     Abort,
     AdapterState,
@@ -192,6 +195,10 @@ class ThreadClient:
             self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
         self._supervisor.check()
 
+    @property
+    def other_sequences(self) -> int:
+        return 0
+
     def close(self, timeout: float = 2.0) -> None:
         """End the engine after its current step. Idempotent."""
         if not self._closed:
@@ -249,8 +256,11 @@ class _SocketInbox:
                 return commands
 
 
-def serve(address: str, build: Build = build_engine) -> int:
-    """Build the engine of the configuration on stdin and run it. Return the exit status."""
+def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
+    """Build the engine of the configuration on stdin and run it. Return the exit status.
+
+    `clients`: number of SharedClients; 0: the parent sends the requests.
+    """
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
         signal.signal(number, signal.SIG_IGN)
@@ -260,24 +270,34 @@ def serve(address: str, build: Build = build_engine) -> int:
     threading.Thread(target=_end_with_parent, name="pagoda-parent", daemon=True).start()
     context = zmq.Context()
     progress = Progress()
+    addresses = [f"{address}.out", *(output_address(address, client) for client in range(clients))]
     threading.Thread(
-        target=_send_heartbeats, args=(context, address, progress), name="pagoda-heartbeat", daemon=True
+        target=_send_heartbeats, args=(context, addresses, progress), name="pagoda-heartbeat", daemon=True
     ).start()
     output_context = zmq.Context()  # separate, so that term() waits for the last message only
-    outputs = _connect(output_context, address)
+    outputs = [_connect(output_context, each) for each in addresses]
+    router = ClientRouter(
+        clients,
+        lambda client, message: outputs[client + 1].send(encode(message)),
+        lambda message: _send_all(outputs, message),
+    )
 
     def send(message: FromEngine) -> None:
-        outputs.send(encode(message))
+        if clients:
+            router.send(message)
+        else:
+            outputs[0].send(encode(message))
 
     try:
         commands = context.socket(zmq.PULL)
         commands.set_hwm(0)
-        commands.bind(f"{address}.in")
+        bind_private(commands, f"{address}.in")
+        inbox = SharedInbox(commands, router, decode_to_engine) if clients else _SocketInbox(commands)
         built = build(config, "server")
         try:
             if built.hosts is not None:
-                built.hosts.watch(lambda death: _send_failure(context, address, death))
-            _run(built, _SocketInbox(commands), send, progress)
+                built.hosts.watch(lambda death: _send_failure(context, addresses, death))
+            _run(built, inbox, send, progress)
         finally:
             built.backend.close()
     except BaseException as error:
@@ -286,12 +306,13 @@ def serve(address: str, build: Build = build_engine) -> int:
         send(failure(error))
         return 1
     finally:
-        outputs.close(linger=1000)
+        for each in outputs:
+            each.close(linger=1000)
         output_context.term()
     return 0
 
 
-def _run(built: BuiltEngine, inbox: _SocketInbox, send: Send, progress: Progress) -> None:
+def _run(built: BuiltEngine, inbox: Inbox, send: Send, progress: Progress) -> None:
     gc.collect()
     gc.freeze()  # collections between steps then visit requests only
     send(Ready(built.info))
@@ -301,17 +322,24 @@ def _run(built: BuiltEngine, inbox: _SocketInbox, send: Send, progress: Progress
         run_engine(built.core, inbox, send, progress, built.sleeper)
 
 
-def _send_failure(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:
+def _send_failure(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], death: EngineDeadError) -> None:
     """Report the engine's death. Thread-safe: the engine's own thread may be blocked."""
-    outputs = _connect(context, address)
-    outputs.send(encode(failure(death)))
-    outputs.close(linger=1000)
+    outputs = [_connect(context, each) for each in addresses]
+    _send_all(outputs, failure(death))
+    for each in outputs:
+        each.close(linger=1000)
+
+
+def _send_all(sockets: list[zmq.Socket[bytes]], message: FromEngine) -> None:
+    data = encode(message)
+    for socket in sockets:
+        socket.send(data)
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
-    socket.connect(f"{address}.out")
+    socket.connect(address)
     return socket
 
 
@@ -322,15 +350,15 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
-    socket = _connect(context, address)
+def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], progress: Progress) -> None:
+    sockets = [_connect(context, each) for each in addresses]
     while True:
-        socket.send(encode(Heartbeat(progress.steps, progress.busy)))
+        _send_all(sockets, Heartbeat(progress.steps, progress.busy))
         time.sleep(HEARTBEAT_SECONDS)
 
 
 if __name__ == "__main__":
-    status = serve(sys.argv[1])
+    status = serve(sys.argv[1], clients=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads

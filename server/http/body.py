@@ -42,7 +42,10 @@ Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 
 async def read_body(request: Request, body_type: type[BodyT], config: ServerConfig) -> BodyT:
     """Read and parse the body. Raise HttpError (413, 415), RequestError or ClientDisconnectedError."""
-    return parse_body(request, body_type, await read_json(request, config), config)
+    raw = await read_json(request, config)
+    if len(raw) > SMALL:  # in a thread, which lets the event loop run between the Python parts of the validation
+        return await asyncio.to_thread(parse_body, request, body_type, raw, config)
+    return parse_body(request, body_type, raw, config)
 
 
 def parse_body(request: Request, body_type: type[BodyT], raw: bytes, config: ServerConfig) -> BodyT:

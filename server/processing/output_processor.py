@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -46,14 +46,37 @@ _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
 
 
+class PendingLogprobs:
+    """The logprobs of a long prompt as the engine sent them. Converting them takes microseconds per candidate."""
+
+    def __init__(
+        self, entries: list[PositionLogprobs], position: Callable[[PositionLogprobs], LogprobsOnePosition]
+    ) -> None:
+        self._entries, self._position = entries, position
+
+    def convert(self) -> PromptLogprobs:
+        """Return them as callers read them."""
+        return [None, *map(self._position, self._entries)]
+
+
+LONG_PROMPT: Final = 256
+"""Positions from which the logprobs of a prompt are converted in a thread, where there is an event loop."""
+
+
 class OutputProcessor:
     """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence. What happens
-    to requests is added to `events`, for metrics.
+    to requests is added to `events`, for metrics. `pending`: where logprobs of long prompts are put by request id,
+    instead of being converted.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stream_interval: int = 1, events: RequestEvents | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+        events: RequestEvents | None = None,
+        pending: dict[str, PendingLogprobs] | None = None,
     ) -> None:
+        self._pending = pending
         self._tokenizer = tokenizer
         self._interval = stream_interval
         self._events = events
@@ -190,8 +213,11 @@ class OutputProcessor:
             return  # another sequence was first
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            position = request.sequences[0].position
-            request.prompt_logprobs = [None, *(position(entry) for entry in output.prompt_logprobs)]
+            pending = PendingLogprobs(output.prompt_logprobs, request.sequences[0].position)
+            if self._pending is not None and len(output.prompt_logprobs) > LONG_PROMPT:
+                self._pending[request.prepared.request_id] = pending
+            else:
+                request.prompt_logprobs = pending.convert()
 
     def _finish(self, child_id: str, sequence: SequenceState, reason: str) -> None:
         request = sequence.request
@@ -520,6 +546,8 @@ class RequestStream(Generic[OutputT]):
     def __init__(self, kind: RequestOutputKind) -> None:
         self._aggregates = kind is RequestOutputKind.DELTA
         self._pending: OutputT | None = None
+        self._logprobs: PendingLogprobs | None = None
+        self._converted: PromptLogprobs | None = None
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None  # waits for the next output
 
@@ -530,6 +558,10 @@ class RequestStream(Generic[OutputT]):
         else:
             self._pending = output
         self._wake()
+
+    def put_logprobs(self, pending: PendingLogprobs) -> None:
+        """Add the logprobs of the prompt to the next output, and to later ones unless they are deltas."""
+        self._logprobs = pending
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, after the pending output."""
@@ -544,7 +576,17 @@ class RequestStream(Generic[OutputT]):
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         output, self._pending = self._pending, None
+        if isinstance(output, RequestOutput) and (self._logprobs is not None or self._converted is not None):
+            await self._add_logprobs(output)
         return output
+
+    async def _add_logprobs(self, output: RequestOutput) -> None:
+        if self._logprobs is not None:
+            pending, self._logprobs = self._logprobs, None
+            self._converted = await asyncio.to_thread(pending.convert)
+        output.prompt_logprobs = self._converted
+        if self._aggregates:
+            self._converted = None
 
     def _wake(self) -> None:
         reader, self._reader = self._reader, None
@@ -557,7 +599,8 @@ class AsyncRequests:
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int) -> None:
         self.events = RequestEvents()
-        self._processor = OutputProcessor(tokenizer, stream_interval, self.events)
+        self._logprobs: dict[str, PendingLogprobs] = {}
+        self._processor = OutputProcessor(tokenizer, stream_interval, self.events, self._logprobs)
         self._streams: dict[str, RequestStream[Any]] = {}
 
     def __len__(self) -> int:
@@ -585,6 +628,8 @@ class AsyncRequests:
         for output in ready:
             stream = self._streams.get(output.request_id)
             if stream is not None:
+                if self._logprobs and (pending := self._logprobs.pop(output.request_id, None)) is not None:
+                    stream.put_logprobs(pending)
                 stream.put(output)
                 if output.finished:
                     del self._streams[output.request_id]
@@ -625,6 +670,7 @@ class AsyncRequests:
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
+        self._logprobs.clear()
         self._processor.fail()
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
@@ -632,4 +678,5 @@ class AsyncRequests:
         ended = self._processor.abort(request_ids)
         for request_id in request_ids:
             self._streams.pop(request_id, None)
+            self._logprobs.pop(request_id, None)
         return ended

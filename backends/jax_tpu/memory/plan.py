@@ -17,10 +17,11 @@ from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.step_input import MIN_POOL_TOKENS, POOL_TILE
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, KvStack, LatentStack, scratch_depths
 from pagoda.backends.jax_tpu.model.model import Model, StepModel, build_model
-from pagoda.backends.jax_tpu.parallel import DATA, MODEL, available_bytes, device_memory
+from pagoda.backends.jax_tpu.parallel import DATA, MODEL, device_memory
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.errors import ConfigError

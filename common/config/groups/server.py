@@ -19,6 +19,9 @@ from pagoda.common.config.fields import (
 )
 from pagoda.common.errors import ConfigError
 
+MAX_API_SERVERS: Final = 64
+"""Maximum number of API server processes."""
+
 _PREFIX: Final = re.compile(r"(/[\w.~!$&'()*+,;=:@-]+)*/?", re.ASCII)
 """URL path; a leading empty segment is excluded, because browsers read `//x` as a host."""
 
@@ -106,9 +109,9 @@ class ServerConfig:
     enable_ssl_refresh: bool = option(False, "Reload the TLS key and certificate when their files change.")
     api_server_count: int = option(
         1,
-        "Number of API server processes.",
+        "Number of API server processes. All share one engine; each tokenises, detokenises and sends the responses of "
+        "its own connections.",
         aliases=("-asc",),
-        refused="HTTP is served by one process; start several servers behind a load balancer, or use 1",
     )
     headless: bool = option(
         False, "Run without an HTTP server, following node 0; for nodes 1 and up of a multi-node deployment."
@@ -206,13 +209,30 @@ class ServerConfig:
         need_positive(
             self,
             *("max_body_bytes", "max_connections", "max_stop_strings"),
-            *("h11_max_incomplete_event_size", "h11_max_header_count"),
+            *("h11_max_incomplete_event_size", "h11_max_header_count", "api_server_count"),
         )
+        self._check_processes()
         stores = ("max_stored_responses", "max_stored_response_bytes", "max_stored_files", "max_stored_file_bytes")
         need_not_negative(self, *stores, remedy="use 0 to store none")
         need_not_negative(self, "max_log_len", remedy="use 0 or more, or drop it for unlimited")
         if self.root_path and not _PREFIX.fullmatch(self.root_path):
             raise ConfigError("--root-path", f"{self.root_path} is not a URL path; use one such as /models/small")
+
+    def _check_processes(self) -> None:
+        """Raise ConfigError for settings that need a single API server process."""
+        flag = "--api-server-count"
+        if self.api_server_count == 1:
+            return
+        if self.api_server_count > MAX_API_SERVERS:
+            raise ConfigError(flag, f"{self.api_server_count} is more than {MAX_API_SERVERS}; use fewer processes")
+        if self.headless:
+            raise ConfigError(flag, "with --headless there is no API server; drop one of them")
+        if self.disable_frontend_multiprocessing:
+            raise ConfigError(
+                flag, "several API server processes need an engine process; drop --disable-frontend-multiprocessing"
+            )
+        if self.server_dev_mode:
+            raise ConfigError(flag, "development routes change the state of one process only; use 1 with them")
 
     @property
     def prefix(self) -> str:
