@@ -102,13 +102,15 @@ def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None
 
 
 @pytest.mark.parametrize("long", ["content", "tool_calls", "tools", "documents", "keywords"])
-def test_long_conversations_are_rendered_in_a_thread(
+def test_long_conversations_are_rendered_among_long_ones_and_tokenised_in_a_thread(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lanes: list[str] = []
     threads: list[threading.Thread] = []
-    render = chat_prompt._render_now
+    render, encode = chat_prompt._render_now, chat_prompt.encode_kept
+    monkeypatch.setattr(chat_prompt, "_render_now", lambda *args: lanes.append(args[-1]) or render(*args))
     monkeypatch.setattr(
-        chat_prompt, "_render_now", lambda *args: threads.append(threading.current_thread()) or render(*args)
+        chat_prompt, "encode_kept", lambda *args: threads.append(threading.current_thread()) or encode(*args)
     )
     monkeypatch.setattr(chat_prompt, "LONG_CONVERSATION", 400)
     loop = server.call(_this_thread())
@@ -128,7 +130,9 @@ def test_long_conversations_are_rendered_in_a_thread(
     ):
         with suppress(RequestError):  # this template shows no documents
             server.call(prepare(server.state, conversation, SamplingParams()))
-    assert [thread is loop for thread in threads] == [False, True]
+    assert lanes == ["long", "short"]
+    assert threads[-1] is loop
+    assert long != "content" or threads[0] is not loop
 
 
 SHORT = {"role": "user", "content": "a"}
