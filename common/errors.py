@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 
 class PagodaError(Exception):
     """Base class of pagoda's errors."""
@@ -27,8 +29,26 @@ class ConfigError(PagodaError, ValueError):
         self.setting = setting
 
 
+_MAX_LINE: Final = 1_000
+_LINE_ENDS: Final = (_MAX_LINE * 2 // 3, _MAX_LINE // 3)
+
+
+def _line(text: str) -> str:
+    """Return a text as one printable line; a long one without its middle."""
+    if len(text) > _MAX_LINE:
+        first, last = _LINE_ENDS
+        text = f"{text[:first]} ... {text[-last:]}"
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 class ModelError(PagodaError, ValueError):
-    """A model folder or file that cannot be served: wrong path, unknown architecture, missing tokenizer."""
+    """A model folder or file that cannot be served: wrong path, unknown architecture, missing tokenizer.
+
+    The message is one line of at most about 1,000 characters, whatever it quotes of a file.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_line(message))
 
 
 class WeightError(ModelError):

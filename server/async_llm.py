@@ -49,6 +49,7 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
+from pagoda.server.processing.template_renderer import TemplateRenderer
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -237,6 +238,11 @@ class AsyncLLM(ExplainsMissingMethods):
     def dead_error(self) -> EngineDeadError:
         """Why the engine died."""
         return self._engine.dead or EngineDeadError("the engine is alive")
+
+    @property
+    def templates(self) -> TemplateRenderer:
+        """Renders chat templates."""
+        return self._ready().inputs.processor.templates
 
     @property
     def text(self) -> Tokenizer:
@@ -730,7 +736,10 @@ class WarmEngine:
 
 
 class AsyncInputs:
-    """An InputProcessor with a thread for long prompts and embeddings, and a process that compiles grammars first."""
+    """An InputProcessor with a thread for long prompts and embeddings, and a process that compiles grammars first.
+
+    Closing it ends the processes of both.
+    """
 
     def __init__(self, processor: InputProcessor, grammars: GrammarCheck) -> None:
         self.processor, self._grammars = processor, grammars
@@ -772,5 +781,6 @@ class AsyncInputs:
             await self._grammars.check(grammar)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the processes. Idempotent."""
         self._grammars.close()
+        self.processor.templates.close()

@@ -542,7 +542,8 @@ class LLM(ExplainsMissingMethods):
 
     def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         tokenizer = self.llm_engine.text
-        text = templates.render_chat(tokenizer, messages, **options)
+        renderer = self.llm_engine.inputs.templates.render
+        text = templates.render_chat(tokenizer, messages, renderer=renderer, **options)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def _encode(

@@ -392,6 +392,7 @@ class LLMEngine(ExplainsMissingMethods):
     def shutdown(self) -> None:
         """End all requests and release the device. Idempotent."""
         self.abort_all()
+        self.inputs.templates.close()
         self._built.backend.close()
 
 

@@ -196,6 +196,9 @@ class ServerState:
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish its cache configuration as a metric. Raises if it does not start."""
         info = await self._llm.wait_until_ready()
+        tokenizer = self.tokenizer()
+        if tokenizer is not None:
+            await asyncio.to_thread(self._llm.templates.start, self.chat_template or tokenizer.chat_template)
         await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))
 

@@ -6,12 +6,7 @@ A grammar that takes too long or crashes the process is refused; the next one ge
 from __future__ import annotations
 
 import asyncio
-import os
-import select
-import signal
-import subprocess
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +19,9 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.child import child_env
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.processing.grammar_worker import READY, Words
+from pagoda.server.processing.grammar_worker import Words
+from pagoda.server.processing.worker import Worker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
@@ -34,14 +29,9 @@ SECONDS: Final = 5.0
 """Maximum compile time of a grammar, in seconds of processor time: a busy machine refuses none."""
 ELAPSED_SECONDS: Final = 60.0
 """Maximum time until the process answers, on however busy a machine."""
-START_SECONDS: Final = 60.0
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
 """Maximum queued grammars; further ones are refused at once."""
-
-
-class _TooLongError(Exception):
-    pass
 
 
 class GrammarCheck:
@@ -54,14 +44,13 @@ class GrammarCheck:
         seconds: float = SECONDS,
         elapsed: float = ELAPSED_SECONDS,
     ) -> None:
-        self._make_vocabulary = make_vocabulary
-        self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
+        self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._words: bytes | None = None
+        self._worker = Worker(
+            (*program, str(seconds)), elapsed, lambda: _words(make_vocabulary()), name="grammar check"
+        )
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._waiting = 0
-        self._closed = False
 
     async def check(self, grammar: Grammar) -> None:
         """Raise RequestError if the grammar does not compile."""
@@ -84,9 +73,8 @@ class GrammarCheck:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._end()
+        self._worker.close()
 
     def _try(self, grammar: Grammar) -> str:
         """Return the error of a grammar, empty if there is none. Runs in the thread."""
@@ -94,89 +82,18 @@ class GrammarCheck:
             data = msgspec.msgpack.encode(grammar)
         except ValueError:  # half of a surrogate pair
             return "the grammar has invalid characters (lone surrogates)"
-        process = self._start()
         try:
-            reply = _call(process, data, self._elapsed)
-        except _TooLongError:
-            self._end()
+            return self._worker.call(data).decode("utf-8", "replace")
+        except WorkerTimeoutError:
             return f"not compiled within {self._elapsed:g} s; make it simpler, or try again on a less busy server"
-        if reply is None:
-            self._end()
-            if process.returncode == -signal.SIGPROF:
+        except WorkerEndedError as error:
+            if error.out_of_time:
                 return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
             return "the grammar is too large or nested too deeply to compile; make it simpler"
-        return reply.decode("utf-8", "replace")
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Return the running process. Raises RequestError."""
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        if self._words is None:
-            vocabulary = self._make_vocabulary()
-            self._words = msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
-        self._process = subprocess.Popen(
-            [*self._program, str(self._seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=child_env(),
-        )
-        if self._closed:  # closed since this call was queued
-            self._end()
-            raise RuntimeError("the grammar check is closed")
-        try:
-            ready = _call(self._process, self._words, START_SECONDS)
-        except _TooLongError:
-            ready = None
-        if ready != READY:
-            self._end()
-            raise RuntimeError("the grammar check's process did not start")
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
 
 
-def _call(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
-    """Send a frame and return the reply; None if the process ended. Raises _TooLongError."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    until = time.monotonic() + seconds
-    try:
-        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, until)
-        size = _receive(process.stdout.fileno(), 4, until)
-        return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), until)
-    except BrokenPipeError:
-        return None
-
-
-def _send(descriptor: int, data: bytes, until: float) -> None:
-    left = memoryview(data)
-    os.set_blocking(descriptor, False)
-    while left:
-        _, writable, _ = select.select([], [descriptor], [], max(0.0, until - time.monotonic()))
-        if not writable:
-            raise _TooLongError
-        left = left[os.write(descriptor, left) :]
-
-
-def _receive(descriptor: int, size: int, until: float) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
-        if not readable:
-            raise _TooLongError
-        piece = os.read(descriptor, size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return data
+def _words(vocabulary: Vocabulary) -> bytes:
+    return msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
 
 
 def structured_of(config: EngineConfig, info: EngineInfo) -> Structured | None:

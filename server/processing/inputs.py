@@ -41,6 +41,7 @@ from pagoda.server.plugins import param_checks
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
+from pagoda.server.processing.template_renderer import TemplateRenderer
 
 MAX_COPIED: Final = 1 << 24
 """Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
@@ -202,6 +203,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         structured: StructuredOutputsConfig = _DEFAULT_STRUCTURED_OUTPUTS,
     ) -> None:
+        self.templates = TemplateRenderer()
         self._info = info
         self._constraints = OutputConstraints(structured, tokenizer, info.answers.reasoning)
         self._tokenizer = tokenizer
@@ -357,7 +359,12 @@ class InputProcessor:
         if template is not None:
             messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
             text = render_chat(
-                tokenizer, messages, template=template.source, add_generation_prompt=False, **template.keywords
+                tokenizer,
+                messages,
+                template=template.source,
+                renderer=self.templates.render,
+                add_generation_prompt=False,
+                **template.keywords,
             )
             return self._encoded(text, options, keep)
         if self.pooling.pairs == "concatenated":
