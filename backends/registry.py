@@ -91,6 +91,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
         batch_invariant=True,
+        drafters=True,
         quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.jax_tpu.pooling",
         pooling_parallel=("tensor",),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import support.jax_devices
 from support.backend_options import make_options
 from support.naive_drafters import naive_guesses, random_drafter
 from support.reference_driver import random_weights, tiny_spec
@@ -33,8 +34,9 @@ from pagoda.common.models.drafters import (
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, ModelSpec
 
-BACKENDS = ["reference", "torch_cuda"]
+BACKENDS = ["reference", "torch_cuda", "jax_tpu"]
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=5, block_size=8)
+assert support.jax_devices.DEVICES > 1
 SPEC = tiny_spec(window=6)
 NORM = Norm(1e-5)
 
@@ -126,7 +128,7 @@ def make_core(
     limits = replace(LIMITS, max_drafts=drafts, device_drafts=drafter is not None, **settings)
     layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
     device = {"device": CPU} if backend_name == "torch_cuda" else {}
-    options = make_options(spec, limits=limits, layout=layout, drafter=drafter)
+    options = make_options(spec, limits=limits, layout=layout, drafter=drafter, strict=backend_name == "jax_tpu")
     backend = load_backend(backend_name).create(options, **device)
     backend.load(random_weights(spec))
     if drafter is not None:
@@ -134,7 +136,8 @@ def make_core(
     num_blocks = (blocks,) * len(layout.pools)
     backend.plan_memory()
     backend.init_cache(num_blocks)
-    backend.warmup()
+    if backend_name != "jax_tpu" or drafter is not None:
+        backend.warmup()
     return generation_core(backend, layout, limits, num_blocks)
 
 
