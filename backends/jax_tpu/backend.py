@@ -164,7 +164,7 @@ class EnqueuedStep:
     shape: StepShape
     packed: Int32  # [shards, packed_size(shape)]
     logits: jax.Array  # float32 [S * width, V]
-    draft_inputs: DraftInputs | None = None  # with a drafter model
+    draft_inputs: DraftInputs[jax.Array] | None = None  # with a drafter model
 
 
 def _fetch_rows(guesses: jax.Array, first: int, seqs: int) -> Int32:
@@ -229,7 +229,7 @@ class JaxBackend:
         """Replace parameters in the arrays on the devices. Raise WeightError."""
         if not isinstance(self.model, Model):
             raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
-        writer = WeightWriter(self.model, self._leaves)
+        writer = WeightWriter.of(self.model, self._leaves)
         try:
             writer.write(weights, params(self.model.spec))
         finally:

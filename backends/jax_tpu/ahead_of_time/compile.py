@@ -15,6 +15,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roof
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
 from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
+    Draft,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
@@ -180,7 +181,7 @@ def _largest(program_set: ProgramSet[Any]) -> list[Key]:
 
 def _size(key: Key) -> tuple[int, ...]:
     match key:
-        case Forward(shape) | ForwardEmbeds(shape):
+        case Forward(shape) | ForwardEmbeds(shape) | Draft(shape):
             return shape.tokens, shape.seqs, shape.pages
         case ScorePrompt(tokens) | PoolShape(tokens):
             return (tokens,)

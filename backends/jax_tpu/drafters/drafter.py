@@ -83,7 +83,7 @@ class JaxDrafter:
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
-        inputs: DraftInputs,
+        inputs: DraftInputs[jax.Array],
         tokens: jax.Array,
     ) -> tuple[Caches, jax.Array, jax.Array]:
         """Return the caches, the history with the new guesses of each row, and these int32 [S, K].
@@ -117,7 +117,7 @@ class JaxDrafter:
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
-        inputs: DraftInputs,
+        inputs: DraftInputs[jax.Array],
         tokens: jax.Array,
     ) -> tuple[Caches, jax.Array, jax.Array]:
         """Return the caches, the guesses int32 [S, K] and the history's row of each sequence, int32 [S]."""

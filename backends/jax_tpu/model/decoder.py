@@ -175,8 +175,9 @@ class JaxDecoder(nnx.Module):
         slots = np.full(len(self.spec.layers), len(layers), np.int32)
         slots[layers] = np.arange(len(layers))
         inputs = jnp.zeros((len(layers) + 1, len(token_ids), self.spec.width), self.embed[...].dtype)
-        hidden, caches, inputs = self._run(token_ids, step, caches, None, LayerInputs(slots, inputs))
-        return hidden, caches, jnp.concatenate([inputs[layers.index(layer)] for layer in captured], -1)
+        hidden, caches, kept = self._run(token_ids, step, caches, None, LayerInputs(slots, inputs))
+        assert kept is not None, "it was given"
+        return hidden, caches, jnp.concatenate([kept.inputs[layers.index(layer)] for layer in captured], -1)
 
     def _run(
         self,
@@ -185,8 +186,8 @@ class JaxDecoder(nnx.Module):
         caches: Caches,
         embeds: jax.Array | None,
         kept_inputs: LayerInputs | None = None,
-    ) -> tuple[jax.Array, Caches, jax.Array | None]:
-        """Return hidden states, caches and `LayerInputs.inputs`."""
+    ) -> tuple[jax.Array, Caches, LayerInputs | None]:
+        """Return hidden states, caches, and the inputs of layers if they are kept."""
         positions = step.positions
         if self.lora is not None and isinstance(step, StepInput):
             step = step.with_adapters(self.lora.slots, self.lora.rank)
@@ -202,7 +203,7 @@ class JaxDecoder(nnx.Module):
             x = self._blended(segment.first, x, kept)
             x, caches, kept_inputs = segment(x, caches, rotations, step, parts, read, kept_inputs)
         x = x if self.stream_ends is None else self.stream_ends.join(x)
-        return apply_norm(self.final_norm, x), caches, None if kept_inputs is None else kept_inputs.inputs
+        return apply_norm(self.final_norm, x), caches, kept_inputs
 
     def _blended(self, index: int, x: jax.Array, kept: dict[int, jax.Array]) -> jax.Array:
         """X [T, D] -> the input of layer `index`. `kept`: those that later layers blend in, which this adds to."""
@@ -335,10 +336,9 @@ class SegmentLayers(nnx.Module):
                 x, caches = layer(x, caches, self.arrays[position], index, repeat, rotations, current, part, read)
             return (x, caches, layer_inputs), None
 
-        carried = x, caches, None if kept is None else kept.inputs
         scanned = tuple(state for _, _, state in split), indices, repeats
-        (x, caches, layer_inputs), _ = jax.lax.scan(block, carried, scanned)
-        return x, caches, None if kept is None else replace(kept, inputs=layer_inputs)
+        (x, caches, inputs), _ = jax.lax.scan(block, (x, caches, None if kept is None else kept.inputs), scanned)
+        return x, caches, None if kept is None or inputs is None else replace(kept, inputs=inputs)
 
 
 class JaxDecoderLayer(nnx.Module):

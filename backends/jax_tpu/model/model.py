@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,15 @@ class StepDecoder(Protocol):
         ...
 
 
-class DraftInputs(NamedTuple):
-    """What a step leaves for a drafter model. T and S as in `StepModel.forward`."""
+DraftInputsT = TypeVar("DraftInputsT")
 
-    token_ids: jax.Array  # int32 [T]
-    kv_len: jax.Array  # int32 [S] exact
-    features: jax.Array  # [T, W] what the drafter reads of the model
+
+class DraftInputs(NamedTuple, Generic[DraftInputsT]):
+    """What a step leaves for a drafter model, or the shape or sharding of each. T and S as in `StepModel.forward`."""
+
+    token_ids: DraftInputsT  # int32 [T]
+    kv_len: DraftInputsT  # int32 [S] exact
+    features: DraftInputsT  # [T, W] what the drafter reads of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +235,7 @@ class StepModel(ABC):
         return mapped(leaves, hidden, tokens, *adapter_slots)
 
 
-def draft_inputs_specs() -> DraftInputs:
+def draft_inputs_specs() -> DraftInputs[PartitionSpec]:
     """Return the partition of each of them: by shard."""
     return DraftInputs(partition("R"), partition("R"), partition("R."))
 
