@@ -127,9 +127,8 @@ class FrontInputs(nnx.Module):
         self.project = build.parameter("D.", width, columns)
         biased = isinstance(inputs, JoinedInputs) and inputs.bias
         self.project_bias = build.parameter("D", width) if biased else None
-        self.attention = None
-        if isinstance(inputs, AttendedInputs):
-            self.attention = JaxAttention(inputs.attention, width, replace(build, repeats=1))
+        attention = inputs.attention if isinstance(inputs, AttendedInputs) else None
+        self.attention = None if attention is None else JaxAttention(attention, width, replace(build, repeats=1))
 
     def projected(self, x: jax.Array) -> jax.Array:
         """X [T, n] -> [T, D]."""
