@@ -39,6 +39,7 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.quantization.tensors import Scheme
@@ -63,6 +64,10 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     tensor, data = parallel.tensor, parallel.data
     quantization, schemes = options.quantization, options.schemes
     spec = own_spec(options.spec, "pagoda compile")
+    if options.drafter is not None:
+        raise ConfigError(
+            "--speculative-config", "pagoda compile has no programs for drafter models; use method ngram or suffix"
+        )
     if options.batch_invariant:
         check_invariant(options)
     model = model_for(

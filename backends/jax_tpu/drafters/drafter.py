@@ -36,6 +36,7 @@ from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.shapes import StepShape
+from pagoda.common.errors import ModelError
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter, captured_layers
 
 
@@ -189,6 +190,9 @@ def build_drafter(spec: DrafterSpec, target: StepModel) -> JaxDrafter:
     kernel = target.kernel
     if isinstance(spec, LanguageDrafter | FeatureDrafter):
         SUPPORTED.check(spec.model)
+        embedding = spec.model.embedding
+        if isinstance(spec, FeatureDrafter) and (embedding.positions is not None or embedding.token_types):
+            raise ModelError("jax_tpu: drafters over hidden states have no tables of positions or token types")
         if kernel.scaled:
             check_scaled(spec.model)
     build = JaxBuildContext(
