@@ -194,6 +194,8 @@ def answers(name: str, seed: int, method: str | None, drafted: list[DraftStats])
     for number in range(BATCH):
         request = request_of(rng, number, vocab, fake)
         masked = rng.random() < 0.2
+        if masked:  # two sets of allowed tokens may have none in common
+            request = replace(request, rules=replace(request.rules, allowed_token_ids=None))
         add_masked(core, request, vocab) if masked else core.add_request(request)
     got: dict[str, Answer] = {}
     while core.has_work:
