@@ -40,6 +40,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.quantization.tensors import Scheme
@@ -111,6 +112,7 @@ def model_for(
     schemes: Mapping[str, Scheme] | None = None,
     *,
     batch_invariant: bool = False,
+    drafter: DrafterSpec | None = None,
 ) -> Model:
     """Return the model on the first `tensor` x `data` devices of the target, using Pallas kernels on TPUs.
 
@@ -128,7 +130,7 @@ def model_for(
         batch_invariant=batch_invariant,
     )
     formats = matrix_formats(quantization, spec, kernel.chip, schemes, tensor)
-    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats)
+    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats, drafter=drafter)
 
 
 def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple[CompiledProgram, ...]:
