@@ -1,6 +1,6 @@
 """Random requests with speculative decoding and without: every answer is the same, with every sampler and backend.
 
-`make test-speculation` runs 1,000 pairs per backend: PAGODA_TEST_PAIRS.
+`make test-speculation` runs 1,000 pairs per backend without drafter models and 1,000 with one: PAGODA_TEST_PAIRS.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ def test_answers_are_the_same_with_drafts_and_without(name: str, methods: str) -
     if name == "fake" and methods in DRAFTERS:
         pytest.skip("the fake backend runs no drafter models")
     drafted: list[DraftStats] = []
-    for seed in range(-(-PAIRS // BATCH)):
+    pairs = PAIRS // len(DRAFTERS) if methods in DRAFTERS else PAIRS
+    for seed in range(-(-pairs // BATCH)):
         want = plain_answers(name, seed)
         got = answers(name, seed, methods.split(" or ")[seed % (1 + methods.count(" or "))], drafted)
         assert want.keys() == got.keys() == {str(number) for number in range(BATCH)}
@@ -236,6 +237,6 @@ def test_answers_are_the_same_with_drafts_and_without(name: str, methods: str) -
             assert got[request][3] == prompt, where
     total = sum(drafted, DraftStats())
     similar = methods not in DRAFTERS[1:]  # random layers over hidden states are seldom right
-    assert total.num_accepted > PAIRS / (2 if similar else 40), "drafts are accepted"
-    assert total.tokens - total.num_accepted > PAIRS / 2, "and rejected"
+    assert total.num_accepted > pairs / (2 if similar else 20), "drafts are accepted"
+    assert total.tokens - total.num_accepted > pairs / 2, "and rejected"
     assert sum(total.accepted[2:]) > 0 or not similar, "several in one step"
