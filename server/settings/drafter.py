@@ -113,13 +113,12 @@ def _drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], 
 
 def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
     """Raise ConfigError for what drafter models are not combined with."""
-    parallel = config.parallel
-    if parallel.data_parallel_size > 1 or parallel.tensor_parallel_size > 1 or parallel.nnodes > 1:
+    tensor, stated = config.parallel.tensor_parallel_size, settings.draft_tensor_parallel_size
+    if stated not in (None, tensor):
         raise ConfigError(
-            FLAG, f"method {settings.method} runs on one device; drop --tensor-parallel-size and --data-parallel-size"
+            FLAG,
+            f"draft_tensor_parallel_size is {stated}: a drafter is sharded as the model is; drop it",
         )
-    if (settings.draft_tensor_parallel_size or 1) > 1:
-        raise ConfigError(FLAG, "draft_tensor_parallel_size: a drafter runs on one device; drop it")
     if settings.quantization is not None:
         raise ConfigError(FLAG, "quantization: a drafter's weights are read as its checkpoint has them; drop it")
     if config.model.enable_sleep_mode:

@@ -328,7 +328,7 @@ def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
         check_batch_invariant(backend)
     speculative = config.extension.speculative
     if speculative is not None and speculative.runs_on_device:
-        check_drafters(backend, speculative.method)
+        check_drafters(backend, speculative.method, config.parallel)
     structured = config.structured_outputs
     if structured.is_engine_explicit and not is_installed(structured.engine):
         raise ConfigError(

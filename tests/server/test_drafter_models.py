@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.tiny_folder import CONFIG, tensors, write_model
 
 from pagoda import LLM, SamplingParams
 from pagoda.backends.registry import check_drafters
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError, WeightError
 
 PROMPTS = ["The capital of", "abababab", "x"]
@@ -158,7 +160,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
     "key of the format": ("speculators", {"fuses": 1}, {}, ConfigError, "key fuses is unknown"),
     "too many": ("medusa", {}, {"num_speculative_tokens": 4}, ConfigError, "the drafter guesses 3 tokens"),
     "number": ("eagle", {}, {"num_speculative_tokens": None}, ConfigError, "needs num_speculative_tokens"),
-    "ranks": ("medusa", {}, {"draft_tensor_parallel_size": 2}, ConfigError, "a drafter runs on one device"),
+    "ranks": (
+        "medusa",
+        {},
+        {"draft_tensor_parallel_size": 2},
+        ConfigError,
+        "is sharded as the model is",
+    ),
     "quantisation": ("medusa", {}, {"quantization": "fp8"}, ConfigError, "as its checkpoint has them"),
 }
 
@@ -191,8 +199,22 @@ def test_settings_without_drafter_models_are_refused(changes: dict[str, Any], ta
 
 
 def test_backends_without_drafter_models_refuse_them_by_name():
-    with pytest.raises(ConfigError, match=r"method eagle: jax_tpu runs no drafter models; use --backend torch_cuda"):
-        check_drafters("jax_tpu", "eagle")
+    with pytest.raises(ConfigError, match=r"method eagle: simulated runs no drafter models; use --backend jax_tpu or"):
+        check_drafters("simulated", "eagle", ParallelConfig())
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "named"),
+    [
+        ("torch_cuda", {"tensor_parallel_size": 2}, "torch_cuda runs drafters on one device; drop --tensor-parallel"),
+        ("reference", {"data_parallel_size": 2}, "reference runs drafters on one device; drop --data-parallel-size"),
+        ("jax_tpu", {"nnodes": 2}, "jax_tpu runs drafters on one host; drop --nnodes"),
+        ("jax_tpu", {"tensor_parallel_size": 2, "data_parallel_size": 2}, None),
+    ],
+)
+def test_devices_of_a_drafter(backend: str, sizes: dict[str, int], named: str | None):
+    with nullcontext() if named is None else pytest.raises(ConfigError, match=named):
+        check_drafters(backend, "eagle", ParallelConfig(**sizes))
 
 
 def test_the_speculators_format_states_the_number_of_drafts(target: Path, tmp_path: Path):

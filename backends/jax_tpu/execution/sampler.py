@@ -92,14 +92,14 @@ class JaxSampler:
         self.rows = RowTable(max_rows)
         self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
         self.width, self._shards = programs.program_set.shapes.width, programs.program_set.model.shards
-        self._programs = programs
+        self._programs, self._has_drafter = programs, programs.program_set.drafter is not None
         # So that a row is not sampled by another program because another row has filters.
         self._one_kind = programs.program_set.model.kernel.batch_invariant
 
     def start(self, start: RowStart) -> None:
-        """Initialise a row. Its tokens are copied to the device only if its rules read them there."""
+        """Initialise a row. Its tokens are copied to the device only if its rules or a drafter read them there."""
         self.rows.start(start, self.vocab)
-        if start.rules.reads_history:
+        if start.rules.reads_history or self._has_drafter:
             tokens = np.zeros(self.history.shape[1], np.int32)
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[SetHistoryRow()](self.history, np.int32(start.row), tokens)
