@@ -124,7 +124,7 @@ def test_a_torch_file_is_read(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is not supported"),
+        ({"target_parameters": "experts.gate_up_proj"}, "are not names of parameters"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is not supported"),
         ({"r": 32}, "r is 32, above --max-lora-rank 16"),
         ({"rank_pattern": {"q_proj": 64}}, "r is 64, above --max-lora-rank 16"),
