@@ -78,8 +78,10 @@ def expert_parameter(
 ) -> ExpertParameter | None:
     """Return the parameter that a wrapper adapts; None if it is that of an ordinary module.
 
-    `shape`: columns of lora_A, rows of lora_B; `names`: last parts of the adapted parameters' names.
+    `shape`: columns of lora_A, rows of lora_B; `names`: last parts of the adapted parameters' names. Raises ModelError
+    if the module's parameters have other shapes.
     """
+    candidates: list[ExpertParameter] = []
     stem = module
     while stem.endswith(_WRAPPER):
         stem = stem.removesuffix(_WRAPPER)
@@ -87,9 +89,17 @@ def expert_parameter(
         for among in (rules, FUSED_EXPERT_RULES):  # transformers stacks experts that checkpoints have one by one
             match = match_tensor(among, f"{stem}.{name}", known)
             found = None if match is None else _parameter(f"{stem}.{name}", match, known, own=among is rules)
-            if found is not None and sorted(found.shape) == sorted(shape):
-                return found
-    return None
+            candidates += [] if found is None else [found]
+    if not candidates:
+        return None
+    for each in candidates:
+        if sorted(each.shape) == sorted(shape):
+            return each
+    shapes = " or ".join(str(list(each.shape)) for each in candidates)
+    raise ModelError(
+        f"module {module} is [{shape[1]}, {shape[0]}] in the adapter and {shapes} in the model; "
+        "the adapter is of another base model"
+    )
 
 
 def _parameter(name: str, match: TensorMatch, known: Mapping[str, Param], *, own: bool) -> ExpertParameter | None:
