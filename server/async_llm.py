@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.core import PAUSE_MODES
-from pagoda.common.engine.lora.adapter import Adapter
+from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
@@ -429,9 +429,9 @@ class AsyncLLM(ExplainsMissingMethods):
         adapter = self.adapters.adapter(lora_request)
         text = text_options(tokenization_kwargs)
         prompt = with_text(prompt, prompt_text)
-        return await self.submit(
-            request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
-        )
+        details: dict[str, Any] = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
+        details["lora_request"] = lora_request
+        return await self.submit(request_id, prompt, params, priority, **details)
 
     async def submit(
         self,
@@ -443,8 +443,9 @@ class AsyncLLM(ExplainsMissingMethods):
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> RequestStream[Any]:
-        """As `add_request`; `adapter`: one that was resolved before."""
+        """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name."""
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
@@ -454,6 +455,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self._admission.check(sequences)
         details = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
+        prepared = replace(prepared, lora_request=lora_request)
         await warm.inputs.check_grammar(prepared)
         await self._gate.passed()  # preparing a long prompt takes time: check again
         self._admission.check(sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -192,11 +192,10 @@ class LLMEngine(ExplainsMissingMethods):
             check_extras(lora_request=lora_request)
         text, adapter = text_options(tokenization_kwargs), self.adapters.adapter(lora_request)
         prompt = with_text(prompt, prompt_text)
-        self.add_prepared(
-            self.inputs.prepare(
-                request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
-            )
+        prepared = self.inputs.prepare(
+            request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
         )
+        self.add_prepared(replace(prepared, lora_request=lora_request))
         return request_id
 
     def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:

@@ -115,11 +115,6 @@ def _check_lora(options: BackendOptions) -> None:
         raise ConfigError("--enable-lora", "jax_tpu has no adapters for models that transformers computes; drop it")
     if options.programs.bundle is not None:
         raise ConfigError("--compiled-bundle", "bundles have no programs for adapters; drop it, or drop --enable-lora")
-    if options.parallel.data > 1:
-        raise ConfigError(
-            "--data-parallel-size",
-            "the replicas of jax_tpu would share the slots for adapters; use 1 with --enable-lora",
-        )
     if options.lora.fully_sharded:
         raise ConfigError("--fully-sharded-loras", "jax_tpu keeps A of adapters whole on every device; drop it")
     dtype_of(options.lora.dtype, "--lora-dtype")

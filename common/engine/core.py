@@ -24,7 +24,7 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
-from pagoda.common.engine.lora.store import AdapterLoader, AdapterStore
+from pagoda.common.engine.lora.store import AdapterLoader, AdapterScheduler, AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.scheduler import Scheduler, failed_output
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
@@ -308,12 +308,16 @@ def generation_core(
     for a scheduler without slots for adapters.
     """
     kv = make_kv_manager(backend, layout, limits, num_blocks)
-    scheduler, adapters = make_scheduler(limits, kv), None
-    if store is not None:
-        if not isinstance(scheduler, Scheduler):
-            raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
-        adapters = AdapterLoader(cast(LoraBackend, backend), scheduler, store)
+    scheduler = make_scheduler(limits, kv)
+    adapters = None if store is None else adapter_loader(backend, scheduler, store)
     return EngineCore(backend.execute, scheduler, limits, kv_managers=(kv,), structured=structured, adapters=adapters)
+
+
+def adapter_loader(backend: Backend, scheduler: object, store: AdapterStore) -> AdapterLoader:
+    """Return what brings adapters to their slots. Raises ConfigError for a scheduler without slots."""
+    if getattr(scheduler, "adapters", None) is None:
+        raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
+    return AdapterLoader(cast(LoraBackend, backend), cast(AdapterScheduler, scheduler), store)
 
 
 def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: tuple[int, ...]) -> KvManager:

@@ -22,7 +22,7 @@ import numpy as np
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter
+from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter, AdapterLoad
 from pagoda.common.engine.lora.slots import AdapterQueue, AdapterSlots
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.request import (
@@ -80,10 +80,11 @@ class Scheduler:
         self.kv = kv
         self._clock = clock
         self.running: list[Request] = []  # by rank: the last is preempted first
-        self.adapters = AdapterSlots(limits.max_loras, ready=()) if limits.max_loras else None
+        self.adapters: AdapterSlots | None = None
+        self._shares_adapters = False
         self.waiting: WaitingQueue = waiting_queue(limits.policy)
-        if self.adapters is not None:
-            self.waiting = AdapterQueue(self.adapters, lambda: waiting_queue(limits.policy))
+        if limits.max_loras:
+            self._use_adapters(AdapterSlots(limits.max_loras, ready=()))
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
         if limits.device_drafts and drafter is None:
@@ -96,6 +97,15 @@ class Scheduler:
         self._num_embedded = 0  # unfinished requests with prompt embeddings
         self._num_adapted = 0  # unfinished requests with LoRA adapters
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
+
+    def _use_adapters(self, slots: AdapterSlots) -> None:
+        self.adapters, self.waiting = slots, AdapterQueue(slots, lambda: waiting_queue(self.limits.policy))
+
+    def share_adapters(self, slots: AdapterSlots) -> None:
+        """Use slots that other schedulers use, too. Before the first request."""
+        assert not self._requests, "before the first request"
+        self._use_adapters(slots)
+        self._shares_adapters = True
 
     # --- adding and aborting requests ---
 
@@ -157,6 +167,11 @@ class Scheduler:
         if not self._num_adapted or self.adapters is None or not isinstance(self.waiting, AdapterQueue):
             return []
         return [adapter for adapter in self.waiting.adapters() if adapter not in self.adapters]
+
+    @staticmethod
+    def adapter_loads(plan: StepPlan) -> tuple[AdapterLoad, ...]:
+        """Return the slots whose content changes before the step."""
+        return plan.adapter_loads
 
     @property
     def num_unfinished(self) -> int:
@@ -504,7 +519,7 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
-        if self.adapters is not None:
+        if self.adapters is not None and not self._shares_adapters:
             self.adapters.check_integrity(self.running)
         for pool in self.kv.pools:
             if not self.running and pool.num_free != pool.num_blocks - 1:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
-from pagoda.common.engine.lora.adapter import Adapter
+from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
@@ -167,6 +167,7 @@ class PreparedRequest:
     children: list[EngineRequest]
     arrival_time: float  # Unix seconds
     arrival: float  # monotonic seconds
+    lora_request: AdapterRequest | None = None  # as the caller of the Python API gave it, for outputs
 
 
 # Requests.

@@ -367,6 +367,9 @@ class RunningRequest:
         encoder = prompt.encoder
         if self.kind is _DELTA:
             self.prompt_logprobs = None
+        if (lora_request := self.prepared.lora_request) is not None:
+            for completion in outputs:
+                completion.lora_request = lora_request
         return RequestOutput(
             request_id=self.prepared.request_id,
             prompt=prompt.text,
@@ -375,6 +378,7 @@ class RunningRequest:
             outputs=outputs,
             finished=not self.running,
             metrics=self.metrics,
+            lora_request=lora_request,
             encoder_prompt=None if encoder is None else encoder.text,
             encoder_prompt_token_ids=None if encoder is None else encoder.token_ids,
             num_cached_tokens=self.num_cached_tokens,

@@ -292,8 +292,6 @@ def _check_lora(config: EngineConfig, *, pooling: bool) -> None:
         raise ConfigError(
             "--enable-lora", "pooling models have no LoRA adapters; merge the adapter into the checkpoint"
         )
-    if lora.enable_lora and config.parallel.data_parallel_size > 1:
-        raise ConfigError("--enable-lora", "replicas have no LoRA adapters; use --data-parallel-size 1")
     if not lora.enable_lora and lora != LoRAConfig():
         logger.warning("--max-loras, --max-lora-rank and the other settings of LoRA: no effect without --enable-lora")
 

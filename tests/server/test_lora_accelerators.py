@@ -13,7 +13,7 @@ from lora_fixtures import CASES, FOLDER, SMALL, base_model
 from support.adapters import llama_modules, write_adapter
 
 from pagoda import LLM, SamplingParams
-from pagoda.common.errors import ConfigError
+from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.vllm_compat.request_types import LoRARequest
 
 MODULES = llama_modules(32, 48, 4, 2, 2)
@@ -99,6 +99,30 @@ def test_adapters_take_turns_in_two_slots(engine: MakeEngine, backend: str, tmp_
     for prompt, request, output in zip(prompts, chosen, together):
         (alone,) = single.generate(prompt, params, use_tqdm=False, lora_request=request)
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
+
+
+def test_replicas_share_the_slots(engine: MakeEngine, tmp_path: Path) -> None:
+    """Two copies of the model, with three slots for both and six adapters: each answer is that of the adapter alone."""
+    base_model(CASES["all_linear"]).save_pretrained(tmp_path / "base")
+    adapters = [
+        LoRARequest(f"a{seed}", seed + 1, str(write_adapter(tmp_path / str(seed), MODULES, rank=1 + seed, seed=seed)))
+        for seed in range(6)
+    ]
+    params = SamplingParams(max_tokens=6, temperature=0, detokenize=False, ignore_eos=True)
+    chosen = [adapters[index % 6] if index % 4 else None for index in range(24)]
+    prompts = [{"prompt_token_ids": [1 + index % 5, *range(3, 9)]} for index in range(24)]
+    replicas = engine(tmp_path / "base", backend="jax_tpu", data_parallel_size=2, max_num_seqs=2)
+    together = replicas.generate(prompts, params, use_tqdm=False, lora_request=chosen)
+    assert replicas.llm_engine.stats.recompiles == 0
+    assert len(replicas.llm_engine.stats.replicas) == 2
+    single = engine(tmp_path / "base", backend="reference", max_loras=1, max_num_seqs=1)
+    for prompt, request, output in zip(prompts, chosen, together):
+        (alone,) = single.generate(prompt, params, use_tqdm=False, lora_request=request)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
+    bad = LoRARequest("none", 9, str(tmp_path / "none"))
+    with pytest.raises(RequestError, match="no such folder"):
+        replicas.generate(prompts[0], params, use_tqdm=False, lora_request=bad)
+    assert replicas.generate(prompts[0], params, use_tqdm=False)[0].finished
 
 
 def test_ranks_share_adapters(engine: MakeEngine, tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.model.layout import padded
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack
+from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
 SLOT_RANKS: Final = "A"
 """Axis letter of the ranks of all slots; only adapters have it."""
@@ -63,6 +66,24 @@ def expand(low: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
     return wide.astype(dtype)
 
 
+def matrix_lora(build: JaxBuildContext, axis: str, inputs: int, axes: str, *outputs: tuple[int, ...]) -> JaxLora | None:
+    """Return the adapters of a matrix with these `outputs` of its projections, one after the other; None without slots.
+
+    `axis`: of the input; `axes`: of the outputs.
+    """
+    return (
+        None if build.lora is None else JaxLora(axis, inputs, [AdapterOutputs(axes, each) for each in outputs], build)
+    )
+
+
+def adapted(y: jax.Array, lora: JaxLora | None, x: jax.Array, step: AnyStep) -> jax.Array:
+    """Return y [T, ...] with what adapters of the step's tokens add to the matrix's product of x [T, I]."""
+    if lora is None or step.adapter_mask is None:
+        return y
+    added = lora(x, step.adapter_mask)
+    return y + (added[0] if len(added) == 1 else jnp.concatenate(added, -1))
+
+
 class JaxEmbeddingLora(nnx.Module):
     """The adapters of the embedding table: `b` [V, A], whose rows are looked up, and `a` [A, D]."""
 
@@ -70,3 +91,40 @@ class JaxEmbeddingLora(nnx.Module):
         columns, build = _for_slots(build)
         self.b = build.parameter(f"V{SLOT_RANKS}", vocab, columns)
         self.a = build.parameter(f"{SLOT_RANKS}D", columns, width)
+
+
+class JaxExpertLora(nnx.Module):
+    """The adapters of the products of a mixture's experts that share an input, stacked over all repeats.
+
+    Each expert's are as of `JaxLora`, multiplied by the kernel of the experts' own matrices for rows sorted by expert.
+    The ranks A of all slots are padded to whole registers. `a` [L, E, P, A, I] and `b` [L, E, 1, O, A] of sharded
+    outputs, `a` [L, E, P, I, A] and `b` [L, E, 1, A, O] of sharded inputs: a device's part is never the last axis.
+    """
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, parts: int, sharded: str, build: JaxBuildContext
+    ) -> None:
+        """`sharded`: "inputs" or "outputs"."""
+        lanes = build.lanes
+        columns, build = _for_slots(build)
+        columns, self.transposed = padded(columns, lanes), sharded == "outputs"
+        shapes = {False: ((f"E.F{SLOT_RANKS}", inputs, columns), (f"E.{SLOT_RANKS}D", columns, outputs)),
+                  True: ((f"E.{SLOT_RANKS}D", columns, inputs), (f"E.F{SLOT_RANKS}", outputs, columns))}  # fmt: skip
+        (a_axes, *a_shape), (b_axes, *b_shape) = shapes[self.transposed]
+        self.a = build.parameter(a_axes, experts, parts, *a_shape, kind=ParameterStack)
+        self.b = nnx.List([build.parameter(b_axes, experts, 1, *b_shape, kind=ParameterStack) for _ in range(parts)])
+
+    def __call__(
+        self, rows: jax.Array, mask: jax.Array, repeat: jax.Array, sizes: jax.Array, kernel: KernelChoice
+    ) -> jax.Array:
+        """Rows [M, I], sorted by expert, `sizes` int32 [E] of each -> B A x [P, M, O], in their dtype.
+
+        `mask` bool [M, A]: of `slot_mask`, for each row.
+        """
+        a = self.a[...]
+        options = {"transposed": self.transposed, **kernel.options}
+        low = grouped_matmul(rows.astype(a.dtype), a, repeat, sizes, out_dtype=jnp.float32, **options)
+        mask = jnp.pad(mask, ((0, 0), (0, low.shape[2] - mask.shape[1])))
+        low = jnp.where(mask, low, 0).astype(a.dtype)
+        wide = [grouped_matmul(low[at], b[...], repeat, sizes, **options)[0] for at, b in enumerate(self.b)]
+        return jnp.stack(wide).astype(rows.dtype)

@@ -24,6 +24,7 @@ from pagoda.backends.torch_cuda.kernels.lora import (
     padded_rank,
     sort_by_slot,
 )
+from pagoda.backends.torch_cuda.kernels.moe import Added, ExpertAdapters
 from pagoda.backends.torch_cuda.model.parameters import Empty, Linear
 from pagoda.backends.torch_cuda.parallel import Comm
 from pagoda.backends.torch_cuda.weights import RankLayout, TensorSlice
@@ -39,12 +40,8 @@ _ALIGN: Final = 32
 
 
 def adapted_matrices(spec: ModelSpec, layout: RankLayout) -> dict[str, Param]:
-    """Return the matrices that adapters may change: all but those of routed experts."""
-    return {
-        name: param
-        for name, param in adaptable(spec).items()
-        if len(param.shape) == _MATRIX_AXES and _placement(layout, name) is not None
-    }
+    """Return the matrices that adapters may change: all with a place of their own."""
+    return {name: param for name, param in adaptable(spec).items() if _placement(layout, name) is not None}
 
 
 def _placement(layout: RankLayout, name: str) -> TensorSlice | None:
@@ -78,17 +75,37 @@ class CudaAdapters:
         self._rank = padded_rank(options.max_rank)
         padded_slots = -(-options.slots // _ALIGN) * _ALIGN
         self._ranks = empty((len(self._parts), padded_slots), torch.int32)
-        self._stacks = {
-            name: self._allocate(name, layout, dtype, ranks[: options.slots], empty)
-            for (name, ranks) in zip(self._parts, self._ranks)
-        }
+        self._stacks: dict[str, AdapterStack] = {}
+        self._experts: dict[str, int] = {}  # stack of experts -> their number
+        for name, ranks in zip(self._parts, self._ranks):
+            if len(layout.shapes[self._tensor(name, layout)]) == _MATRIX_AXES:
+                self._stacks[name] = self._allocate(name, layout, dtype, ranks[: options.slots], empty)
+            else:
+                self._stacks[name] = self._allocate_experts(name, layout, dtype, empty)
         self._resident: dict[int, AdapterWeights] = {}
         self._rows: AdapterRows | None = None
         self.clear()
 
+    @staticmethod
+    def _tensor(name: str, layout: RankLayout) -> str:
+        """Return the model's tensor whose products a stack changes."""
+        return _EMBED if name == _HEAD and _HEAD not in layout.shapes else name
+
+    def _allocate_experts(self, name: str, layout: RankLayout, dtype: torch.dtype, empty: Empty) -> AdapterStack:
+        """Return a stack in which each expert of a slot is a slot: expert e of slot s is s * E + e."""
+        experts, outputs, inputs = layout.shapes[name]
+        slots, parts = self._options.slots * experts, self._parts[name]
+        self._experts[name] = experts
+        spans = [(each.into[1].start, each.into[1].stop) for each in parts.values()]
+        return AdapterStack(
+            empty((slots, len(parts) * self._rank, inputs), dtype),
+            empty((slots, outputs, self._rank), dtype),
+            empty((slots,), torch.int32),
+            output_sections(spans).to(self._device.torch),
+        )
+
     def _allocate(self, name: str, layout: RankLayout, dtype: torch.dtype, ranks: Tensor, empty: Empty) -> AdapterStack:
-        tensor = _EMBED if name == _HEAD and _HEAD not in layout.shapes else name
-        outputs, inputs = layout.shapes[tensor]
+        outputs, inputs = layout.shapes[self._tensor(name, layout)]
         slots, parts = self._options.slots, self._parts[name]
         if name == _EMBED:
             table, back = empty((slots, outputs, self._rank), dtype), empty((slots, inputs, self._rank), dtype)
@@ -109,7 +126,8 @@ class CudaAdapters:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all slots on the device."""
-        return self._ranks.nbytes + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        ranks = sum(self._stacks[name].ranks.nbytes for name in self._experts)
+        return self._ranks.nbytes + ranks + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
     @property
     def has_head(self) -> bool:
@@ -123,6 +141,7 @@ class CudaAdapters:
         for stack in self._stacks.values():
             stack.a.zero_()
             stack.b.zero_()
+            stack.ranks.zero_()
 
     def restore(self) -> None:
         """Write the adapters again that the slots had before their memory was lost."""
@@ -138,12 +157,15 @@ class CudaAdapters:
         matrices = _half_split(self._spec, weights.matrices)
         ranks = np.zeros(len(self._stacks), np.int32)
         for number, (name, parts) in enumerate(self._parts.items()):
-            own = {part: matrices[part] for part in parts if part in matrices}
+            own, stack = {part: matrices[part] for part in parts if part in matrices}, self._stacks[name]
+            if (experts := self._experts.get(name)) is not None:
+                stack.ranks.view(-1, experts)[slot].fill_(weights.rank if own else 0)
             if not own:
                 continue
             ranks[number] = weights.rank
-            stack = self._stacks[name]
-            if name == _EMBED:
+            if experts is not None:
+                self._write_experts(stack, slot, experts, own, parts)
+            elif name == _EMBED:
                 self._write_embedding(stack, slot, own[_EMBED], parts[_EMBED])
             else:
                 self._write(stack, slot, own, parts)
@@ -164,6 +186,28 @@ class CudaAdapters:
             b[placement.into[0], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
         stack.a[slot].copy_(a.flatten(0, 1))
         stack.b[slot].copy_(b)
+
+    def _write_experts(
+        self,
+        stack: AdapterStack,
+        slot: int,
+        experts: int,
+        own: Mapping[str, LowRank],
+        parts: Mapping[str, TensorSlice],
+    ) -> None:
+        """The same of the slots of all experts."""
+        a = torch.zeros(experts, len(parts), self._rank, stack.a.shape[2], dtype=stack.a.dtype)
+        b = torch.zeros(experts, *stack.b.shape[1:], dtype=stack.b.dtype)
+        for projection, (name, placement) in enumerate(parts.items()):
+            if (matrix := own.get(name)) is None:
+                continue
+            _, rows, columns = placement.cut
+            rank = matrix.a.shape[1]
+            a[:, projection, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a[..., columns]))
+            b[:, placement.into[1], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[:, rows]))
+        first = slot * experts
+        stack.a[first : first + experts].copy_(a.flatten(1, 2))
+        stack.b[first : first + experts].copy_(b)
 
     def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
         table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
@@ -198,6 +242,28 @@ class CudaAdapters:
     def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
         return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip)
 
+    def of_experts(self, inner: str, down: str, *, batch_invariant: bool = False) -> ExpertAdapters | None:
+        """Return what is added to the products of a mixture's experts in the current step; None: nothing.
+
+        `batch_invariant`: never None, so that tokens without an adapter are computed the same way in every step.
+        """
+        rows, stacks = self._rows, (self._stacks.get(inner), self._stacks.get(down))
+        if rows is None or stacks == (None, None):
+            return _add_nothing if batch_invariant else None
+        experts = self._experts[inner if stacks[0] is not None else down]
+        none = self.slots * experts
+
+        def added(tokens: Tensor, of_rows: Tensor) -> tuple[Added, Added]:
+            slots = (rows.slots[tokens] * experts + of_rows).clamp_(max=none).to(torch.int32)
+            pairs = sort_by_slot(slots, none, batch_invariant=rows.invariant, use_kernel=self._device.use_kernels)
+
+            def add(stack: AdapterStack | None) -> Added:
+                return lambda y, x: y if stack is None else self._add(y, x, stack, pairs)
+
+            return add(stacks[0]), add(stacks[1])
+
+        return added
+
     def add_to_embeddings(self, x: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
         """Add those of tokens [T] to their embeddings x [T, D], in place; return x."""
         stack, rows = self._stacks[_EMBED], self._rows
@@ -213,6 +279,10 @@ class CudaAdapters:
     def add_to_logits(self, logits: Tensor, hidden: Tensor, slots: Tensor, *, batch_invariant: bool = False) -> Tensor:
         """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them."""
         return self._add(logits, hidden, self._stacks[_HEAD], self._sorted(slots, batch_invariant))
+
+
+def _add_nothing(tokens: Tensor, experts: Tensor) -> tuple[Added, Added]:
+    return (lambda y, x: y), (lambda y, x: y)
 
 
 def _half_split(spec: ModelSpec, matrices: Mapping[str, LowRank]) -> dict[str, LowRank]:
