@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -50,14 +50,14 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "load": load, "commit": commit.stdout.strip()}
 
 
-def run(name: str, options: Options) -> list[Report]:
+def run(name: str, options: Options) -> Iterator[Report]:
     """Carry out a scenario. One that cannot be carried out fails."""
     try:
-        return SCENARIOS[name](options)
+        yield from SCENARIOS[name](options)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         report = Report(name)
         report.fail(error)
-        return [report]
+        yield report
 
 
 def main() -> int:

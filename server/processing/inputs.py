@@ -166,6 +166,7 @@ class PreparedRequest:
     children: list[EngineRequest]
     arrival_time: float  # Unix seconds
     arrival: float  # monotonic seconds
+    trace_parent: Any = None  # an opentelemetry Context, with --otlp-traces-endpoint
 
 
 # Requests.

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +115,10 @@ def _edits(field: str) -> bytes:
     return json.dumps(fields | {field: values[field]}).encode()
 
 
-def bombs(options: Options) -> list[Report]:
+def bombs(options: Options) -> Iterator[Report]:
     """Each bomb beside ten streams: gaps of at most 0.5 s, memory of at most 300 MB more."""
     flags = [word for key in KEYS for word in ("--api-key", key)]
     log = Path(options.log_folder) / "bombs.log"
-    reports = []
     server: Server | None = None
     try:
         for bomb in BOMBS:
@@ -127,17 +126,16 @@ def bombs(options: Options) -> list[Report]:
                 if server is not None:
                     server.stop()
                 server = Server(options.model, *flags, "--trust-request-chat-template", log=log)
-            reports.append(_beside_streams(f"item {bomb.item}: {bomb.name}", server, _sender(bomb, server)))
+            yield _beside_streams(f"item {bomb.item}: {bomb.name}", server, _sender(bomb, server))
             _wait_until_idle(server)
     finally:
         if server is not None:
             server.stop()
     for row in (_headers, _grammars):
         with serving(options.model, *flags, log=log) as server:
-            reports.append(row(server))
+            yield row(server)
     with serving(options.model, *flags, log=log) as server:
-        reports.append(_stored_responses(server))
-    return reports
+        yield _stored_responses(server)
 
 
 def _wait_until_idle(server: Server, seconds: float = 60) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,5 +64,5 @@ class Report:
         return "\n".join(lines)
 
 
-Scenario = Callable[[Options], list[Report]]
+Scenario = Callable[[Options], Iterable[Report]]
 """Carry out one row of the table and return its reports, one or several."""
