@@ -41,6 +41,7 @@ from pagoda.server.http.server import (
     IgnoredPartsMiddleware,
     RequestIdMiddleware,
     RouteSpellingMiddleware,
+    TraceContextMiddleware,
 )
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai import chat, completion, generate, models, render
@@ -132,6 +133,8 @@ def create_app(state: ServerState) -> FastAPI:
     for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_middlewares(app, config, state.metrics)
+    if state.engine.tracer is not None:
+        app.add_middleware(TraceContextMiddleware, tracer=state.engine.tracer)
     return app
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.core import PAUSE_MODES
@@ -33,7 +33,7 @@ from pagoda.server.ipc_messages import (
     SleepState,
     StepReply,
 )
-from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats
+from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
@@ -57,6 +57,9 @@ from pagoda.server.vllm_compat.config_views import ModelView, VllmConfigView
 from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
 from pagoda.server.vllm_compat.request_types import LoRARequest
 from pagoda.server.vllm_compat.script_helpers import UsageContext
+
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import Tracer
 
 LONG_TEXT: Final = 16_384
 """Characters or token ids from which a prompt is prepared in a thread, so that other requests keep streaming."""
@@ -124,6 +127,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self.stats = EngineStats()
         self.metrics = metrics
         self._open_text = open_text
+        self.tracer = open_tracer(config)
         self._engine = CoreClientAsync(
             client or start_engine(config, in_process=in_process), self._receive, self._fail_all
         )
@@ -191,7 +195,7 @@ class AsyncLLM(ExplainsMissingMethods):
         except BaseException:
             self._engine.close()
             raise
-        self._warm = WarmEngine.of(self.config, info, tokenizer)
+        self._warm = WarmEngine.of(self.config, info, tokenizer, self.tracer)
 
     def _ready(self) -> WarmEngine:
         """Return what exists once the engine is warm. Raises EngineDeadError before."""
@@ -314,9 +318,10 @@ class AsyncLLM(ExplainsMissingMethods):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt; closing or cancelling the generator ends the request.
 
-        `prompt_text`: the text of a prompt given as token ids. `tokenization_kwargs`: as of encode. No effect have
-        `trace_headers` (requests are not traced), `data_parallel_rank`, `session_id` and `kv_hints` (the replica is
-        chosen by load and cached prefixes), `reasoning_ended` and `reasoning_parser_kwargs` (the prompt tells).
+        `prompt_text`: the text of a prompt given as token ids. `tokenization_kwargs`: as of encode.
+        `trace_headers`: `traceparent` and `tracestate` of the span that the request's is a child of. No effect have
+        `data_parallel_rank`, `session_id` and `kv_hints` (the replica is chosen by load and cached prefixes),
+        `reasoning_ended` and `reasoning_parser_kwargs` (the prompt tells).
 
         Raises RequestError (before the first output) for a prompt that cannot be served, QueueFullError if the queue is
         full, EngineDeadError with the cause when the engine dies.
@@ -329,6 +334,7 @@ class AsyncLLM(ExplainsMissingMethods):
             tokenization_kwargs=tokenization_kwargs,
             priority=priority,
             prompt_text=prompt_text,
+            trace_headers=trace_headers,
         )
         finished = False
         try:
@@ -353,13 +359,15 @@ class AsyncLLM(ExplainsMissingMethods):
     ) -> AsyncGenerator[RawPoolingOutput, None]:
         """Yield the one output of a prompt on a pooling model; closing or cancelling the generator ends the request.
 
-        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers` (requests
-        are not traced) and `reasoning_ended` have no effect. Raises as generate does.
+        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers`: as of
+        generate. `reasoning_ended` has no effect. Raises as generate does.
         """
         check_extras(lora_request=lora_request)
         options = TextOptions.of(tokenization_kwargs)
         parsed = await asyncio.to_thread(self.pooling_inputs.parse, prompt, options)
-        stream = await self.add_request(request_id, parsed, pooling_params, priority=priority)
+        stream = await self.add_request(
+            request_id, parsed, pooling_params, priority=priority, trace_headers=trace_headers
+        )
         try:
             yield with_tensor(await stream.get())
         finally:
@@ -429,9 +437,17 @@ class AsyncLLM(ExplainsMissingMethods):
         adapter = self.adapters.adapter(lora_request)
         text = text_options(tokenization_kwargs)
         prompt = with_text(prompt, prompt_text)
-        details: dict[str, Any] = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
-        details["lora_request"] = lora_request
-        return await self.submit(request_id, prompt, params, priority, **details)
+        return await self.submit(
+            request_id,
+            prompt,
+            params,
+            priority,
+            text=text,
+            arrival_time=arrival_time,
+            adapter=adapter,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+        )
 
     async def submit(
         self,
@@ -444,6 +460,7 @@ class AsyncLLM(ExplainsMissingMethods):
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
         lora_request: AdapterRequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestStream[Any]:
         """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name."""
         self._engine.attach()
@@ -459,6 +476,8 @@ class AsyncLLM(ExplainsMissingMethods):
         await warm.inputs.check_grammar(prepared)
         await self._gate.passed()  # preparing a long prompt takes time: check again
         self._admission.check(sequences)
+        if self.tracer is not None:
+            prepared = replace(prepared, trace_parent=self.tracer.parent(trace_headers))
         stream = warm.requests.add(prepared)
         for child in prepared.children:
             self._engine.send(AddRequest(child))
@@ -507,8 +526,8 @@ class AsyncLLM(ExplainsMissingMethods):
         """Return: no output of an encoder is cached."""
 
     async def is_tracing_enabled(self) -> bool:
-        """Return False: requests are not traced."""
-        return False
+        """Return True with --otlp-traces-endpoint."""
+        return self.tracer is not None
 
     async def do_log_stats(self) -> None:
         """Log what runs, what waits, and how full the KV cache is."""
@@ -653,6 +672,8 @@ class AsyncLLM(ExplainsMissingMethods):
         self._engine.close(2.0 if timeout is None else timeout)
         if self._warm is not None:
             self._warm.inputs.close()
+        if self.tracer is not None:
+            self.tracer.close()
         self._engine.die(EngineDeadError("the engine was shut down"))
 
     async def _prepare(
@@ -725,7 +746,9 @@ class WarmEngine:
     requests: AsyncRequests
 
     @classmethod
-    def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
+    def of(
+        cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None, tracer: Tracer | None = None
+    ) -> Self:
         """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
         processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
@@ -733,7 +756,7 @@ class WarmEngine:
             info=info,
             tokenizer=tokenizer,
             inputs=AsyncInputs(processor, check_of(tokenizer, info)),
-            requests=AsyncRequests(tokenizer, config.scheduler.stream_interval),
+            requests=AsyncRequests(tokenizer, config.scheduler.stream_interval, tracer),
         )
 
 

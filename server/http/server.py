@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import quote
 
 import uvicorn
@@ -36,6 +36,9 @@ from pagoda.server.http.connections import BoundedProtocol, Connections
 from pagoda.server.http.errors import HttpError, error_response
 from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, id_header, json_response
 from pagoda.server.http.state import MAX_ID_LENGTH
+
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -406,6 +409,21 @@ def header_value(ignored: Iterable[Ignored]) -> str:
     names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
     more = len(names) - MAX_HEADER_NAMES
     return ", ".join(names[:MAX_HEADER_NAMES] + ([f"+{more} more"] if more > 0 else []))
+
+
+class TraceContextMiddleware:
+    """Makes the span of the `traceparent` header the parent of the request's; with --otlp-traces-endpoint."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with self._tracer.within(Headers(scope=scope)):
+            await self._app(scope, receive, send)
 
 
 class IgnoredPartsMiddleware:

@@ -168,6 +168,7 @@ class PreparedRequest:
     arrival_time: float  # Unix seconds
     arrival: float  # monotonic seconds
     lora_request: AdapterRequest | None = None  # as the caller of the Python API gave it, for outputs
+    trace_parent: Any = None  # an opentelemetry Context, with --otlp-traces-endpoint
 
 
 # Requests.

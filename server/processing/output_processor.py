@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -41,6 +41,9 @@ from pagoda.server.outputs import (
 )
 from pagoda.server.processing.inputs import PreparedRequest
 
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import RequestTrace, Tracer
+
 _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
@@ -65,8 +68,8 @@ LONG_PROMPT: Final = 256
 
 class OutputProcessor:
     """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence. What happens
-    to requests is added to `events`, for metrics. `pending`: where logprobs of long prompts are put by request id,
-    instead of being converted.
+    to requests is added to `events`, for metrics; those that end are recorded by `tracer`. `pending`: where logprobs of
+    long prompts are put by request id, instead of being converted.
     """
 
     def __init__(
@@ -75,8 +78,9 @@ class OutputProcessor:
         stream_interval: int = 1,
         events: RequestEvents | None = None,
         pending: dict[str, PendingLogprobs] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self._pending = pending
+        self._pending, self._tracer = pending, tracer
         self._tokenizer = tokenizer
         self._interval = stream_interval
         self._events = events
@@ -129,6 +133,8 @@ class OutputProcessor:
                     ready.append(_pooling_output(prepared, output, output.pooled, now))
                     if self._events is not None:
                         _add_pooled(self._events, prepared, "stop", now, output)
+                    if self._tracer is not None:
+                        self._tracer.record(_pooling_trace(prepared, output, now))
                 continue
             request = sequence.request
             known = len(sequence.token_ids)
@@ -227,6 +233,8 @@ class OutputProcessor:
             _add_finished(self._events, sequence, reason)
         if not request.running:
             del self._requests[request.prepared.request_id]
+            if self._tracer is not None:
+                self._tracer.record(_generation_trace(request, reason))
 
 
 def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Pooled, now: float) -> RawPoolingOutput:
@@ -237,6 +245,53 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
         output.num_cached_tokens,
         scheduled_ts=output.scheduled,
         finished_ts=now,
+    )
+
+
+# What is reported to traces.
+
+
+def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
+    """Return the trace of a request whose last sequence ended for this reason."""
+    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+
+    prepared, metrics = request.prepared, request.metrics
+    params = prepared.params
+    assert isinstance(params, SamplingParams)
+    return RequestTrace(
+        request_id=prepared.request_id,
+        parent=prepared.trace_parent,
+        arrival_time=metrics.arrival_time,
+        arrival=metrics.arrival_ts,
+        queued=metrics.queued_ts,
+        scheduled=metrics.scheduled_ts,
+        first_token=metrics.first_token_ts,
+        last_token=metrics.last_token_ts,
+        prompt_tokens=_num_prompt_tokens(prepared),
+        completion_tokens=metrics.num_generation_tokens,
+        finish_reasons=tuple(each.finish_reason or reason for each in request.sequences),
+        n=len(request.sequences),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_tokens=prepared.children[0].max_tokens,
+    )
+
+
+def _pooling_trace(prepared: PreparedRequest, output: EngineOutput, now: float) -> RequestTrace:
+    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+
+    return RequestTrace(
+        request_id=prepared.request_id,
+        parent=prepared.trace_parent,
+        arrival_time=prepared.arrival_time,
+        arrival=prepared.arrival,
+        queued=prepared.arrival,
+        scheduled=output.scheduled,
+        first_token=now,
+        last_token=now,
+        prompt_tokens=_num_prompt_tokens(prepared),
+        completion_tokens=0,
+        finish_reasons=("stop",),
     )
 
 
@@ -601,10 +656,10 @@ class RequestStream(Generic[OutputT]):
 class AsyncRequests:
     """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int, tracer: Tracer | None = None) -> None:
         self.events = RequestEvents()
         self._logprobs: dict[str, PendingLogprobs] = {}
-        self._processor = OutputProcessor(tokenizer, stream_interval, self.events, self._logprobs)
+        self._processor = OutputProcessor(tokenizer, stream_interval, self.events, self._logprobs, tracer)
         self._streams: dict[str, RequestStream[Any]] = {}
 
     def __len__(self) -> int:
