@@ -96,7 +96,7 @@ class LLMEngine(ExplainsMissingMethods):
         self._metrics = _metrics_of(self.info, config) if self.log_stats else None
         self._events = RequestEvents() if self.log_stats else None
         self._tracer = open_tracer(config)
-        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval, self._events, self._tracer)
+        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval, self._events, tracer=self._tracer)
 
     @classmethod
     def from_engine_args(
