@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, Protocol, Self, overload
@@ -11,8 +12,8 @@ from typing import Any, Final, Protocol, Self, overload
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter
-from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.engine.messages import EngineRequest, EngineStats, RequestEvents, StepOutputs
+from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
@@ -27,9 +28,11 @@ from pagoda.server.ipc_messages import (
     EngineInfo,
     FromEngine,
     LoadAdapter,
+    Ready,
     Refused,
     RemoveAdapter,
     ResetPrefixCache,
+    Restarting,
     SleepState,
     StepReply,
 )
@@ -124,7 +127,11 @@ class AsyncLLM(ExplainsMissingMethods):
         self.metrics = metrics
         self._open_text = open_text
         self._engine = CoreClientAsync(
-            client or start_engine(config, in_process=in_process), self._receive, self._fail_all
+            client or start_engine(config, in_process=in_process),
+            self._receive,
+            self._fail_all,
+            self._fail_running,
+            kills_stuck=bool(config.runtime.restart_engine) or config.runtime.exit_on_stuck_engine,
         )
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
@@ -448,9 +455,14 @@ class AsyncLLM(ExplainsMissingMethods):
         await self._gate.passed()  # preparing a long prompt takes time: check again
         self._admission.check(sequences)
         stream = warm.requests.add(prepared)
-        for child in prepared.children:
-            self._engine.send(AddRequest(child))
+        self._send(prepared.children)
         return stream
+
+    def _send(self, children: Sequence[EngineRequest]) -> None:
+        """Send engine requests of a stream that is registered; an engine that restarts gets them once it is warm."""
+        with suppress(EngineUnavailableError):
+            for child in children:
+                self._engine.send(AddRequest(child))
 
     def check_generates(self) -> None:
         """Raise RequestError if the model was started for pooling."""
@@ -478,7 +490,7 @@ class AsyncLLM(ExplainsMissingMethods):
             self._abort(self._warm.requests.abort(ids))
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine is dead, silent or stuck in a step."""
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
         self._engine.raise_if_dead()
         self._ready()
         self._engine.check()
@@ -668,6 +680,11 @@ class AsyncLLM(ExplainsMissingMethods):
                 self._refuse(child_id, RequestError(field, text))
             case SleepState():
                 self._sleep.update(message)
+            case Restarting(cause):
+                self._lose(cause)
+            case Ready():
+                self._sleep.reset()
+                self._send(self._ready().requests.children)
             case _:
                 pass
 
@@ -694,9 +711,26 @@ class AsyncLLM(ExplainsMissingMethods):
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))
 
+    def _lose(self, cause: str) -> None:
+        """Fail the requests that the next engine cannot run: something of them has been sent, or they ran twice."""
+        error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
+        self.stats = EngineStats()
+        if self._warm is not None:
+            self._warm.requests.fail_lost(error)
+            self._report_events()
+
+    def _fail_running(self, error: EngineUnavailableError) -> None:
+        """Fail all requests: the engine is stuck. It drops them should it continue."""
+        if self._warm is not None:
+            self._abort(self._warm.requests.fail(error))
+
+    def raise_if_unavailable(self) -> None:
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
+        self._engine.raise_if_unavailable()
+
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._warm is not None:
-            self._warm.requests.die(error)
+            self._warm.requests.fail(error)
             self._report_events()
 
 

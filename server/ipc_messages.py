@@ -138,6 +138,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     name: str = ""  # the flag or field that it names
 
 
+class Restarting(msgspec.Struct, tag="restarting", frozen=True):
+    """The engine has ended and is being replaced; all its requests are lost. Ready follows, or Failed."""
+
+    cause: str
+
+
 class StepReply(msgspec.Struct, tag="step", frozen=True):
     """The outputs of a step."""
 
@@ -181,7 +187,7 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
 
 
 ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | Shutdown
-FromEngine = Ready | Failed | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
+FromEngine = Ready | Failed | Restarting | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)

@@ -14,14 +14,17 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
     on a host that takes no requests.
     """
     check_first_host(config)
+    check_restarts(config, in_process=in_process)
     if in_process:
         from pagoda.server.core_client.engine import ThreadClient
 
         return ThreadClient(config)
     from pagoda.server.core_client.process_client import ProcessClient
+    from pagoda.server.core_client.restarting import RestartingClient
     from pagoda.server.plugins import load_general_plugins
 
-    client = ProcessClient(config)
+    restarts = config.runtime.restart_engine
+    client = RestartingClient(lambda: ProcessClient(config), restarts) if restarts else ProcessClient(config)
     try:
         load_general_plugins(config)
     except BaseException:
@@ -33,10 +36,23 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
 def check_start(config: EngineConfig, *, in_process: bool) -> None:
     """Raise ConfigError where `start_engine` would; `check_engine` runs the plugins."""
     check_first_host(config)
+    check_restarts(config, in_process=in_process)
     if not in_process:
         from pagoda.server.core_client.process_client import check_folder
 
         check_folder(config.runtime)
+
+
+def check_restarts(config: EngineConfig, *, in_process: bool) -> None:
+    """Raise ConfigError for --restart-engine where an engine cannot be replaced alone."""
+    if not config.runtime.restart_engine:
+        return
+    if in_process:
+        raise ConfigError(
+            "--restart-engine", "needs the engine in its own process; drop it or --disable-frontend-multiprocessing"
+        )
+    if config.parallel.nnodes > 1:
+        raise ConfigError("--restart-engine", "the other hosts end with the engine; drop it and restart all hosts")
 
 
 def check_first_host(config: EngineConfig) -> None:

@@ -33,6 +33,7 @@ from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
+from pagoda.server.core_client.process_client import STACK_SIGNAL
 from pagoda.server.ipc_messages import (
     Abort,
     AdapterState,
@@ -192,6 +193,11 @@ class ThreadClient:
             self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
         self._supervisor.check()
 
+    def kill(self, cause: str) -> None:
+        """Count the engine as dead; its thread ends after its current step."""
+        self._deliver(Failed("EngineDeadError", cause))
+        self._commands.put(Shutdown())
+
     def close(self, timeout: float = 2.0) -> None:
         """End the engine after its current step. Idempotent."""
         if not self._closed:
@@ -252,6 +258,7 @@ class _SocketInbox:
 def serve(address: str, build: Build = build_engine) -> int:
     """Build the engine of the configuration on stdin and run it. Return the exit status."""
     faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     stdin = sys.stdin.buffer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,12 @@ _MAX_MESSAGES: Final = 32
 _MAX_SOCKET_PATH: Final = 107
 """Bytes, on Linux."""
 
+STACK_SIGNAL: Final = signal.SIGUSR2
+"""An engine process that gets it writes the stacks of its threads to stderr, even within native code."""
+
+_STACK_SECONDS: Final = 0.2
+"""Time for a stuck engine to write its stacks before it is killed."""
+
 
 class ProcessClient:
     """Implements EngineClient over two Unix sockets."""
@@ -67,6 +74,7 @@ class ProcessClient:
         self._listener: Listener | None = None
         self._closed = False
         self._resuming = False
+        self._kill_cause = ""
         self._process = subprocess.Popen(
             [*program, f"ipc://{self._folder}/engine"],
             stdin=subprocess.PIPE,
@@ -130,9 +138,16 @@ class ProcessClient:
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         self._deliver()
-        if self._supervisor.failed is None and self._process.poll() is not None:
-            self._supervisor.note(self._exit_failure())
+        if self._process.poll() is not None:
+            self._deliver_end()
         self._supervisor.check()
+
+    def kill(self, cause: str) -> None:
+        self._kill_cause = cause
+        self._process.send_signal(STACK_SIGNAL)
+        timer = threading.Timer(_STACK_SECONDS, self._process.kill)
+        timer.daemon = True
+        timer.start()
 
     def close(self, timeout: float = 2.0) -> None:
         if self._closed:
@@ -200,7 +215,7 @@ class ProcessClient:
     def _exit_failure(self) -> Failed:
         status = self._process.poll()
         why = "the engine was shut down" if status is None else f"the engine process {describe_exit(status)}"
-        return Failed("EngineDeadError", why)
+        return Failed("EngineDeadError", self._kill_cause or why)
 
 
 def _end(

@@ -101,6 +101,7 @@ class ServerState:
             raise self._llm.dead_error
         if not self._llm.is_running:
             raise UnavailableError("the model is still loading")
+        self._llm.raise_if_unavailable()
         return self._llm
 
     def tokenizer(self) -> Tokenizer | None:
