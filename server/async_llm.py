@@ -41,10 +41,12 @@ from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
+    ALONE,
     InputProcessor,
     PreparedRequest,
     Prompt,
     PromptType,
+    RequestOrigin,
     TextOptions,
     check_extras,
     max_prompt_tokens,
@@ -440,8 +442,9 @@ class AsyncLLM(ExplainsMissingMethods):
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        origin: RequestOrigin = ALONE,
     ) -> RequestStream[Any]:
-        """As `add_request`; `adapter`: one that was resolved before."""
+        """As `add_request`; `adapter`: one that was resolved before. `origin`: the caller's request that this is of."""
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
@@ -449,7 +452,7 @@ class AsyncLLM(ExplainsMissingMethods):
             self.check_generates()
         await self._gate.passed()
         self._admission.check(sequences)
-        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
+        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter, "origin": origin}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
         await warm.inputs.check_grammar(prepared)
         await self._gate.passed()  # preparing a long prompt takes time: check again
@@ -461,8 +464,8 @@ class AsyncLLM(ExplainsMissingMethods):
     def _send(self, children: Sequence[EngineRequest]) -> None:
         """Send engine requests of a stream that is registered; an engine that restarts gets them once it is warm."""
         with suppress(EngineUnavailableError):
-            for child in children:
-                self._engine.send(AddRequest(child))
+            for message in AddRequest.several(children):
+                self._engine.send(message)
 
     def check_generates(self) -> None:
         """Raise RequestError if the model was started for pooling."""
@@ -750,7 +753,8 @@ class WarmEngine:
     def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
         """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
-        processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
+        limit = config.scheduler.max_request_cost
+        processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs, limit)
         return cls(
             info=info,
             tokenizer=tokenizer,
@@ -775,6 +779,7 @@ class AsyncInputs:
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        origin: RequestOrigin = ALONE,
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, see InputProcessor.prepare. Raises RequestError."""
         prepare = partial(
@@ -786,6 +791,7 @@ class AsyncInputs:
             text=text,
             arrival_time=arrival_time,
             adapter=adapter,
+            origin=origin,
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         long = isinstance(given, str | list) and len(given) > LONG_TEXT

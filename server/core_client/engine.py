@@ -93,8 +93,9 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, s
         progress.busy = core.has_work
         for command in inbox.receive(wait=not progress.busy):
             match command:
-                case AddRequest(request):
-                    _add(core, request, send)
+                case AddRequest():
+                    for request in command.sequences():
+                        _add(core, request, send)
                 case Abort(request_ids):
                     core.abort(request_ids)
                 case ResetPrefixCache(ticket):

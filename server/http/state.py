@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -270,6 +271,9 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, object]] = {
 
 
 # Access from a request.
+
+CURRENT_OWNER: Final[ContextVar[bytes]] = ContextVar("pagoda_owner", default=b"")
+"""Digest of the API key of the request that the current task serves; empty if the server has no keys."""
 
 
 def server_of(request: Request) -> ServerState:
