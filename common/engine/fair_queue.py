@@ -8,6 +8,7 @@ thus served in the order in which they came.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,7 +45,6 @@ class _Owner:
 
     running: int = 0
     served: int = 0  # when it last got a row, in rows given so far
-    num_waiting: int = 0
     groups: dict[str, _Group] = field(default_factory=dict)
     heap: list[tuple[int, Rank, str]] = field(default_factory=list)
 
@@ -86,7 +86,6 @@ class FairQueue(WaitingQueue):
         group = owner.groups.setdefault(request.group, _Group())
         group.waiting[request.request_id] = request
         heapq.heappush(group.heap, (request.rank, request.request_id))
-        owner.num_waiting += 1
         self._requests[request.request_id] = request
         owner.touch(request.group)
         self._next = None
@@ -96,11 +95,10 @@ class FairQueue(WaitingQueue):
 
     def peek(self) -> Request:
         if self._next is None:
-            waiting = [each for each in self._owners.values() if each.num_waiting]
-            if not waiting:
+            firsts = [(owner, first) for owner in self._owners.values() if (first := owner.first()) is not None]
+            if not firsts:
                 raise IndexError("no request is waiting")
-            self._next = min(waiting, key=lambda owner: (owner.running, owner.served)).first()
-            assert self._next is not None, "a request waits"
+            self._next = min(firsts, key=lambda each: (each[0].running, each[0].served, each[1].rank))[1]
         return self._next
 
     def pop(self) -> Request:
@@ -113,7 +111,6 @@ class FairQueue(WaitingQueue):
         if request is not None:
             owner = self._owners[request.owner]
             del owner.groups[request.group].waiting[request_id]
-            owner.num_waiting -= 1
             self._update(request, owner)
         return request
 
@@ -136,6 +133,16 @@ class FairQueue(WaitingQueue):
         owner.groups[request.group].running -= 1
         self._update(request, owner)
 
+    def served(self) -> tuple[dict[str, int], int]:
+        """Return when each key last got a row, in rows given so far, and the latter."""
+        return {name: owner.served for name, owner in self._owners.items()}, self._rows_given
+
+    def restore_served(self, served: Mapping[str, int], rows_given: int) -> None:
+        """Replace what `served` returns, of the keys in the queue."""
+        self._rows_given, self._next = rows_given, None
+        for name, owner in self._owners.items():
+            owner.served = served.get(name, 0)
+
     def victim(self, running: list[Request]) -> Request | None:
         """Return the running sequence, of `running` by rank, that the next waiting one should replace.
 
@@ -146,14 +153,16 @@ class FairQueue(WaitingQueue):
         owner = self._owners[request.owner]
         if owner.groups[request.group].running:
             return None
-        largest = max(self._owners.values(), key=lambda each: each.running)
+        largest = max(self._owners.values(), key=lambda each: (each.running, each.served))
         if largest.running < owner.running + 2:
             largest = owner
-        group = max(largest.groups.values(), key=lambda each: each.running)
-        if largest is owner and group.running < 2:
+        most = max(each.running for each in largest.groups.values())
+        if largest is owner and most < 2:
             return None
-        mine = [each for each in running if self._owners[each.owner].groups[each.group] is group]
-        return mine[-1]
+        for each in reversed(running):
+            if self._owners[each.owner] is largest and largest.groups[each.group].running == most:
+                return each
+        return None
 
     def _update(self, request: Request, owner: _Owner) -> None:
         owner.touch(request.group)

@@ -168,6 +168,10 @@ class Scheduler:
             return []
         return [adapter for adapter in self.waiting.adapters() if adapter not in self.adapters]
 
+    def request(self, request_id: str) -> Request:
+        """Return an unfinished request. Raises KeyError for any other."""
+        return self._requests[request_id]
+
     @property
     def num_unfinished(self) -> int:
         """Requests running or waiting."""
