@@ -73,3 +73,7 @@ class SleepError(PagodaError):
 
 class EngineDeadError(PagodaError, RuntimeError):
     """The engine stopped; the message carries the cause."""
+
+
+class EngineUnavailableError(EngineDeadError):
+    """The engine is stuck, or is being restarted: HTTP 503. The same request may be accepted later."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
-from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.engine.messages import EngineRequest, EngineStats, RequestEvents, StepOutputs
+from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
@@ -27,9 +28,11 @@ from pagoda.server.ipc_messages import (
     EngineInfo,
     FromEngine,
     LoadAdapter,
+    Ready,
     Refused,
     RemoveAdapter,
     ResetPrefixCache,
+    Restarting,
     SleepState,
     StepReply,
 )
@@ -38,10 +41,12 @@ from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
+    ALONE,
     InputProcessor,
     PreparedRequest,
     Prompt,
     PromptType,
+    RequestOrigin,
     TextOptions,
     check_extras,
     max_prompt_tokens,
@@ -129,7 +134,11 @@ class AsyncLLM(ExplainsMissingMethods):
         self._open_text = open_text
         self.tracer = open_tracer(config)
         self._engine = CoreClientAsync(
-            client or start_engine(config, in_process=in_process), self._receive, self._fail_all
+            client or start_engine(config, in_process=in_process),
+            self._receive,
+            self._fail_all,
+            self._fail_running,
+            kills_stuck=bool(config.runtime.restart_engine) or config.runtime.exit_on_stuck_engine,
         )
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
@@ -461,8 +470,11 @@ class AsyncLLM(ExplainsMissingMethods):
         adapter: Adapter | None = None,
         lora_request: AdapterRequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        origin: RequestOrigin = ALONE,
     ) -> RequestStream[Any]:
-        """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name."""
+        """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name; `origin`: the
+        caller's request that this is of.
+        """
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
@@ -470,7 +482,7 @@ class AsyncLLM(ExplainsMissingMethods):
             self.check_generates()
         await self._gate.passed()
         self._admission.check(sequences)
-        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
+        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter, "origin": origin}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
         prepared = replace(prepared, lora_request=lora_request)
         await warm.inputs.check_grammar(prepared)
@@ -479,9 +491,14 @@ class AsyncLLM(ExplainsMissingMethods):
         if self.tracer is not None:
             prepared = replace(prepared, trace_parent=self.tracer.parent(trace_headers))
         stream = warm.requests.add(prepared)
-        for child in prepared.children:
-            self._engine.send(AddRequest(child))
+        self._send(prepared.children)
         return stream
+
+    def _send(self, children: Sequence[EngineRequest]) -> None:
+        """Send engine requests of a stream that is registered; an engine that restarts gets them once it is warm."""
+        with suppress(EngineUnavailableError):
+            for message in AddRequest.several(children):
+                self._engine.send(message)
 
     def check_generates(self) -> None:
         """Raise RequestError if the model was started for pooling."""
@@ -509,7 +526,7 @@ class AsyncLLM(ExplainsMissingMethods):
             self._abort(self._warm.requests.abort(ids))
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine is dead, silent or stuck in a step."""
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
         self._engine.raise_if_dead()
         self._ready()
         self._engine.check()
@@ -701,6 +718,11 @@ class AsyncLLM(ExplainsMissingMethods):
                 self._refuse(child_id, RequestError(field, text))
             case SleepState():
                 self._sleep.update(message)
+            case Restarting(cause):
+                self._lose(cause)
+            case Ready():
+                self._sleep.reset()
+                self._send(self._ready().requests.children)
             case _:
                 pass
 
@@ -727,9 +749,26 @@ class AsyncLLM(ExplainsMissingMethods):
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))
 
+    def _lose(self, cause: str) -> None:
+        """Fail the requests that the next engine cannot run: something of them has been sent, or they ran twice."""
+        error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
+        self.stats = EngineStats()
+        if self._warm is not None:
+            self._warm.requests.fail_lost(error)
+            self._report_events()
+
+    def _fail_running(self, error: EngineUnavailableError) -> None:
+        """Fail all requests: the engine is stuck. It drops them should it continue."""
+        if self._warm is not None:
+            self._abort(self._warm.requests.fail(error))
+
+    def raise_if_unavailable(self) -> None:
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
+        self._engine.raise_if_unavailable()
+
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._warm is not None:
-            self._warm.requests.die(error)
+            self._warm.requests.fail(error)
             self._report_events()
 
 
@@ -751,7 +790,8 @@ class WarmEngine:
     ) -> Self:
         """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
-        processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
+        limit = config.scheduler.max_request_cost
+        processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs, limit)
         return cls(
             info=info,
             tokenizer=tokenizer,
@@ -779,6 +819,7 @@ class AsyncInputs:
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        origin: RequestOrigin = ALONE,
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, see InputProcessor.prepare. Raises RequestError."""
         prepare = partial(
@@ -790,6 +831,7 @@ class AsyncInputs:
             text=text,
             arrival_time=arrival_time,
             adapter=adapter,
+            origin=origin,
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         long = isinstance(given, str | list) and len(given) > LONG_TEXT

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import msgspec
@@ -77,9 +80,31 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True):
-    """Queue one sequence."""
+    """Queue a sequence, and others that differ from it in id and seed only: prompt and lists are sent once."""
 
     request: EngineRequest
+    others: tuple[tuple[str, int], ...] = ()  # request id and seed
+
+    @classmethod
+    def several(cls, requests: Iterable[EngineRequest]) -> Iterator[AddRequest]:
+        """Yield messages that queue the requests; consecutive ones of one prompt share a message."""
+        for _, group in groupby(requests, lambda request: id(request.prompt_token_ids)):
+            first, *others = group
+            same = [each for each in others if _with_id_and_seed(each, first.request_id, first.rules.seed) == first]
+            if len(same) < len(others):
+                yield from map(cls, (first, *others))
+            else:
+                yield cls(first, tuple((each.request_id, each.rules.seed) for each in others))
+
+    def sequences(self) -> Iterator[EngineRequest]:
+        """Yield all sequences; they share prompt and lists."""
+        yield self.request
+        for request_id, seed in self.others:
+            yield _with_id_and_seed(self.request, request_id, seed)
+
+
+def _with_id_and_seed(request: EngineRequest, request_id: str, seed: int) -> EngineRequest:
+    return replace(request, request_id=request_id, rules=replace(request.rules, seed=seed))
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -139,6 +164,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     name: str = ""  # the flag or field that it names
 
 
+class Restarting(msgspec.Struct, tag="restarting", frozen=True):
+    """The engine has ended and is being replaced; all its requests are lost. Ready follows, or Failed."""
+
+    cause: str
+
+
 class StepReply(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """The outputs of a step."""
 
@@ -183,7 +214,7 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
 
 
 ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | Shutdown
-FromEngine = Ready | Failed | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
+FromEngine = Ready | Failed | Restarting | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)

@@ -55,6 +55,11 @@ def adjust(logits: jax.Array, packed: jax.Array) -> jax.Array:
     return logits.at[packed[0], packed[1]].add(values, mode="drop")
 
 
+def adjust_all(logits: jax.Array, values: jax.Array, rows: jax.Array) -> jax.Array:
+    """Add values float32 [V], zeros after the vocabulary, to the logits [R, V] of some rows. rows bool [R]."""
+    return logits + jnp.where(rows[:, None], values, 0.0)
+
+
 def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: jax.Array) -> jax.Array:
     """Set logits [R, V] to -inf for the last token of every banned word whose other tokens were just generated.
 
@@ -66,7 +71,7 @@ def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: ja
 
 
 def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
-    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `sampling_state.allowed_bits`."""
+    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `logit_edits.allowed_bits`."""
     tokens = jnp.arange(logits.shape[1])
     allowed = bits[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32) & 1
     return jnp.where(allowed == 1, logits, -jnp.inf)

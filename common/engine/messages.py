@@ -43,6 +43,8 @@ class EngineRequest:
     prompt_embeds: bytes | None = None
     encoder_token_ids: list[int] | None = None  # of an encoder-decoder model: what its encoder reads
     adapter: Adapter | None = None  # the LoRA adapter that the sequence is computed with
+    owner: str = ""  # the key that sent it, or rather a digest; rows are divided fairly between keys
+    group: str = ""  # the caller's request that it belongs to, likewise; "": it is alone
 
 
 def pooling_request(

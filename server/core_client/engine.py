@@ -34,7 +34,7 @@ from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
-from pagoda.server.core_client.process_client import bind_private
+from pagoda.server.core_client.process_client import STACK_SIGNAL, bind_private
 from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
     Abort,
@@ -95,8 +95,9 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, s
         progress.busy = core.has_work
         for command in inbox.receive(wait=not progress.busy):
             match command:
-                case AddRequest(request):
-                    _add(core, request, send)
+                case AddRequest():
+                    for request in command.sequences():
+                        _add(core, request, send)
                 case Abort(request_ids):
                     core.abort(request_ids)
                 case ResetPrefixCache(ticket):
@@ -199,6 +200,11 @@ class ThreadClient:
     def other_sequences(self) -> int:
         return 0
 
+    def kill(self, cause: str) -> None:
+        """Count the engine as dead; its thread ends after its current step."""
+        self._deliver(Failed("EngineDeadError", cause))
+        self._commands.put(Shutdown())
+
     def close(self, timeout: float = 2.0) -> None:
         """End the engine after its current step. Idempotent."""
         if not self._closed:
@@ -262,6 +268,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
     `clients`: number of SharedClients; 0: the parent sends the requests.
     """
     faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     stdin = sys.stdin.buffer

@@ -7,6 +7,7 @@ which happens when this process ends; a thread here waits for the engine's exit.
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,11 @@ _MAX_SOCKET_PATH: Final = 107
 """Bytes, on Linux."""
 
 _FOLDER_KIND: Final = "ipc"
+STACK_SIGNAL: Final = signal.SIGUSR2
+"""An engine process that gets it writes the stacks of its threads to stderr, even within native code."""
+
+_STACK_SECONDS: Final = 0.2
+"""Time for a stuck engine to write its stacks before it is killed."""
 
 
 class ProcessClient:
@@ -94,6 +100,7 @@ class ProcessClient:
         self._listener: Listener | None = None
         self._closed = False
         self._resuming = False
+        self._kill_cause = ""
         self._others = 0
 
     @property
@@ -157,9 +164,19 @@ class ProcessClient:
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         self._deliver()
-        if self._supervisor.failed is None and self._status() is not None:
-            self._supervisor.note(self._exit_failure())
+        if self._status() is not None:
+            self._deliver_end()
         self._supervisor.check()
+
+    def kill(self, cause: str) -> None:
+        """End a stuck engine. The process that started it does so; in others nothing happens."""
+        if self._process is None:
+            return
+        self._kill_cause = cause
+        self._process.send_signal(STACK_SIGNAL)
+        timer = threading.Timer(_STACK_SECONDS, self._process.kill)
+        timer.daemon = True
+        timer.start()
 
     def close(self, timeout: float = 2.0) -> None:
         if self._closed:
@@ -234,7 +251,7 @@ class ProcessClient:
     def _exit_failure(self) -> Failed:
         status = self._status()
         why = "the engine was shut down" if status is None else f"the engine process {describe_exit(status)}"
-        return Failed("EngineDeadError", why)
+        return Failed("EngineDeadError", self._kill_cause or why)
 
 
 def bind_private(socket: zmq.Socket[bytes], address: str) -> None:

@@ -60,9 +60,10 @@ class ClientRouter:
     def note(self, client: int, command: ToEngine) -> ToEngine:
         """Record a client's command and return it with a ticket that is unique among all clients."""
         match command:
-            case AddRequest(request):
-                self._owners[request.request_id] = client
-                self._sequences[client] += 1
+            case AddRequest(request, others):
+                request_ids = [request.request_id, *(request_id for request_id, _ in others)]
+                self._owners |= dict.fromkeys(request_ids, client)
+                self._sequences[client] += len(request_ids)
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._forget(request_id)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from pagoda.common.errors import (
     AbortedError,
     EngineDeadError,
+    EngineUnavailableError,
     PagodaError,
     PluginError,
     QueueFullError,
@@ -76,7 +77,7 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(404, str(error), "response_id")
         case QueueFullError():
             return HttpError(429, str(error))
-        case UnavailableError() | SleepError() | AbortedError():
+        case UnavailableError() | EngineUnavailableError() | SleepError() | AbortedError():
             return HttpError(503, str(error))
         case EngineDeadError():
             return HttpError(500, f"the engine is dead: {error}")

@@ -18,9 +18,9 @@ from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
-from pagoda.server.http.state import ServerState
+from pagoda.server.http.state import CURRENT_OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
-from pagoda.server.processing.inputs import Prompt, PromptType
+from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
 
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES: Final = MAX_N
 """Maximum completions of all prompts of one request."""
+
+_OWNER_DIGITS: Final = 16
+"""Hexadecimal digits of a key's digest that tell the keys apart in the engine."""
 
 MAX_TOKENS: Final = 1 << 20
 """Maximum tokens in all prompts of one pooling request."""
@@ -179,6 +182,7 @@ class Generation(PromptBatch):
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
+        self._origin = RequestOrigin(CURRENT_OWNER.get().hex()[:_OWNER_DIGITS], self._stem, len(prompts))
         self._params, self._adapter = params, state.adapter(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
@@ -219,7 +223,9 @@ class Generation(PromptBatch):
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
             streams.append(
-                await self._llm.submit(engine_id, prompt, self._params, self._priority, adapter=self._adapter)
+                await self._llm.submit(
+                    engine_id, prompt, self._params, self._priority, adapter=self._adapter, origin=self._origin
+                )
             )
             self._unfinished.append(engine_id)
         return streams

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from typing import Final, Protocol
@@ -110,6 +111,7 @@ class ServerState:
             raise self._llm.dead_error
         if not self._llm.is_running:
             raise UnavailableError("the model is still loading")
+        self._llm.raise_if_unavailable()
         return self._llm
 
     def tokenizer(self) -> Tokenizer | None:
@@ -319,6 +321,9 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, object]] = {
 
 
 # Access from a request.
+
+CURRENT_OWNER: Final[ContextVar[bytes]] = ContextVar("pagoda_owner", default=b"")
+"""Digest of the API key of the request that the current task serves; empty if the server has no keys."""
 
 
 def server_of(request: Request) -> ServerState:

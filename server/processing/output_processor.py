@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
 from pagoda.common.engine.messages import (
     EngineOutput,
+    EngineRequest,
     FinishedRequest,
     FinishedSequence,
     FirstToken,
@@ -87,6 +88,7 @@ class OutputProcessor:
         self._requests: dict[str, RunningRequest] = {}
         self._sequences: dict[str, SequenceState] = {}  # by engine request id
         self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
+        self._pooled_again: set[str] = set()  # ids of those that an earlier engine did not finish
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._pooling
@@ -192,15 +194,41 @@ class OutputProcessor:
             self._sequences.pop(child_id, None)
         return children
 
-    def fail(self) -> None:
-        """Forget all requests: the engine is dead."""
-        now = time.monotonic()
-        for child_id, sequence in list(self._sequences.items()):
-            self._finish(child_id, sequence, "error")
-        for prepared in self._pooling.values():
-            if self._events is not None:
-                _add_pooled(self._events, prepared, "error", now)
-        self._pooling.clear()
+    def fail(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests that the engine cannot finish. Return the engine requests of their unfinished sequences."""
+        children: list[str] = []
+        for request_id in request_ids:
+            if (prepared := self._pooling.pop(request_id, None)) is not None:
+                children.append(request_id)
+                if self._events is not None:
+                    _add_pooled(self._events, prepared, "error", time.monotonic())
+            if (request := self._requests.get(request_id)) is not None:
+                unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+                for sequence in unfinished:
+                    child_id = request.prepared.children[sequence.index].request_id
+                    self._finish(child_id, sequence, "error")
+                    children.append(child_id)
+        return children
+
+    def lost(self) -> list[str]:
+        """Return the ids of the requests that another engine cannot run: a caller may have read something of them, or
+        they were run again before, and may be what ends engines.
+        """
+        generating = [request_id for request_id, each in self._requests.items() if each.is_sent or each.is_again]
+        return generating + [request_id for request_id in self._pooling if request_id in self._pooled_again]
+
+    def start_again(self) -> None:
+        """Forget what unfinished sequences generated; nothing of it was sent."""
+        self._pooled_again = set(self._pooling)
+        for child_id, sequence in self._sequences.items():
+            self._sequences[child_id] = sequence.request.start_again(sequence.index, self._tokenizer)
+
+    @property
+    def children(self) -> list[EngineRequest]:
+        """The engine requests of all unfinished sequences and pooling requests."""
+        sequences = self._sequences.values()
+        generating = [sequence.request.prepared.children[sequence.index] for sequence in sequences]
+        return generating + [prepared.children[0] for prepared in self._pooling.values()]
 
     def parent_of(self, child_id: str) -> str | None:
         """Return the id of the caller's request that an engine request belongs to; None if it is unknown."""
@@ -394,7 +422,16 @@ def _num_prompt_tokens(prepared: PreparedRequest) -> int:
 class RunningRequest:
     """A caller's generation request and its n sequences."""
 
-    __slots__ = ("kind", "metrics", "num_cached_tokens", "prepared", "prompt_logprobs", "running", "sequences")
+    __slots__ = (
+        "is_again",
+        "kind",
+        "metrics",
+        "num_cached_tokens",
+        "prepared",
+        "prompt_logprobs",
+        "running",
+        "sequences",
+    )
 
     def __init__(
         self,
@@ -405,6 +442,7 @@ class RunningRequest:
     ) -> None:
         self.prepared = prepared
         self.kind = kind
+        self.is_again = False  # an earlier engine did not finish it
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.sequences = [SequenceState(self, params, index, tokenizer) for index in range(len(prepared.children))]
@@ -415,6 +453,19 @@ class RunningRequest:
             answers=[sequence.metrics for sequence in self.sequences],
         )
         self.running = len(self.sequences)
+
+    @property
+    def is_sent(self) -> bool:
+        """True if a caller may have read something of it."""
+        return self.kind is not _FINAL_ONLY and any(each.token_ids for each in self.sequences)
+
+    def start_again(self, index: int, tokenizer: Tokenizer | None) -> SequenceState:
+        """Replace a sequence by one without tokens, and return it."""
+        self.is_again = True
+        assert isinstance(self.prepared.params, SamplingParams)
+        sequence = self.sequences[index] = SequenceState(self, self.prepared.params, index, tokenizer)
+        self.metrics.answers[index] = sequence.metrics
+        return sequence
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """Return the output that the caller reads now, with these completions."""
@@ -724,13 +775,26 @@ class AsyncRequests:
             stream.fail(error)
         return self._processor.drop(request_id)
 
-    def die(self, error: EngineDeadError) -> None:
-        """Fail all requests: the engine is dead."""
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(str(error)))
-        self._streams.clear()
-        self._logprobs.clear()
-        self._processor.fail()
+    def fail(self, error: EngineDeadError) -> list[str]:
+        """Fail all requests. Return the engine requests to abort, should the engine continue."""
+        return self._fail(list(self._streams), error)
+
+    def fail_lost(self, error: EngineDeadError) -> None:
+        """Fail the requests that another engine cannot run; the others are to be run again, once (`children`)."""
+        self._fail(self._processor.lost(), error)
+        self._processor.start_again()
+
+    @property
+    def children(self) -> list[EngineRequest]:
+        """The engine requests of all unfinished sequences and pooling requests."""
+        return self._processor.children
+
+    def _fail(self, request_ids: Sequence[str], error: EngineDeadError) -> list[str]:
+        for request_id in request_ids:
+            self._logprobs.pop(request_id, None)
+            if (stream := self._streams.pop(request_id, None)) is not None:
+                stream.fail(type(error)(str(error)))
+        return self._processor.fail(request_ids)
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Return their last outputs and the engine requests to abort."""

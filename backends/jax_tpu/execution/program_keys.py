@@ -41,8 +41,15 @@ SCORE_TOKENS: Final = 64
 
 _VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
 
-LogitsFunction = Literal["penalise", "adjust", "ban_words", "mask", "logprobs"]
-LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = ("penalise", "adjust", "ban_words", "mask", "logprobs")
+LogitsFunction = Literal["penalise", "adjust", "adjust_all", "ban_words", "mask", "logprobs"]
+LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = (
+    "penalise",
+    "adjust",
+    "adjust_all",
+    "ban_words",
+    "mask",
+    "logprobs",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +328,12 @@ class StepProgramSet:
                 return function, (), (logits, history, array((8, rows), jnp.int32), *shift_rows)
             case "adjust":
                 return sampling.adjust, (), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
+            case "adjust_all":
+                return (
+                    sampling.adjust_all,
+                    (),
+                    (logits, array(logits.shape[1:], jnp.float32), array((rows,), jnp.bool_)),
+                )
             case "ban_words":
                 words = array((2, sampling_state.MAX_WORDS), jnp.int32)
                 heads = array((4, sampling_state.MAX_WORD_HEADS), jnp.int32)

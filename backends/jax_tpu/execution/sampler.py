@@ -24,15 +24,16 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, sorted_logprobs
+from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import (
     RowTable,
     SampledRows,
     additions,
     allowed,
-    allowed_bits,
     banned_words,
     by_sequence,
+    dense_additions,
     grammar_masks,
     penalties,
 )
@@ -158,10 +159,14 @@ class JaxSampler:
         if edited:
             for entries in additions(edited, rows):
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
+            for edits, indices in dense_additions(edited):
+                values, chosen = np.zeros(logits.shape[1], np.float32), np.zeros(rows, np.bool_)
+                values[: self.vocab], chosen[indices] = edits.dense, True
+                logits = programs[LogitsProgram("adjust_all", seqs)](logits, values, chosen)
             for words, heads in banned_words(edited, rows):
                 program = programs[LogitsProgram("ban_words", seqs)]
                 logits = program(logits, self.history, words, heads, *shift_rows)
-        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width), logits.shape[1]):
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width)):
             bits = allowed_bits({}, rows, logits.shape[1])
             bits[list(masks)] = np.stack(list(masks.values()))
             logits = programs[LogitsProgram("mask", seqs)](logits, bits)

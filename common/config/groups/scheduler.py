@@ -10,6 +10,9 @@ from pagoda.common.config.fields import human_readable_int, need_not_negative, n
 _NO_LIMIT: Final = "partial prefills are limited by tokens, not by number; use --long-prefill-token-threshold"
 
 
+MAX_REQUEST_COST: Final = 1 << 24
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Batch limits and scheduling policy."""
@@ -22,6 +25,12 @@ class SchedulerConfig:
     max_num_seqs: int | None = option(None, "Maximum number of sequences per step; default: by platform and use.")
     max_num_queued_reqs: int | None = option(
         None, "Maximum in-flight sequences (running + queued); further requests get HTTP 429. Default: unlimited."
+    )
+    max_request_cost: int = option(
+        MAX_REQUEST_COST,
+        "Maximum cost of a request in tokens: n x prompts x (prompt + max_tokens), where each generated token counts "
+        "as up to several the more tokens logit_bias, allowed_token_ids and bad_words list.",
+        parse=human_readable_int,
     )
     max_num_partial_prefills: int = option(1, "Maximum number of concurrent partial prefills.", refused=_NO_LIMIT)
     max_long_partial_prefills: int = option(
@@ -48,7 +57,7 @@ class SchedulerConfig:
     stream_interval: int = option(1, "Tokens per streamed event; the first token is sent immediately.")
 
     def __post_init__(self) -> None:
-        limits = ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs")
+        limits = ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_request_cost")
         need_positive(self, *limits, remedy="use 1 or more, or drop it")
         need_positive(self, "stream_interval", remedy="use 1 for every token")
         need_not_negative(self, "long_prefill_token_threshold", remedy="use 0 for unlimited")
