@@ -91,12 +91,11 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has read a server with some traffic several times."""
     folder = tmp_path_factory.mktemp("prometheus")
     body = {"prompt": ["abcdefgh", "abcdefgh"], "max_tokens": 4, "n": 2}
-    with live_server(engine={"max_num_queued_reqs": 4}) as server, prometheus(folder, server) as reader:
+    with live_server() as server, prometheus(folder, server) as reader:
         deadline = time.monotonic() + 120
         while reader.scrapes() < 4:
             assert time.monotonic() < deadline, (folder / "log").read_text()
             assert server.post("/v1/completions", body)[0] == 200
-            assert server.post("/v1/completions", {"prompt": "a", "n": 8})[0] == 429
             time.sleep(0.2)
         yield reader
 
@@ -116,8 +115,7 @@ def test_the_rules_are_loaded_and_quiet_ones_do_not_fire(reader: Prometheus) -> 
     alerts = reader.rules()
     assert len(alerts) == 7
     assert all(health == "ok" for health, _ in alerts.values())
-    firing = {name for name, (_, state) in alerts.items() if state != "inactive"}
-    assert firing <= {"RequestsRefused"}
+    assert {state for _, state in alerts.values()} == {"inactive"}
 
 
 def test_the_rules_are_valid() -> None:
