@@ -131,7 +131,7 @@ def test_the_charts_values_name_flags_and_are_used(path: Path) -> None:
     values = yaml.safe_load(path.read_text())
     assert values.keys() <= defaults.keys()
     flags = defaults["flags"] | values["flags"]
-    check_flags([f"--{name}" if value is None else f"--{name}={value}" for name, value in flags.items()])
+    check_flags([f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()])
     templates = "".join(each.read_text() for each in (DEPLOY / "helm" / "templates").iterdir())
     unused = [name for name in defaults if f".Values.{name}" not in templates]
     assert not unused

@@ -18,6 +18,7 @@ from faults.streams import Neighbours, neighbours
 
 MIB: Final = 1 << 20
 MAX_GAP: Final = 0.5  # seconds
+ANSWER_SECONDS: Final = 45.0  # that an attacker waits
 MAX_GROWTH: Final = 300.0  # MB
 KEYS: Final = ("key-of-the-attacker", "key-of-a-neighbour")
 VOCAB: Final = 49_152  # of SmolLM2
@@ -139,9 +140,11 @@ def bombs(options: Options) -> Iterator[Report]:
 
 
 def _wait_until_idle(server: Server, seconds: float = 60) -> None:
-    """Wait until the bomb's requests have ended. A server that does not become idle is ended."""
+    """Wait until the bomb's requests have ended. A server that does not become idle, or hangs, is ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        if server.health(10) != 200:
+            break
         with suppress(OSError, ValueError):
             if not server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting"):
                 return
@@ -155,7 +158,7 @@ def _sender(bomb: Bomb, server: Server) -> Callable[[Report], None]:
     def send(report: Report) -> None:
         begin = time.monotonic()
         try:
-            status, text = server.request("POST", bomb.path, body, key=KEYS[0], timeout=90)
+            status, text = server.request("POST", bomb.path, body, key=KEYS[0], timeout=ANSWER_SECONDS)
             answer = f"{status} {text[:120].decode(errors='replace')}"
         except OSError as error:
             answer = type(error).__name__
