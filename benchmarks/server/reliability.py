@@ -1,6 +1,7 @@
 """What holds under faults and overload: each row of the table is a scenario against a real server.
 
-usage: python reliability.py MODEL [--only ROW] [--minutes 10] [--cases 20000] [--mutants 100000] [--json FILE]
+usage: python reliability.py MODEL [--only ROW] [--match TEXT] [--minutes 10] [--cases 20000] [--mutants 100000]
+                             [--json FILE]
 
 Rows: kill, stop, sigterm, bombs, sockets, overload, hostile, soak. MODEL: a .gguf file or a folder; the templates and
 lists of the bombs suit SmolLM2's vocabulary. `--minutes` is the duration of the overload, and of the soak, whose row
@@ -68,10 +69,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--mutants", type=int, default=100_000)
+    parser.add_argument("--match", default="", help="only bombs whose row contains this text, such as 'item 4'")
     parser.add_argument("--logs", default="/tmp", help="folder for the servers' logs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    options = Options(args.model, args.minutes, args.cases, args.mutants, args.logs)
+    options = Options(args.model, args.minutes, args.cases, args.mutants, args.logs, args.match)
     result: dict[str, Any] = {"machine": machine(), "options": asdict(options), "rows": []}
     failed = False
     for name in args.only or SCENARIOS:

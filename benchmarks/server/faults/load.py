@@ -21,6 +21,7 @@ CLOSE_SECONDS: Final = 60.0  # within which the server must have closed them: ov
 MAX_GROWTH: Final = 300.0  # MB
 OVERLOAD: Final = 10.0  # times the requests that the server completes
 CALIBRATION_SECONDS: Final = 30.0
+DRAIN_SECONDS: Final = 90.0  # after which a request that was sent during the overload counts as lost
 MAX_OPEN: Final = 4_000  # connections that the overload keeps open; more than a server admits by default
 
 
@@ -136,7 +137,8 @@ async def _overload(server: Server, rate: float, seconds: float) -> list[Answer]
     while (elapsed := time.monotonic() - begin) < seconds:
         due = int(rate * elapsed) - len(tasks)
         for _ in range(min(due, MAX_OPEN - len(pending))):
-            task = asyncio.create_task(ask(server.port, _overload_body(10**6 + len(tasks)), timeout=seconds + 600))
+            left = seconds - elapsed + DRAIN_SECONDS
+            task = asyncio.create_task(ask(server.port, _overload_body(10**6 + len(tasks)), timeout=left))
             tasks.append(task)
             pending.add(task)
             task.add_done_callback(pending.discard)

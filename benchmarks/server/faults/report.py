@@ -17,6 +17,7 @@ class Options:
     cases: int  # hostile requests
     mutants: int  # mutated headers of each format
     log_folder: str  # the servers' logs
+    match: str = ""  # only bombs whose row has this text
 
 
 @dataclass(frozen=True)

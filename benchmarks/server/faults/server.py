@@ -146,7 +146,7 @@ class Server:
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
         self.process.terminate()
-        if self.wait_for_exit(20) is None:
+        if self.wait_for_exit(5) is None:
             for pid in pids:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
