@@ -71,6 +71,18 @@ _MTP: Final[Mapping[str, str]] = {
 _LAYERS_KEY: Final = "num_nextn_predict_layers"
 
 
+def implied_method(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return the method of a drafter's checkpoint that is given without one. `names`: of its tensors."""
+    kind = config.get("model_type")
+    if kind in ("medusa", "mlp_speculator"):
+        return str(kind)
+    if "medusa_num_heads" in config:
+        return "medusa"
+    if "fc.weight" in names or "model.fc.weight" in names:
+        return "eagle3" if any(name.startswith(("midlayer.", "model.midlayer.")) for name in names) else "eagle"
+    return "draft_model"
+
+
 def language_drafter(config: Mapping[str, Any], vocab: int) -> DrafterFamily:
     """Return the language model of a config.json as the drafter of a model with `vocab` tokens. Raises ModelError."""
     spec, family = spec_from_config(config)
