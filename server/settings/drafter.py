@@ -12,6 +12,7 @@ from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.drafter_family import (
     DrafterFamily,
     drafter_of,
+    implied_method,
     language_drafter,
     mtp_drafter,
     read_speculators,
@@ -70,6 +71,8 @@ def resolve_drafter(
             own_config, quantization = _config_of(own)
             if (speculators := read_speculators(own_config)) is not None:
                 method, own_config, stated = speculators.method, speculators.config, speculators.num_tokens
+            elif method == "draft_model":
+                method = implied_method(own_config, own.names)
             if method == _MTP:
                 raise ModelError("method mtp reads the model's own checkpoint; drop model")
             found = _drafter_of(method, own_config, own.names, target)
@@ -119,6 +122,8 @@ def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
             FLAG,
             f"draft_tensor_parallel_size is {stated}: a drafter is sharded as the model is; drop it",
         )
+    if settings.enforce_eager and not config.compilation.enforce_eager:
+        raise ConfigError(FLAG, "enforce_eager: a drafter runs as the model does; drop it, or use --enforce-eager")
     if settings.quantization is not None:
         raise ConfigError(FLAG, "quantization: a drafter's weights are read as its checkpoint has them; drop it")
     if config.model.enable_sleep_mode:

@@ -205,7 +205,7 @@ def resolve(
     if drafter is not None:
         limits = replace(limits, max_drafts=drafter.num_tokens, device_drafts=True)
         if family is not None and drafter.family.only:
-            family = replace(family, ignored=(*family.ignored, f"{drafter.family.only}*"))
+            family = replace(family, ignored=(*family.ignored, f"{drafter.family.only}*", *drafter.family.unread))
     hybrid = not config.scheduler.disable_hybrid_kv_cache_manager
     dtype, dtype_reason = _dtype(config.model.dtype, hf_config, backend, pooling=runner is not None)
     generation = read_generation(config.model, checkpoint, hf_config)
