@@ -154,8 +154,8 @@ class ServerConfig:
     )
     shutdown_timeout: float = option(
         0.0,
-        "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error and make "
-        "the exit status 1.",
+        "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error, and "
+        "make the exit status 1.",
     )
     keep_alive_on_engine_death: bool = option(
         False, "Keep the server running after the engine dies; every request then gets HTTP 503."
