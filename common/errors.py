@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+MEMORY_REMEDY: Final = (
+    "lower --max-model-len, --max-num-seqs or --kv-cache-memory-bytes, use --quantization, "
+    "or give the process more memory"
+)
+"""What to do when memory is short, for the end of a message."""
+
 
 class PagodaError(Exception):
     """Base class of pagoda's errors."""

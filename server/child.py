@@ -5,13 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Final
 
-MEMORY_REMEDY: Final = (
-    "lower --max-model-len, --max-num-seqs or --kv-cache-memory-bytes, use --quantization, "
-    "or give the process more memory"
-)
-"""What to do when memory is short."""
+from pagoda.common.errors import MEMORY_REMEDY
 
 
 def child_env() -> dict[str, str]:

@@ -13,10 +13,17 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.pooling import PoolingTask
-from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, PagodaError, RequestError, WeightError
+from pagoda.common.errors import (
+    MEMORY_REMEDY,
+    ConfigError,
+    EngineDeadError,
+    ModelError,
+    PagodaError,
+    RequestError,
+    WeightError,
+)
 from pagoda.common.models.family import AnswerFormat
 from pagoda.common.models.spec import TokenSelection
-from pagoda.server.child import MEMORY_REMEDY
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):

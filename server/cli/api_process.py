@@ -28,7 +28,7 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli.api_servers import HURRY, READY
 from pagoda.server.cli.serve import application, bind_unix, until_stopped
 from pagoda.server.core_client.shared import SharedClient
-from pagoda.server.http.accept import raise_descriptor_limit
+from pagoda.server.http.connections import raise_descriptor_limit
 from pagoda.server.http.forward import Forwarder
 from pagoda.server.http.peers import ApiPeers
 

@@ -321,7 +321,7 @@ def application(
 
 
 def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
-    from pagoda.server.http.accept import raise_descriptor_limit
+    from pagoda.server.http.connections import raise_descriptor_limit
 
     raise_descriptor_limit(config.max_connections)
     server, state = application(llm, config)

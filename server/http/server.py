@@ -1,6 +1,6 @@
 """The uvicorn server and what surrounds the application in it.
 
-From the outside in: TLS with certificate reload, connections with limits (`accept`, `connections`), the root path, and
+From the outside in: TLS with certificate reload, connections with limits (`connections`), the root path, and
 ASGI middleware. Signals are left to the command.
 """
 
@@ -30,9 +30,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.http.accept import ACCEPTED_AT_ONCE, Acceptor, LimitedLog, max_connections
 from pagoda.server.http.body import IGNORED_STATE, Ignored
-from pagoda.server.http.connections import BoundedProtocol, Connections
+from pagoda.server.http.connections import (
+    ACCEPTED_AT_ONCE,
+    Acceptor,
+    BoundedProtocol,
+    Connections,
+    LimitedLog,
+    max_connections,
+)
 from pagoda.server.http.errors import HttpError, error_response
 from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, id_header, json_response
 from pagoda.server.http.state import CURRENT_OWNER, MAX_ID_LENGTH

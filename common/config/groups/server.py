@@ -44,7 +44,7 @@ class ServerConfig:
         None, "Address to listen on; default: 127.0.0.1 (this machine only). Use 0.0.0.0 for all interfaces."
     )
     port: int = option(8000, "Port to listen on; 0: any free port.")
-    uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port.")
+    uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port; its mode is 0600.")
     api_key: tuple[str, ...] = option(
         (), "API keys; if set, requests must send one of them (Authorization: Bearer KEY or X-API-Key). Repeatable."
     )
@@ -144,11 +144,19 @@ class ServerConfig:
         "1 KiB/s.",
     )
     timeout_keep_alive: float = option(5.0, "Timeout of idle keep-alive connections, in seconds.")
-    max_connections: int = option(8192, "Maximum number of open connections; further ones get HTTP 503.")
+    max_connections: int = option(
+        8192,
+        "Maximum number of open connections, per API server process. A further one replaces the one that has waited "
+        "longest for a request; if none waits, it gets HTTP 503.",
+    )
     sse_keep_alive_interval: float = option(
         0.0, "Interval of keep-alive comments in an idle SSE stream, in seconds, for proxies that time out; 0: none."
     )
-    shutdown_timeout: float = option(0.0, "Grace period for requests in progress after SIGTERM, in seconds.")
+    shutdown_timeout: float = option(
+        0.0,
+        "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error, and "
+        "make the exit status 1.",
+    )
     keep_alive_on_engine_death: bool = option(
         False, "Keep the server running after the engine dies; every request then gets HTTP 503."
     )

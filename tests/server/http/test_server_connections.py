@@ -21,8 +21,7 @@ from support.watching import eventually, logged
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.http import connections
-from pagoda.server.http.accept import RESERVE
-from pagoda.server.http.connections import MAX_PIPELINED
+from pagoda.server.http.connections import MAX_PIPELINED, RESERVE
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
