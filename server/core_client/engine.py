@@ -61,6 +61,7 @@ from pagoda.server.ipc_messages import (
     encode,
     failure,
 )
+from pagoda.server.memory import MemoryTrimmer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 HEARTBEAT_SECONDS: Final = 1.0
@@ -361,8 +362,10 @@ def _end_with_parent() -> None:
 
 def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
     socket = _connect(context, address)
+    trimmer = MemoryTrimmer()
     while True:
         socket.send(encode(Heartbeat(progress.steps, progress.busy)))
+        trimmer.check()
         time.sleep(HEARTBEAT_SECONDS)
 
 
