@@ -34,7 +34,9 @@ from pagoda.server.ipc_messages import (
     ResetPrefixCache,
     Restarting,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
 )
 from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
@@ -610,6 +612,14 @@ class AsyncLLM(ExplainsMissingMethods):
         reply = await self._engine.call(lambda ticket: LoadAdapter(ticket, adapter))
         if isinstance(reply, AdapterState) and reply.error is not None:
             raise RequestError(*reply.error)
+
+    async def take_snapshot(self) -> str:
+        """Write an incident snapshot and return its path. Raises EngineDeadError, ConfigError if it cannot be."""
+        reply = await self._engine.call(TakeSnapshot)
+        assert isinstance(reply, SnapshotTaken)
+        if reply.error:
+            raise ConfigError("--incident-dir", reply.error)
+        return reply.path
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget a loaded adapter; running requests keep it. False if there is none."""

@@ -147,6 +147,12 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
     adapter: Adapter
 
 
+class TakeSnapshot(msgspec.Struct, tag="take_snapshot", frozen=True):
+    """Write an incident snapshot; the reply is SnapshotTaken."""
+
+    ticket: int
+
+
 class RemoveAdapter(msgspec.Struct, tag="remove_adapter", frozen=True):
     """Forget the LoRA adapters of a number; running requests keep theirs."""
 
@@ -213,6 +219,14 @@ class AdapterState(msgspec.Struct, tag="adapter_state", frozen=True):
     error: tuple[str, str] | None = None  # field and reason, if it cannot be used
 
 
+class SnapshotTaken(msgspec.Struct, tag="snapshot_taken", frozen=True):
+    """Reply to TakeSnapshot."""
+
+    ticket: int
+    path: str
+    error: str = ""  # why it could not be written
+
+
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     """Sent every second."""
 
@@ -220,8 +234,21 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool  # a request is unfinished
 
 
-ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | Shutdown
-FromEngine = Ready | Failed | Restarting | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
+ToEngine = (
+    AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | TakeSnapshot | Shutdown
+)
+FromEngine = (
+    Ready
+    | Failed
+    | Restarting
+    | StepReply
+    | Refused
+    | ResetDone
+    | SleepState
+    | AdapterState
+    | SnapshotTaken
+    | Heartbeat
+)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)

@@ -32,6 +32,9 @@ from pagoda.common.sampling_params import params_of
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
 
+RANDOM_ROWS: Final = 16
+"""Rows that are sampled at once: several arrays [R, V] then fit a cache, instead of hundreds of megabytes."""
+
 
 class Sampler:
     """Samples one token per sampling row, and one after each of its drafts.
@@ -83,8 +86,8 @@ class Sampler:
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
         if sampled.kind != "greedy":
             packed = torch.from_numpy(sampled.pack(len(logits), 0))
-            random = packed[3].nonzero()[:, 0]  # by temperature
-            tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
+            for random in packed[3].nonzero()[:, 0].split(RANDOM_ROWS):  # by temperature
+                tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
         self.history.numpy()[sampled.rows, sampled.ends] = tokens.numpy()
         mode = self.options.logprobs_mode
         return tokens, {

@@ -188,8 +188,13 @@ class Scheduler:
         return self._requests[request_id]
 
     @property
-    def num_unfinished(self) -> int:
+    def unfinished(self) -> list[Request]:
         """Requests running or waiting."""
+        return list(self._requests.values())
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests running or waiting."""
         return len(self._requests)
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:

@@ -33,6 +33,7 @@ from pagoda.server.cli.api_servers import WatchSignals
 from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
+from pagoda.server.memory import trim_memory
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats
 from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 from pagoda.server.settings.resolve import check_machine
@@ -380,6 +381,7 @@ async def _watch_engine(state: ServerState, on_ready: Callable[[], None]) -> Non
     on_ready()
     disabled = state.engine.config.observability.disable_log_stats or (state.peers is not None and state.peers.index)
     statistics = None if disabled else asyncio.ensure_future(state.log_stats())
+    trimming = asyncio.ensure_future(trim_memory())
     try:
         failure = await state.until_dead()
         if not state.config.keep_alive_on_engine_death:
@@ -387,6 +389,7 @@ async def _watch_engine(state: ServerState, on_ready: Callable[[], None]) -> Non
         logger.error("the engine died: %s; the server stays up (--keep-alive-on-engine-death)", failure)
         await asyncio.Event().wait()
     finally:
+        trimming.cancel()
         if statistics is not None:
             statistics.cancel()
 

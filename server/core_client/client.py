@@ -38,7 +38,9 @@ from pagoda.server.ipc_messages import (
     Restarting,
     Sleep,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
     ToEngine,
     WakeUp,
 )
@@ -51,10 +53,10 @@ WATCH_SECONDS: Final = 0.25
 Listener = Callable[[FromEngine], None]
 """Called in the event loop for every message; the last message of a dead engine is Failed."""
 
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot
 """A command with a reply that has the same ticket."""
 
-Reply: TypeAlias = ResetDone | SleepState | AdapterState
+Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken
 
 
 class EngineClient(Protocol):
@@ -301,7 +303,7 @@ class CoreClientAsync:
         elif isinstance(message, Ready):
             self._unavailable = None
         self._listener(message)
-        if isinstance(message, ResetDone | SleepState | AdapterState):
+        if isinstance(message, ResetDone | SleepState | AdapterState | SnapshotTaken):
             reply = self._replies.pop(message.ticket, None)
             if reply is not None and not reply.done():
                 reply.set_result(message)

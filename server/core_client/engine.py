@@ -34,6 +34,7 @@ from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
+from pagoda.server.core_client.incidents import IncidentWriter
 from pagoda.server.core_client.process_client import STACK_SIGNAL, bind_private
 from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
@@ -53,13 +54,16 @@ from pagoda.server.ipc_messages import (
     Shutdown,
     Sleep,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
     ToEngine,
     WakeUp,
     decode_to_engine,
     encode,
     failure,
 )
+from pagoda.server.memory import MemoryTrimmer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 HEARTBEAT_SECONDS: Final = 1.0
@@ -86,10 +90,18 @@ class Progress:
         self.busy = False
 
 
-def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
+def run_engine(
+    core: EngineCore,
+    inbox: Inbox,
+    send: Send,
+    progress: Progress,
+    sleeper: Sleeper | None = None,
+    incidents: IncidentWriter | None = None,
+) -> None:
     """Serve until Shutdown: handle all commands, run one step, send its outputs; block while there is no work.
 
-    `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive.
+    `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive. `incidents`: writes snapshots;
+    without it no TakeSnapshot may arrive.
     """
     while True:
         progress.busy = core.has_work
@@ -112,6 +124,8 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, s
                         _step(core, send, progress)
                     progress.busy = False
                     send(_change_sleep(sleeper, command))
+                case TakeSnapshot(ticket):
+                    send(_take_snapshot(incidents, ticket))
                 case Shutdown():
                     return
         if core.has_work:
@@ -128,6 +142,14 @@ def _step(core: EngineCore, send: Send, progress: Progress) -> None:
 
 def _report_adapter(send: Send, ticket: int, error: RequestError | None) -> None:
     send(AdapterState(ticket, None if error is None else (error.field, str(error))))
+
+
+def _take_snapshot(incidents: IncidentWriter | None, ticket: int) -> SnapshotTaken:
+    assert incidents is not None, "the loop of a server has one"
+    try:
+        return SnapshotTaken(ticket, str(incidents.write("on demand")))
+    except OSError as error:
+        return SnapshotTaken(ticket, "", f"{error.filename}: {error.strerror}")
 
 
 def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
@@ -229,10 +251,12 @@ class ThreadClient:
             built.hosts.watch(lambda death: self._deliver(failure(death)))
         self._deliver(Ready(built.info))
         self._started.put(built.info)
+        incidents = IncidentWriter(self._config, built)
         try:
-            run_engine(built.core, self, self._deliver, self._progress, built.sleeper)
+            run_engine(built.core, self, self._deliver, self._progress, built.sleeper, incidents)
         except BaseException as error:
             traceback.print_exc()
+            incidents.try_write(str(error), error)
             self._deliver(failure(error))
         else:
             self._deliver(Failed("EngineDeadError", "the engine was shut down"))
@@ -304,7 +328,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
         try:
             if built.hosts is not None:
                 built.hosts.watch(lambda death: _send_failure(context, addresses, death))
-            _run(built, inbox, send, progress)
+            _run(config, built, inbox, send, progress)
         finally:
             built.backend.close()
     except BaseException as error:
@@ -319,14 +343,20 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
     return 0
 
 
-def _run(built: BuiltEngine, inbox: Inbox, send: Send, progress: Progress) -> None:
+def _run(config: EngineConfig, built: BuiltEngine, inbox: Inbox, send: Send, progress: Progress) -> None:
     gc.collect()
     gc.freeze()  # collections between steps then visit requests only
+    incidents = IncidentWriter(config, built)
+    incidents.on_signal()
     send(Ready(built.info))
     if isinstance(built.hosts, FollowingBackend):
         built.hosts.follow(built.sleeper)
-    else:
-        run_engine(built.core, inbox, send, progress, built.sleeper)
+        return
+    try:
+        run_engine(built.core, inbox, send, progress, built.sleeper, incidents)
+    except BaseException as error:
+        incidents.try_write(str(error), error)
+        raise
 
 
 def _send_failure(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], death: EngineDeadError) -> None:
@@ -359,8 +389,10 @@ def _end_with_parent() -> None:
 
 def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], progress: Progress) -> None:
     sockets = [_connect(context, each) for each in addresses]
+    trimmer = MemoryTrimmer()
     while True:
         _send_all(sockets, Heartbeat(progress.steps, progress.busy))
+        trimmer.check()
         time.sleep(HEARTBEAT_SECONDS)
 
 

@@ -53,8 +53,11 @@ _FOLDER_KIND: Final = "ipc"
 STACK_SIGNAL: Final = signal.SIGUSR2
 """An engine process that gets it writes the stacks of its threads to stderr, even within native code."""
 
-_STACK_SECONDS: Final = 0.2
-"""Time for a stuck engine to write its stacks before it is killed."""
+SNAPSHOT_SIGNAL: Final = signal.SIGUSR1
+"""An engine process that gets it writes an incident snapshot, even while it is stuck in a step."""
+
+_LAST_SECONDS: Final = 1.0
+"""Time for a stuck engine to write its stacks and a snapshot before it is killed."""
 
 
 class ProcessClient:
@@ -173,8 +176,9 @@ class ProcessClient:
         if self._process is None:
             return
         self._kill_cause = cause
-        self._process.send_signal(STACK_SIGNAL)
-        timer = threading.Timer(_STACK_SECONDS, self._process.kill)
+        for number in (STACK_SIGNAL, SNAPSHOT_SIGNAL):
+            self._process.send_signal(number)
+        timer = threading.Timer(_LAST_SECONDS, self._process.kill)
         timer.daemon = True
         timer.start()
 

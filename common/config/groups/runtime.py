@@ -59,6 +59,14 @@ class RuntimeConfig:
         "End an engine that is stuck (--rpc-timeout, --engine-iteration-timeout-s), as if it had died; default: its "
         "requests fail, new ones get HTTP 503 until it continues.",
     )
+    incident_dir: str | None = option(
+        None,
+        "Directory for incident snapshots, which `pagoda replay` reads: written when the engine fails, on SIGUSR1 to "
+        "its process and by POST /incident_snapshot; default: ~/.cache/pagoda/incidents. The newest 16 files are kept.",
+    )
+    incident_tokens: bool = option(
+        False, "Write the token ids of unfinished requests to incident snapshots, which otherwise have none."
+    )
     cpu_omp_threads_bind: str = option(
         "auto",
         "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8; auto, all or nobind: no pinning.",
