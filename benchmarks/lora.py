@@ -3,8 +3,8 @@
     python benchmarks/lora.py MODEL [--results FILE]
 
 MODEL is a Llama-like checkpoint (SmolLM2-135M-Instruct as GGUF). Adapters are random, of rank 16 on all linear modules.
-Processor time is measured beside the clock, and cases take turns, so that ratios are comparable on a machine that others
-use, too.
+Processor time is measured beside the clock, and cases take turns, so that ratios are comparable on a machine that
+others use, too.
 """
 
 from __future__ import annotations

@@ -115,8 +115,6 @@ def _check_lora(options: BackendOptions) -> None:
         raise ConfigError("--enable-lora", "jax_tpu has no adapters for models that transformers computes; drop it")
     if options.programs.bundle is not None:
         raise ConfigError("--compiled-bundle", "bundles have no programs for adapters; drop it, or drop --enable-lora")
-    if options.lora.fully_sharded:
-        raise ConfigError("--fully-sharded-loras", "jax_tpu keeps A of adapters whole on every device; drop it")
     dtype_of(options.lora.dtype, "--lora-dtype")
 
 
@@ -141,7 +139,8 @@ def _model(options: BackendOptions) -> StepModel:
     formats = matrix_formats(options.quantization, spec, chip, options.schemes, options.parallel.tensor)
     lora = None
     if options.lora is not None:
-        lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype_of(options.lora.dtype, "--lora-dtype").name)
+        dtype = dtype_of(options.lora.dtype, "--lora-dtype").name
+        lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype, options.lora.fully_sharded)
     sizes = mesh, model_dtype, limits.max_model_len, kernel
     return build_model(spec, options.layout, *sizes, formats, lora, options.drafter)
 

@@ -24,9 +24,10 @@ from pagoda.common.errors import ConfigError
 DATA: Final = "data"
 MODEL: Final = "model"
 
-TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL, "P": DATA, "R": DATA}
-"""Logical axis -> mesh axis: K KV head slots, F ffn width, V vocabulary, P cache pages, R rows of a step's arrays
-(packed input, tokens, logits). All other axes are replicated.
+TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL, "a": MODEL, "d": MODEL, "P": DATA, "R": DATA}
+"""Logical axis -> mesh axis: K KV head slots, F ffn width, V vocabulary, a and d ranks of adapters' slots and their
+output channels where they are sharded, P cache pages, R rows of a step's arrays (packed input, tokens, logits). All
+other axes are replicated.
 """
 
 _DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

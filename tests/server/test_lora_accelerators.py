@@ -125,21 +125,26 @@ def test_replicas_share_the_slots(engine: MakeEngine, tmp_path: Path) -> None:
     assert replicas.generate(prompts[0], params, use_tqdm=False)[0].finished
 
 
-def test_ranks_share_adapters(engine: MakeEngine, tmp_path: Path) -> None:
-    """Two ranks, each with its part of the matrices, give the logits of one."""
-    base_model(CASES["embeddings"]).save_pretrained(tmp_path / "base")
-    saved = json.loads((FOLDER / "embeddings" / "logits.json").read_text())
-    llm = engine(tmp_path / "base", backend="torch_cuda", tensor_parallel_size=2)
-    request = LoRARequest("embeddings", 1, str(FOLDER / "embeddings"))
-    (output,) = llm.generate({"prompt_token_ids": saved["prompt"]}, EVERYTHING, use_tqdm=False, lora_request=request)
+@pytest.mark.setting("--fully-sharded-loras")
+@pytest.mark.parametrize("fully", [False, True])
+@pytest.mark.parametrize("name", ["embeddings", "experts"])
+@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+def test_ranks_share_adapters(engine: MakeEngine, backend: str, name: str, fully: bool, tmp_path: Path) -> None:
+    """Two ranks, each with its part of the matrices, give the logits of one, beside a sequence without an adapter."""
+    base_model(CASES[name]).save_pretrained(tmp_path / "base")
+    saved = json.loads((FOLDER / name / "logits.json").read_text())
+    sizes = {"tensor_parallel_size": 2, "max_lora_rank": 32, "max_num_batched_tokens": 32}
+    llm = engine(tmp_path / "base", backend=backend, fully_sharded_loras=fully, **sizes)
+    requests = [None, LoRARequest(name, 1, str(FOLDER / name))]
+    prompts = [{"prompt_token_ids": saved["prompt"]}] * 2
+    plain, output = llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
     np.testing.assert_allclose(logits(output), np.array(saved["logits"]), atol=3e-5)
+    assert np.abs(logits(plain) - np.array(saved["logits"])).max() > 0.1
 
 
 @pytest.mark.parametrize(
     ("backend", "settings", "words"),
     [
-        ("torch_cuda", {"fully_sharded_loras": True}, "--fully-sharded-loras: torch_cuda shards B of"),
-        ("jax_tpu", {"fully_sharded_loras": True}, "--fully-sharded-loras: jax_tpu shards B of"),
         ("jax_tpu", {"lora_dtype": "float16"}, "--lora-dtype: jax_tpu does not support float16"),
         ("jax_tpu", {"batch_invariant": True}, "--batch-invariant: jax_tpu has other programs for adapters"),
     ],

@@ -22,7 +22,7 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
-from pagoda.backends.jax_tpu.model.lora import SLOT_RANKS
+from pagoda.backends.jax_tpu.model.lora import slot_axis
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.supported import SUPPORTED
@@ -252,7 +252,7 @@ class Model(StepModel):
     @property
     def adapter_leaves(self) -> tuple[int, ...]:
         """Return the indices of the arrays of adapters."""
-        return tuple(index for index, axes in enumerate(self.axes) if SLOT_RANKS in axes)
+        return tuple(index for index, axes in enumerate(self.axes) if slot_axis(axes) is not None)
 
     @property
     def adapter_bytes(self) -> int:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.model.lora import SLOT_RANKS
+from pagoda.backends.jax_tpu.model.lora import slot_axis
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import named_sharding
 from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements
@@ -123,8 +123,11 @@ def _slot(model: Model, index: int) -> jax.ShapeDtypeStruct:
     """Return the shape of one slot of an adapter array."""
     leaf, axes = model.leaves[index], model.axes[index]
     assert model.lora is not None, "has slots"
-    shape = tuple(model.lora.rank if axis == SLOT_RANKS else size for axis, size in zip(axes, leaf.shape))
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named_sharding(model.mesh, axes))
+    ranks = slot_axis(axes)
+    assert ranks is not None, "an array of adapters"
+    shape = (*leaf.shape[:ranks], model.lora.rank, *leaf.shape[ranks + 1 :])
+    whole = f"{axes[:ranks]}.{axes[ranks + 1 :]}"  # those of one slot need not divide
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named_sharding(model.mesh, whole))
 
 
 def slot_shapes(model: Model) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -137,6 +140,7 @@ def write_slot(model: Model, arrays: Leaves, parts: Leaves, slot: jax.Array) -> 
     assert model.lora is not None, "has slots"
     written = []
     for index, array, part in zip(model.adapter_leaves, arrays, parts):
-        axis = model.axes[index].index(SLOT_RANKS)
+        axis = slot_axis(model.axes[index])
+        assert axis is not None, "an array of adapters"
         written.append(jax.lax.dynamic_update_slice_in_dim(array, part, slot * model.lora.rank, axis))
     return tuple(written)

@@ -2,12 +2,16 @@
 
 The adapters of the parts of a fused matrix are one stack: A and B are cut as the matrix is, so that of a matrix whose
 outputs are sharded each rank has its rows of B, and of one whose inputs are, its columns of A, and a partial sum.
+
+With --fully-sharded-loras the other matrix is sharded, too. Where the outputs are, each rank multiplies by some rows
+of A, whose products are gathered; where the inputs are, A x is summed over the ranks, and each has some rows of B.
+Those of experts, and the embedding table's, are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -22,11 +26,12 @@ from pagoda.backends.torch_cuda.kernels.lora import (
     add_expanded,
     output_sections,
     padded_rank,
+    shrunk,
     sort_by_slot,
 )
 from pagoda.backends.torch_cuda.kernels.moe import Added, ExpertAdapters
 from pagoda.backends.torch_cuda.model.parameters import Empty, Linear
-from pagoda.backends.torch_cuda.parallel import Comm
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.weights import RankLayout, TensorSlice
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
@@ -37,6 +42,10 @@ _EMBED, _HEAD = "embed", "head"
 _MATRIX_AXES: Final = 2
 _ALIGN: Final = 32
 """Elements: alignment of each stack's ranks."""
+
+
+Shared = Literal["ranks", "outputs"]
+"""What each rank has some of with --fully-sharded-loras: the rows of A, or those of B."""
 
 
 def adapted_matrices(spec: ModelSpec, layout: RankLayout) -> dict[str, Param]:
@@ -62,9 +71,10 @@ class CudaAdapters:
         dtype: torch.dtype,
         device: Device,
         empty: Empty,
+        comm: Comm = SINGLE_RANK,
     ) -> None:
         """`dtype`: of the matrices in the slots. `empty`: allocates memory, all of which `clear` writes."""
-        self._spec, self._options, self._device = spec, options, device
+        self._spec, self._options, self._device, self._comm = spec, options, device, comm
         self.matrices = adapted_matrices(spec, layout)
         self._parts: dict[str, dict[str, TensorSlice]] = {}  # stack -> its parameters
         for name in self.matrices:
@@ -73,8 +83,11 @@ class CudaAdapters:
             stack = name if name in (_EMBED, _HEAD) else placement.tensor
             self._parts.setdefault(stack, {})[name] = placement
         self._rank = padded_rank(options.max_rank)
+        self._own_rank = padded_rank(-(-options.max_rank // comm.size))  # of an A whose rows are sharded
+        self._shared = self._fully_sharded() if options.fully_sharded and comm.size > 1 else {}
         padded_slots = -(-options.slots // _ALIGN) * _ALIGN
         self._ranks = empty((len(self._parts), padded_slots), torch.int32)
+        self._own_ranks = empty(tuple(self._ranks.shape), torch.int32)  # the same of the A whose rows are sharded
         self._stacks: dict[str, AdapterStack] = {}
         self._experts: dict[str, int] = {}  # stack of experts -> their number
         for name, ranks in zip(self._parts, self._ranks):
@@ -85,6 +98,27 @@ class CudaAdapters:
         self._resident: dict[int, AdapterWeights] = {}
         self._rows: AdapterRows | None = None
         self.clear()
+
+    def _fully_sharded(self) -> dict[str, Shared]:
+        """Return what is sharded beside the matrix's own sharded side, by stack."""
+        shared: dict[str, Shared] = {}
+        for name, parts in self._parts.items():
+            first = next(iter(parts))
+            param, placement = self.matrices[first], parts[first]
+            if name == _EMBED or len(param.shape) != _MATRIX_AXES:
+                continue
+            # a small vocabulary may lie on the first ranks alone
+            cut_outputs = name == _HEAD or _extent(placement.cut[0]) < param.shape[0]
+            if placement.cut_inputs:
+                shared[name] = "outputs"
+            elif cut_outputs and self._own_rank * self._comm.size == self._rank:
+                shared[name] = "ranks"
+        return shared
+
+    def _own_outputs(self, outputs: int) -> slice:
+        """Return the rows of a B whose rows are shared out."""
+        rank, size = self._comm.rank, self._comm.size
+        return slice(outputs * rank // size, outputs * (rank + 1) // size)
 
     @staticmethod
     def _tensor(name: str, layout: RankLayout) -> str:
@@ -111,8 +145,12 @@ class CudaAdapters:
             table, back = empty((slots, outputs, self._rank), dtype), empty((slots, inputs, self._rank), dtype)
             return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
         spans = [(each.into[0].start, each.into[0].stop) for each in parts.values()]
+        rank = self._own_rank if self._shared.get(name) == "ranks" else self._rank
+        if self._shared.get(name) == "outputs":
+            outputs = _extent(self._own_outputs(outputs))
+            spans = [(0, outputs)]
         return AdapterStack(
-            empty((slots, len(parts) * self._rank, inputs), dtype),
+            empty((slots, len(parts) * rank, inputs), dtype),
             empty((slots, outputs, self._rank), dtype),
             ranks,
             output_sections(spans).to(self._device.torch),
@@ -127,6 +165,7 @@ class CudaAdapters:
     def num_bytes(self) -> int:
         """Return the bytes of all slots on the device."""
         ranks = sum(self._stacks[name].ranks.nbytes for name in self._experts)
+        ranks += self._own_ranks.nbytes
         return self._ranks.nbytes + ranks + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
     @property
@@ -138,6 +177,7 @@ class CudaAdapters:
         """Make all slots empty, whatever the memory holds."""
         self._resident.clear()
         self._ranks.zero_()
+        self._own_ranks.zero_()
         for stack in self._stacks.values():
             stack.a.zero_()
             stack.b.zero_()
@@ -168,22 +208,34 @@ class CudaAdapters:
             elif name == _EMBED:
                 self._write_embedding(stack, slot, own[_EMBED], parts[_EMBED])
             else:
-                self._write(stack, slot, own, parts)
+                self._write(stack, slot, own, parts, self._shared.get(name))
         self._ranks[:, slot].copy_(torch.from_numpy(ranks))
+        self._own_ranks[:, slot].copy_(torch.from_numpy(np.where(ranks, self._own_rank, 0).astype(np.int32)))
 
     def _write(
-        self, stack: AdapterStack, slot: int, own: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]
+        self,
+        stack: AdapterStack,
+        slot: int,
+        own: Mapping[str, LowRank],
+        parts: Mapping[str, TensorSlice],
+        shared: Shared | None,
     ) -> None:
         """Assemble A and B of a slot on the host, zero but for `own`, and copy them as a whole."""
-        a = torch.zeros(len(parts), self._rank, stack.a.shape[2], dtype=stack.a.dtype)
+        a = torch.zeros(len(parts), stack.a.shape[1] // len(parts), stack.a.shape[2], dtype=stack.a.dtype)
         b = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
         for projection, (name, placement) in enumerate(parts.items()):
             if (matrix := own.get(name)) is None:
                 continue
             rows, columns = placement.cut
-            rank = len(matrix.a)
-            a[projection, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a[:, columns]))
-            b[placement.into[0], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
+            rank, into, down = len(matrix.a), placement.into[0], matrix.a[:, columns]
+            if shared == "ranks":
+                first = self._comm.rank * self._own_rank
+                down = down[first : first + self._own_rank]
+            if shared == "outputs":
+                rows = self._own_outputs(len(matrix.b))
+                into = slice(None)
+            a[projection, : len(down)] = torch.from_numpy(np.ascontiguousarray(down))
+            b[into, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
         stack.a[slot].copy_(a.flatten(0, 1))
         stack.b[slot].copy_(b)
 
@@ -235,9 +287,25 @@ class CudaAdapters:
 
         def adapted(x: Tensor) -> Tensor:
             y = layer(x)
-            return y if self._rows is None else self._add(y, x, stack, self._rows)
+            return y if self._rows is None else self._add_named(name, y, x, self._rows)
 
         return adapted
+
+    def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
+        """Add those of a stack to y [T, O] in place; return y."""
+        stack, shared, comm = self._stacks[name], self._shared.get(name), self._comm
+        if shared is None:
+            return self._add(y, x, stack, rows)
+        x, chip, parts = x.to(stack.a.dtype), self._device.chip, len(self._parts[name])
+        if shared == "outputs":
+            low = comm.all_reduce(shrunk(x, stack.a, stack.ranks, self._rank, rows, chip).sum(0))
+            add_expanded(y[:, self._own_outputs(y.shape[1])], low[None], stack, rows, chip)
+            return y
+        number = list(self._parts).index(name)
+        ranks = self._own_ranks[number, : self.slots]
+        low = comm.gather_last(shrunk(x, stack.a, ranks, self._own_rank, rows, chip).sum(0))
+        low = low.view(len(x), comm.size, parts, self._own_rank).transpose(1, 2).reshape(len(x), -1)
+        return add_expanded(y, low[None], stack, rows, chip)
 
     def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
         return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip)
@@ -278,7 +346,12 @@ class CudaAdapters:
 
     def add_to_logits(self, logits: Tensor, hidden: Tensor, slots: Tensor, *, batch_invariant: bool = False) -> Tensor:
         """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them."""
-        return self._add(logits, hidden, self._stacks[_HEAD], self._sorted(slots, batch_invariant))
+        return self._add_named(_HEAD, logits, hidden, self._sorted(slots, batch_invariant))
+
+
+def _extent(part: slice) -> int:
+    extent: int = part.stop - part.start
+    return extent
 
 
 def _add_nothing(tokens: Tensor, experts: Tensor) -> tuple[Added, Added]:
