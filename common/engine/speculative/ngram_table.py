@@ -200,11 +200,11 @@ class NgramTable:
             ends = ends[clean]
         if not len(ends):
             return
-        entries = first + self._entries(self._hash(first + ends), np.full(len(ends), bits))
-        order = np.argsort(entries, kind="stable")
+        entries = self._entries(self._hash(first + ends), np.full(len(ends), bits)).astype(np.int32)
+        order = np.argsort(entries, kind="stable")  # of 32 bits: twice as fast as of 64
         entries, ends = entries[order], ends[order]
         same = entries[1:] == entries[:-1]
         begins, last = np.append(True, ~same), np.append(~same, True)
         self._previous[first + ends[1:][same]] = ends[:-1][same]
         self._previous[first + ends[begins]] = 0
-        self._heads[entries[last]] = ends[last]
+        self._heads[first + entries[last]] = ends[last]
