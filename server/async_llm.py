@@ -36,7 +36,7 @@ from pagoda.server.ipc_messages import (
 from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.grammar_check import GrammarCheck, check_of
+from pagoda.server.processing.grammar_check import MAX_WAITING, GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
@@ -49,6 +49,7 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
+from pagoda.server.processing.queue_use import NO_KEY, Load, QueueLimits
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -129,7 +130,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences, self._on_rejected
+            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected
         )
         self._gate = Gate()
         self.adapters = AdapterRegistry(config.lora)
@@ -433,21 +434,23 @@ class AsyncLLM(ExplainsMissingMethods):
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        key: bytes = NO_KEY,
     ) -> RequestStream[Any]:
-        """As `add_request`; `adapter`: one that was resolved before."""
+        """As `add_request`; `adapter`: one that was resolved before. `key`: the API key of the request."""
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
         if isinstance(params, SamplingParams):
             self.check_generates()
         await self._gate.passed()
-        self._admission.check(sequences)
+        self._admission.check(Load(sequences), key)
         details = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
-        await warm.inputs.check_grammar(prepared)
+        with self._admission.counting():
+            await warm.inputs.check_grammar(prepared, key, self._admission.limits)
         await self._gate.passed()  # preparing a long prompt takes time: check again
-        self._admission.check(sequences)
-        stream = warm.requests.add(prepared)
+        self._admission.check(prepared.load, key)
+        stream = warm.requests.add(prepared, key)
         for child in prepared.children:
             self._engine.send(AddRequest(child))
         return stream
@@ -508,7 +511,20 @@ class AsyncLLM(ExplainsMissingMethods):
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise QueueFullError, SleepError, EngineDeadError or RequestError if n sequences would be refused now."""
-        self._admission.check(n)
+        self._admission.check(Load(n))
+
+    def check_load(self, load: Load, key: bytes) -> None:
+        """As check_admission, for a load of the requests of an API key."""
+        self._admission.check(load, key)
+
+    def limit_queue(self, limits: QueueLimits) -> None:
+        """Refuse requests beyond these limits from now on."""
+        self._admission.limits = limits
+
+    def fail_requests(self, request_ids: Iterable[str], error: Exception) -> None:
+        """End requests, whose streams raise `error`; unknown ids are skipped."""
+        if self._warm is not None:
+            self._abort(self._warm.requests.fail(request_ids, error))
 
     async def get_status(self) -> dict[str, Any]:
         """Return whether the engine runs, and its statistics."""
@@ -761,11 +777,14 @@ class AsyncInputs:
             return await asyncio.to_thread(prepare)
         return prepare()
 
-    async def check_grammar(self, prepared: PreparedRequest) -> None:
-        """Compile the grammar of a request, if any, in another process. Raises RequestError if that fails."""
+    async def check_grammar(self, prepared: PreparedRequest, key: bytes, limits: QueueLimits) -> None:
+        """Compile the grammar of a request, if any, in another process.
+
+        Raises RequestError if that fails, QueueFullError if too many are in line, in all or of the API key.
+        """
         grammar = prepared.children[0].grammar
         if grammar is not None:
-            await self._grammars.check(grammar)
+            await self._grammars.check(grammar, key, limits.share(MAX_WAITING))
 
     def close(self) -> None:
         """End the process. Idempotent."""

@@ -36,7 +36,7 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.server.http.body import IGNORED_STATE, Ignored
 from pagoda.server.http.errors import HttpError, error_response
 from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, encode_json, id_header, json_response
-from pagoda.server.http.state import MAX_ID_LENGTH
+from pagoda.server.http.state import MAX_ID_LENGTH, OWNER
 
 logger = logging.getLogger(__name__)
 
@@ -458,6 +458,7 @@ class ApiKeyMiddleware:
         owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
         if owner is not None:
             scope[OWNER_KEY] = owner
+            OWNER.set(owner)
         if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -31,10 +32,19 @@ from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
+from pagoda.server.processing.queue_use import NO_KEY, QueueLimits
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_LENGTH = 256
+
+OWNER: Final[ContextVar[bytes]] = ContextVar("OWNER", default=NO_KEY)
+"""Digest of the API key of the request that the current task answers; NO_KEY on servers without keys."""
+
+QUEUED_PER_RUNNING: Final = 8
+MIN_QUEUED_SEQUENCES: Final = 2048
+MIN_QUEUED_TOKENS: Final = 1 << 22
+"""Default limits of a server's queue, see `queue_limits`."""
 
 _SHOWN_ADAPTERS: Final = 20
 
@@ -187,6 +197,7 @@ class ServerState:
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish its cache configuration as a metric. Raises if it does not start."""
         info = await self._llm.wait_until_ready()
+        self._llm.limit_queue(queue_limits(self._llm.config, info, len(set(self.config.api_key))))
         await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))
 
@@ -214,6 +225,17 @@ class ServerState:
         while not self._llm.errored:
             await asyncio.sleep(0.1)
         return self._llm.dead_error
+
+
+def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> QueueLimits:
+    """Return the limits of a server's queue: those that are set, else by what the engine runs."""
+    scheduler, limits = config.scheduler, info.limits
+    running = limits.max_num_seqs * config.parallel.data_parallel_size
+    return QueueLimits(
+        sequences=scheduler.max_num_queued_reqs or max(QUEUED_PER_RUNNING * running, MIN_QUEUED_SEQUENCES),
+        tokens=scheduler.max_num_queued_tokens or max(2 * limits.max_model_len, MIN_QUEUED_TOKENS),
+        key_share=scheduler.max_key_share if num_keys > 1 else 1.0,
+    )
 
 
 def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, object]:

@@ -41,6 +41,7 @@ from pagoda.server.plugins import param_checks
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
+from pagoda.server.processing.queue_use import Load
 
 MAX_COPIED: Final = 1 << 24
 """Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
@@ -166,6 +167,13 @@ class PreparedRequest:
     children: list[EngineRequest]
     arrival_time: float  # Unix seconds
     arrival: float  # monotonic seconds
+
+    @property
+    def load(self) -> Load:
+        """What the request uses of the queue."""
+        prompt, sequences = self.prompt, len(self.children)
+        encoded = 0 if prompt.encoder is None else len(prompt.encoder.token_ids)
+        return Load(sequences, sequences * (len(prompt.token_ids) + encoded))
 
 
 # Requests.

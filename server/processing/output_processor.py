@@ -40,6 +40,7 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
+from pagoda.server.processing.queue_use import NO_KEY, QueueUse
 
 _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -66,11 +67,6 @@ class OutputProcessor:
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._pooling)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return len(self._sequences) + len(self._pooling)
 
     @property
     def request_ids(self) -> list[str]:
@@ -557,6 +553,7 @@ class AsyncRequests:
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int) -> None:
         self.events = RequestEvents()
+        self.use = QueueUse()
         self._processor = OutputProcessor(tokenizer, stream_interval, self.events)
         self._streams: dict[str, RequestStream[Any]] = {}
 
@@ -568,14 +565,10 @@ class AsyncRequests:
         """Ids of all unfinished requests."""
         return list(self._streams)
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return self._processor.num_sequences
-
-    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
-        """Track a request and return its stream. Raises RequestError if its id is in use."""
+    def add(self, prepared: PreparedRequest, key: bytes = NO_KEY) -> RequestStream[Any]:
+        """Track a request and return its stream. `key`: its API key. Raises RequestError if its id is in use."""
         self._processor.add(prepared)
+        self.use.add(prepared.request_id, key, prepared.load)
         stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
         return stream
 
@@ -588,6 +581,7 @@ class AsyncRequests:
                 stream.put(output)
                 if output.finished:
                     del self._streams[output.request_id]
+                    self.use.remove([output.request_id])
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
@@ -606,6 +600,13 @@ class AsyncRequests:
                 stream.fail(AbortedError("the request was aborted before it finished"))
         return children
 
+    def fail(self, request_ids: Iterable[str], error: Exception) -> list[str]:
+        """End requests, whose streams fail with `error`. Return the engine requests to abort."""
+        ids = list(request_ids)
+        for stream in filter(None, map(self._streams.get, ids)):
+            stream.fail(error)
+        return self._end(ids)[1]
+
     def drop(self, request_id: str) -> list[str]:
         """Forget a request whose stream is no longer read. Return the engine requests to abort."""
         return self._end([request_id])[1]
@@ -616,6 +617,7 @@ class AsyncRequests:
         if request_id is None:
             return []
         stream = self._streams.pop(request_id, None)
+        self.use.remove([request_id])
         if stream is not None:
             stream.fail(error)
         return self._processor.drop(request_id)
@@ -625,6 +627,7 @@ class AsyncRequests:
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
+        self.use.clear()
         self._processor.fail()
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
@@ -632,4 +635,5 @@ class AsyncRequests:
         ended = self._processor.abort(request_ids)
         for request_id in request_ids:
             self._streams.pop(request_id, None)
+        self.use.remove(request_ids)
         return ended
