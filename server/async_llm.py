@@ -50,6 +50,7 @@ from pagoda.server.processing.inputs import (
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
 from pagoda.server.processing.queue_use import NO_KEY, Load, QueueLimits
+from pagoda.server.processing.text_threads import TextThreads
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -133,6 +134,7 @@ class AsyncLLM(ExplainsMissingMethods):
             config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected
         )
         self._gate = Gate()
+        self.text_threads = TextThreads(self._on_rejected)
         self.adapters = AdapterRegistry(config.lora)
         if wait:
             self._finish_start()
@@ -187,7 +189,7 @@ class AsyncLLM(ExplainsMissingMethods):
         except BaseException:
             self._engine.close()
             raise
-        self._warm = WarmEngine.of(self.config, info, tokenizer)
+        self._warm = WarmEngine.of(self.config, info, tokenizer, self.text_threads)
 
     def _ready(self) -> WarmEngine:
         """Return what exists once the engine is warm. Raises EngineDeadError before."""
@@ -657,6 +659,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self._engine.close(2.0 if timeout is None else timeout)
         if self._warm is not None:
             self._warm.inputs.close()
+        self.text_threads.close()
         self._engine.die(EngineDeadError("the engine was shut down"))
 
     async def _prepare(
@@ -729,23 +732,23 @@ class WarmEngine:
     requests: AsyncRequests
 
     @classmethod
-    def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
+    def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None, threads: TextThreads) -> Self:
         """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
         processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
         return cls(
             info=info,
             tokenizer=tokenizer,
-            inputs=AsyncInputs(processor, check_of(tokenizer, info)),
+            inputs=AsyncInputs(processor, check_of(tokenizer, info), threads),
             requests=AsyncRequests(tokenizer, config.scheduler.stream_interval),
         )
 
 
 class AsyncInputs:
-    """An InputProcessor with a thread for long prompts and embeddings, and a process that compiles grammars first."""
+    """An InputProcessor with threads for long prompts and embeddings, and a process that compiles grammars first."""
 
-    def __init__(self, processor: InputProcessor, grammars: GrammarCheck) -> None:
-        self.processor, self._grammars = processor, grammars
+    def __init__(self, processor: InputProcessor, grammars: GrammarCheck, threads: TextThreads) -> None:
+        self.processor, self._grammars, self._threads = processor, grammars, threads
 
     async def prepare(
         self,
@@ -770,12 +773,12 @@ class AsyncInputs:
             adapter=adapter,
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
-        long = isinstance(given, str | list) and len(given) > LONG_TEXT
+        length = len(given) if isinstance(given, str | list) else 0
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        if long or embedded or structured:
-            return await asyncio.to_thread(prepare)
-        return prepare()
+        if length > LONG_TEXT:
+            return await self._threads.run(length, prepare)
+        return await asyncio.to_thread(prepare) if embedded or structured else prepare()
 
     async def check_grammar(self, prepared: PreparedRequest, key: bytes, limits: QueueLimits) -> None:
         """Compile the grammar of a request, if any, in another process.

@@ -5,7 +5,6 @@ A conversation has the format of chat completions' messages and tools, to which 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -186,7 +185,7 @@ async def _render_text(state: ServerState, conversation: Conversation, params: S
     size = sum(len(str(each)) for each in parts)
     if size < LONG_CONVERSATION:
         return _render_now(tokenizer, conversation, params, state)
-    return await asyncio.to_thread(_render_now, tokenizer, conversation, params, state)
+    return await state.engine.text_threads.run(size, _render_now, tokenizer, conversation, params, state)
 
 
 def _render_now(

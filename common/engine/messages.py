@@ -173,7 +173,8 @@ QUEUED_REQUESTS: Final = "max_num_queued_reqs"
 QUEUED_TOKENS: Final = "max_num_queued_tokens"
 KEY_SHARE: Final = "max_key_share"
 GRAMMAR_CHECKS: Final = "grammar_checks"
-REJECTION_REASONS: Final = (QUEUED_REQUESTS, QUEUED_TOKENS, KEY_SHARE, GRAMMAR_CHECKS)
+TEXT_LENGTH: Final = "text_length"
+REJECTION_REASONS: Final = (QUEUED_REQUESTS, QUEUED_TOKENS, KEY_SHARE, GRAMMAR_CHECKS, TEXT_LENGTH)
 """Limits for which requests are refused: the first two are vLLM's."""
 
 

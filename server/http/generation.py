@@ -286,7 +286,8 @@ class PoolingBatch(PromptBatch):
         """
         async with self._running():
             async with self._submitting():
-                prompts = await asyncio.to_thread(make) if characters > LONG_TEXT else make()
+                threads = self._llm.text_threads
+                prompts = await threads.run(characters, make) if characters > LONG_TEXT else make()
                 self._check(prompts)
                 for index, prompt in enumerate(prompts):
                     await self._start(f"{self._stem}-{index}", prompt)
