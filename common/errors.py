@@ -69,6 +69,10 @@ class QueueFullError(PagodaError):
     """Too many requests in flight: HTTP 429. The same request may be accepted later."""
 
 
+class RequestTimeoutError(PagodaError):
+    """A request took longer than --request-timeout and was aborted: HTTP 504."""
+
+
 class AbortedError(PagodaError):
     """A request that the server aborted: HTTP 503. The same request may be accepted later."""
 

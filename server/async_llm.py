@@ -41,7 +41,7 @@ from pagoda.server.ipc_messages import (
 from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.grammar_check import GrammarCheck, check_of
+from pagoda.server.processing.grammar_check import MAX_WAITING, GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
     ALONE,
     InputProcessor,
@@ -56,7 +56,9 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
+from pagoda.server.processing.queue_use import NO_KEY, Load, QueueLimits
 from pagoda.server.processing.template_renderer import TemplateRenderer
+from pagoda.server.processing.text_threads import TextThreads
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -145,13 +147,10 @@ class AsyncLLM(ExplainsMissingMethods):
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler,
-            self._engine,
-            self._sleep,
-            lambda: self._ready().requests.num_sequences + self._engine.other_sequences,
-            self._on_rejected,
+            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected
         )
         self._gate = Gate()
+        self.text_threads = TextThreads(self._on_rejected)
         self.adapters = AdapterRegistry(config.lora)
         if wait:
             self._finish_start()
@@ -206,7 +205,7 @@ class AsyncLLM(ExplainsMissingMethods):
         except BaseException:
             self._engine.close()
             raise
-        self._warm = WarmEngine.of(self.config, info, tokenizer, self.tracer)
+        self._warm = WarmEngine.of(self.config, info, tokenizer, self.text_threads, self.tracer)
 
     def _ready(self) -> WarmEngine:
         """Return what exists once the engine is warm. Raises EngineDeadError before."""
@@ -473,9 +472,10 @@ class AsyncLLM(ExplainsMissingMethods):
         lora_request: AdapterRequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         origin: RequestOrigin = ALONE,
+        key: bytes = NO_KEY,
     ) -> RequestStream[Any]:
         """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name; `origin`: the
-        caller's request that this is of.
+        caller's request that this is of; `key`: the API key of the request.
         """
         self._engine.attach()
         warm = self._ready()
@@ -483,16 +483,17 @@ class AsyncLLM(ExplainsMissingMethods):
         if isinstance(params, SamplingParams):
             self.check_generates()
         await self._gate.passed()
-        self._admission.check(sequences)
+        self._admission.check(Load(sequences), key)
         details = {"text": text, "arrival_time": arrival_time, "adapter": adapter, "origin": origin}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
         prepared = replace(prepared, lora_request=lora_request)
-        await warm.inputs.check_grammar(prepared)
+        with self._admission.counting():
+            await warm.inputs.check_grammar(prepared, key, self._admission.limits)
         await self._gate.passed()  # preparing a long prompt takes time: check again
-        self._admission.check(sequences)
+        self._admission.check(prepared.load, key)
         if self.tracer is not None:
             prepared = replace(prepared, trace_parent=self.tracer.parent(trace_headers))
-        stream = warm.requests.add(prepared)
+        stream = warm.requests.add(prepared, key)
         self._send(prepared.children)
         return stream
 
@@ -558,7 +559,20 @@ class AsyncLLM(ExplainsMissingMethods):
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise QueueFullError, SleepError, EngineDeadError or RequestError if n sequences would be refused now."""
-        self._admission.check(n)
+        self._admission.check(Load(n))
+
+    def check_load(self, load: Load, key: bytes) -> None:
+        """As check_admission, for a load of the requests of an API key."""
+        self._admission.check(load, key)
+
+    def limit_queue(self, limits: QueueLimits) -> None:
+        """Refuse requests beyond these limits from now on."""
+        self._admission.limits = limits
+
+    def fail_requests(self, request_ids: Iterable[str], error: Exception) -> None:
+        """End requests, whose streams raise `error`; unknown ids are skipped."""
+        if self._warm is not None:
+            self._abort(self._warm.requests.fail(request_ids, error))
 
     async def get_status(self) -> dict[str, Any]:
         """Return whether the engine runs, and its statistics."""
@@ -699,6 +713,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self._engine.close(2.0 if timeout is None else timeout)
         if self._warm is not None:
             self._warm.inputs.close()
+        self.text_threads.close()
         if self.tracer is not None:
             self.tracer.close()
         self._engine.die(EngineDeadError("the engine was shut down"))
@@ -770,7 +785,7 @@ class AsyncLLM(ExplainsMissingMethods):
     def _fail_running(self, error: EngineUnavailableError) -> None:
         """Fail all requests: the engine is stuck. It drops them should it continue."""
         if self._warm is not None:
-            self._abort(self._warm.requests.fail(error))
+            self._abort(self._warm.requests.fail_all(error))
 
     def raise_if_unavailable(self) -> None:
         """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
@@ -778,7 +793,7 @@ class AsyncLLM(ExplainsMissingMethods):
 
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._warm is not None:
-            self._warm.requests.fail(error)
+            self._warm.requests.fail_all(error)
             self._report_events()
 
 
@@ -796,7 +811,12 @@ class WarmEngine:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None, tracer: Tracer | None = None
+        cls,
+        config: EngineConfig,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        threads: TextThreads,
+        tracer: Tracer | None = None,
     ) -> Self:
         """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
@@ -805,19 +825,19 @@ class WarmEngine:
         return cls(
             info=info,
             tokenizer=tokenizer,
-            inputs=AsyncInputs(processor, check_of(tokenizer, info)),
+            inputs=AsyncInputs(processor, check_of(tokenizer, info), threads),
             requests=AsyncRequests(tokenizer, config.scheduler.stream_interval, tracer),
         )
 
 
 class AsyncInputs:
-    """An InputProcessor with a thread for long prompts and embeddings, and a process that compiles grammars first.
+    """An InputProcessor with threads for long prompts and embeddings, and a process that compiles grammars first.
 
     Closing it ends the processes of both.
     """
 
-    def __init__(self, processor: InputProcessor, grammars: GrammarCheck) -> None:
-        self.processor, self._grammars = processor, grammars
+    def __init__(self, processor: InputProcessor, grammars: GrammarCheck, threads: TextThreads) -> None:
+        self.processor, self._grammars, self._threads = processor, grammars, threads
 
     async def prepare(
         self,
@@ -844,18 +864,21 @@ class AsyncInputs:
             origin=origin,
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
-        long = isinstance(given, str | list) and len(given) > LONG_TEXT
+        length = len(given) if isinstance(given, str | list) else 0
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        if long or embedded or structured:
-            return await asyncio.to_thread(prepare)
-        return prepare()
+        if length > LONG_TEXT:
+            return await self._threads.run(length, prepare)
+        return await asyncio.to_thread(prepare) if embedded or structured else prepare()
 
-    async def check_grammar(self, prepared: PreparedRequest) -> None:
-        """Compile the grammar of a request, if any, in another process. Raises RequestError if that fails."""
+    async def check_grammar(self, prepared: PreparedRequest, key: bytes, limits: QueueLimits) -> None:
+        """Compile the grammar of a request, if any, in another process.
+
+        Raises RequestError if that fails, QueueFullError if too many are in line, in all or of the API key.
+        """
         grammar = prepared.children[0].grammar
         if grammar is not None:
-            await self._grammars.check(grammar)
+            await self._grammars.check(grammar, key, limits.share(MAX_WAITING))
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -191,7 +191,9 @@ async def _render_text(state: ServerState, conversation: Conversation, params: S
     encode = partial(
         encode_kept, tokenizer, text, params, max_prompt_tokens(state.engine.info), conversation.add_special_tokens
     )
-    return text, (encode() if len(text) < LONG_CONVERSATION else await asyncio.to_thread(encode))
+    if len(text) < LONG_CONVERSATION:
+        return text, encode()
+    return text, await state.engine.text_threads.run(len(text), encode)
 
 
 def _render_now(

@@ -9,22 +9,15 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeAlias
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
-from pagoda.common.engine.messages import QUEUED_REQUESTS
-from pagoda.common.errors import (
-    EngineDeadError,
-    EngineUnavailableError,
-    QueueFullError,
-    RequestError,
-    SleepError,
-)
+from pagoda.common.errors import EngineDeadError, EngineUnavailableError, RequestError, SleepError
 from pagoda.server.ipc_messages import (
     AdapterState,
     EngineInfo,
@@ -44,6 +37,7 @@ from pagoda.server.ipc_messages import (
     ToEngine,
     WakeUp,
 )
+from pagoda.server.processing.queue_use import NO_KEY, Load, OverLimitError, QueueLimits, QueueUse
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +312,8 @@ def restarting(cause: str) -> EngineUnavailableError:
 
 
 class Admission:
-    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued. `on_rejected`
-    is called with the limit that a request exceeds.
+    """Decides whether a request is accepted. `use`: returns what unfinished requests use, running and queued ones.
+    `on_rejected` is called with the limit that a request exceeds.
     """
 
     def __init__(
@@ -327,25 +321,31 @@ class Admission:
         config: SchedulerConfig,
         engine: CoreClientAsync,
         sleep: AsyncSleep,
-        count_sequences: Callable[[], int],
+        use: Callable[[], QueueUse],
         on_rejected: Callable[[str], None],
     ) -> None:
-        self._config, self._engine, self._sleep, self._count_sequences = config, engine, sleep, count_sequences
+        self.limits = QueueLimits(sequences=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
+        self._config, self._engine, self._sleep, self._use = config, engine, sleep, use
         self._on_rejected = on_rejected
 
-    def check(self, sequences: int) -> None:
-        """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold them."""
+    def check(self, load: Load, key: bytes = NO_KEY) -> None:
+        """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold the load.
+
+        `key`: the API key that the request came with.
+        """
         self._engine.raise_if_unavailable()
         self._sleep.raise_if_asleep()
-        limit = self._config.max_num_queued_reqs
-        if limit is None:
-            return
-        if sequences > limit:
-            raise RequestError("n", f"n {sequences} is above the limit of {limit} sequences (--max-num-queued-reqs)")
-        unfinished = self._count_sequences()
-        if unfinished + sequences > limit:
-            self._on_rejected(QUEUED_REQUESTS)
-            raise QueueFullError(f"the server has {unfinished} of {limit} sequences in progress; try again")
+        with self.counting():
+            self.limits.check(self._use(), key, load, self._engine.other_sequences)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Report requests that are refused within this context for a limit."""
+        try:
+            yield
+        except OverLimitError as error:
+            self._on_rejected(error.reason)
+            raise
 
     def check_priority(self, priority: int) -> None:
         """Raise RequestError for a priority that the scheduling policy ignores."""

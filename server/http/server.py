@@ -41,7 +41,7 @@ from pagoda.server.http.connections import (
 )
 from pagoda.server.http.errors import HttpError, error_response
 from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, id_header, json_response
-from pagoda.server.http.state import CURRENT_OWNER, MAX_ID_LENGTH
+from pagoda.server.http.state import MAX_ID_LENGTH, OWNER
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import Tracer
@@ -350,7 +350,7 @@ class ApiKeyMiddleware:
         owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
         if owner is not None:
             scope[OWNER_KEY] = owner
-            CURRENT_OWNER.set(owner)
+            OWNER.set(owner)
         if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -34,10 +34,19 @@ from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
+from pagoda.server.processing.queue_use import NO_KEY, QueueLimits
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_LENGTH = 256
+
+OWNER: Final[ContextVar[bytes]] = ContextVar("OWNER", default=NO_KEY)
+"""Digest of the API key of the request that the current task answers; NO_KEY on servers without keys."""
+
+QUEUED_PER_RUNNING: Final = 8
+MIN_QUEUED_SEQUENCES: Final = 2048
+MIN_QUEUED_TOKENS: Final = 1 << 22
+"""Default limits of a server's queue, see `queue_limits`."""
 
 _SHOWN_ADAPTERS: Final = 20
 
@@ -201,6 +210,7 @@ class ServerState:
         tokenizer = self.tokenizer()
         if tokenizer is not None:
             await asyncio.to_thread(self._llm.templates.start, self.chat_template or tokenizer.chat_template)
+        self._llm.limit_queue(queue_limits(self._llm.config, info, len(set(self.config.api_key))))
         await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))
 
@@ -268,6 +278,17 @@ class ServerState:
         return self._llm.dead_error
 
 
+def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> QueueLimits:
+    """Return the limits of a server's queue: those that are set, else by what the engine runs."""
+    scheduler, limits = config.scheduler, info.limits
+    running = limits.max_num_seqs * config.parallel.data_parallel_size
+    return QueueLimits(
+        sequences=scheduler.max_num_queued_reqs or max(QUEUED_PER_RUNNING * running, MIN_QUEUED_SEQUENCES),
+        tokens=scheduler.max_num_queued_tokens or max(2 * limits.max_model_len, MIN_QUEUED_TOKENS),
+        key_share=scheduler.max_key_share if num_keys > 1 else 1.0,
+    )
+
+
 def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, object]:
     """Return the KV cache configuration of a replica, under the names of vLLM's CacheConfig.
 
@@ -321,9 +342,6 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, object]] = {
 
 
 # Access from a request.
-
-CURRENT_OWNER: Final[ContextVar[bytes]] = ContextVar("pagoda_owner", default=b"")
-"""Digest of the API key of the request that the current task serves; empty if the server has no keys."""
 
 
 def server_of(request: Request) -> ServerState:

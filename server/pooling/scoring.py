@@ -218,7 +218,8 @@ async def generative_scoring(request: Request) -> Response:
     model = state.model_name(body.model)
     state.llm()
     request_id = request_id_of(request, body, "generative-scoring")
-    prompt_ids = await asyncio.to_thread(_prompts, state.tokenizer(), body)
+    size = len(body.query) + sum(map(len, body.items))
+    prompt_ids = await state.engine.text_threads.run(size, _prompts, state.tokenizer(), body)
     params = SamplingParams(
         max_tokens=1,
         temperature=0.0,

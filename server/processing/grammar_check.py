@@ -20,7 +20,9 @@ from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.processing.fair_line import FairLine
 from pagoda.server.processing.grammar_worker import Words
+from pagoda.server.processing.queue_use import NO_KEY
 from pagoda.server.processing.worker import Worker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
@@ -31,7 +33,7 @@ ELAPSED_SECONDS: Final = 60.0
 """Maximum time until the process answers, on however busy a machine."""
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
-"""Maximum queued grammars; further ones are refused at once."""
+"""Maximum number of grammars in line; requests with further ones get HTTP 429."""
 
 
 class GrammarCheck:
@@ -50,26 +52,43 @@ class GrammarCheck:
             (*program, str(seconds)), elapsed, lambda: _words(make_vocabulary()), name="grammar check"
         )
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._waiting = 0
+        self._line = FairLine(MAX_WAITING, "new grammars")
+        self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise RequestError if the grammar does not compile."""
+    async def check(self, grammar: Grammar, key: bytes = NO_KEY, max_of_key: int = MAX_WAITING) -> None:
+        """Raise RequestError if the grammar does not compile, QueueFullError if too many are in line.
+
+        `key`: the API key of the request, which may have `max_of_key` grammars in line. Requests with a grammar that
+        is in line already wait for its result, in no line.
+        """
         name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
-        if name in self._passed:
-            self._passed.move_to_end(name)
-            return
-        if self._waiting >= MAX_WAITING:
-            raise refused("too many new grammars at once; try again in a few seconds")
-        self._waiting += 1
-        try:
-            error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
-        finally:
-            self._waiting -= 1
+        while (result := self._results.get(name)) is not None:
+            await asyncio.wait({result})
+            if (error := result.result()) is not None:  # None: the request that compiled it was cancelled
+                break
+        else:
+            error = await self._check_new(name, grammar, key, max_of_key)
         if error:
             raise refused(error)
-        self._passed[name] = None
-        if len(self._passed) > MAX_PASSED:
-            self._passed.popitem(last=False)
+
+    async def _check_new(self, name: bytes, grammar: Grammar, key: bytes, max_of_key: int) -> str:
+        """Return the error of a grammar, empty if there is none."""
+        if name in self._passed:
+            self._passed.move_to_end(name)
+            return ""
+        result = self._results[name] = asyncio.get_running_loop().create_future()
+        error: str | None = None
+        try:
+            async with self._line.turn(key, max_of_key):
+                error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
+        finally:
+            del self._results[name]
+            result.set_result(error)
+        if not error:
+            self._passed[name] = None
+            if len(self._passed) > MAX_PASSED:
+                self._passed.popitem(last=False)
+        return error
 
     def close(self) -> None:
         """End the process. Idempotent."""

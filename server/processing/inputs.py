@@ -42,6 +42,7 @@ from pagoda.server.plugins import param_checks
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
+from pagoda.server.processing.queue_use import Load
 from pagoda.server.processing.template_renderer import TemplateRenderer
 
 LISTED_PER_TOKEN: Final = 65_536
@@ -180,6 +181,13 @@ class PreparedRequest:
     arrival: float  # monotonic seconds
     lora_request: AdapterRequest | None = None  # as the caller of the Python API gave it, for outputs
     trace_parent: Any = None  # an opentelemetry Context, with --otlp-traces-endpoint
+
+    @property
+    def load(self) -> Load:
+        """What the request uses of the queue."""
+        prompt, sequences = self.prompt, len(self.children)
+        encoded = 0 if prompt.encoder is None else len(prompt.encoder.token_ids)
+        return Load(sequences, sequences * (len(prompt.token_ids) + encoded))
 
 
 # Requests.

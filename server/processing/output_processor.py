@@ -41,6 +41,7 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
+from pagoda.server.processing.queue_use import NO_KEY, QueueUse
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer
@@ -95,11 +96,6 @@ class OutputProcessor:
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._pooling)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return len(self._sequences) + len(self._pooling)
 
     @property
     def request_ids(self) -> list[str]:
@@ -709,6 +705,7 @@ class AsyncRequests:
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int, tracer: Tracer | None = None) -> None:
         self.events = RequestEvents()
+        self.use = QueueUse()
         self._logprobs: dict[str, PendingLogprobs] = {}
         self._processor = OutputProcessor(tokenizer, stream_interval, self.events, self._logprobs, tracer)
         self._streams: dict[str, RequestStream[Any]] = {}
@@ -721,14 +718,10 @@ class AsyncRequests:
         """Ids of all unfinished requests."""
         return list(self._streams)
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return self._processor.num_sequences
-
-    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
-        """Track a request and return its stream. Raises RequestError if its id is in use."""
+    def add(self, prepared: PreparedRequest, key: bytes = NO_KEY) -> RequestStream[Any]:
+        """Track a request and return its stream. `key`: its API key. Raises RequestError if its id is in use."""
         self._processor.add(prepared)
+        self.use.add(prepared.request_id, key, prepared.load)
         stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
         return stream
 
@@ -743,6 +736,7 @@ class AsyncRequests:
                 stream.put(output)
                 if output.finished:
                     del self._streams[output.request_id]
+                    self.use.remove([output.request_id])
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
@@ -761,6 +755,13 @@ class AsyncRequests:
                 stream.fail(AbortedError("the request was aborted before it finished"))
         return children
 
+    def fail(self, request_ids: Iterable[str], error: Exception) -> list[str]:
+        """End requests, whose streams fail with `error`. Return the engine requests to abort."""
+        ids = list(request_ids)
+        for stream in filter(None, map(self._streams.get, ids)):
+            stream.fail(error)
+        return self._end(ids)[1]
+
     def drop(self, request_id: str) -> list[str]:
         """Forget a request whose stream is no longer read. Return the engine requests to abort."""
         return self._end([request_id])[1]
@@ -771,11 +772,12 @@ class AsyncRequests:
         if request_id is None:
             return []
         stream = self._streams.pop(request_id, None)
+        self.use.remove([request_id])
         if stream is not None:
             stream.fail(error)
         return self._processor.drop(request_id)
 
-    def fail(self, error: EngineDeadError) -> list[str]:
+    def fail_all(self, error: EngineDeadError) -> list[str]:
         """Fail all requests. Return the engine requests to abort, should the engine continue."""
         return self._fail(list(self._streams), error)
 
@@ -794,6 +796,7 @@ class AsyncRequests:
             self._logprobs.pop(request_id, None)
             if (stream := self._streams.pop(request_id, None)) is not None:
                 stream.fail(type(error)(str(error)))
+        self.use.remove(request_ids)
         return self._processor.fail(request_ids)
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
@@ -802,4 +805,5 @@ class AsyncRequests:
         for request_id in request_ids:
             self._streams.pop(request_id, None)
             self._logprobs.pop(request_id, None)
+        self.use.remove(request_ids)
         return ended

@@ -152,6 +152,11 @@ class ServerConfig:
     sse_keep_alive_interval: float = option(
         0.0, "Interval of keep-alive comments in an idle SSE stream, in seconds, for proxies that time out; 0: none."
     )
+    request_timeout: float = option(
+        0.0,
+        "Maximum time from a request's acceptance to its last token, in seconds; it is then aborted: HTTP 504, or an "
+        "error event in a stream. 0: unlimited.",
+    )
     shutdown_timeout: float = option(
         0.0,
         "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error, and "
@@ -203,6 +208,7 @@ class ServerConfig:
             raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
         for flag, seconds in (
             ("--shutdown-timeout", self.shutdown_timeout),
+            ("--request-timeout", self.request_timeout),
             ("--sse-keep-alive-interval", self.sse_keep_alive_interval),
         ):
             if not 0.0 <= seconds < float("inf"):
