@@ -42,6 +42,7 @@ OURS: dict[str, tuple[str, ...]] = {
 COMMON_LAYERS = (
     ("errors",),
     ("config",),
+    ("request_bounds",),
     ("models",),
     ("weights",),
     ("text",),

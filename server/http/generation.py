@@ -16,7 +16,8 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
+from pagoda.common.request_bounds import MAX_N
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
 from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput

@@ -32,6 +32,7 @@ from pagoda.common.engine.structured_output.grammar import (
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
+from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer
@@ -50,9 +51,6 @@ LISTED_PER_TOKEN: Final = 65_536
 
 COMPARED_PER_TOKEN: Final = 1024
 """Likewise tokens of banned words of several tokens, which are compared with the newest tokens."""
-
-MAX_CHARS: Final = 1 << 20
-"""Maximum characters of a grammar."""
 
 _DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
@@ -789,6 +787,6 @@ def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig,
         text = xgrammar_text(params)
     else:
         text = guidance_text(params, special)
-    if len(text) > MAX_CHARS:
-        raise refused(f"the grammar has {len(text)} characters; at most {MAX_CHARS} are allowed")
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise refused(f"the grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
     return Grammar(text, config.engine)
