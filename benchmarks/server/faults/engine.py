@@ -60,10 +60,10 @@ class _Killed:
     time: float  # monotonic, when the engine was killed
 
 
-async def _kill_under_load(server: Server) -> _Killed:
+async def _kill_under_load(server: Server, tokens: int, timeout: float) -> _Killed:
     """Start the streams, kill the engine while they run, and wait for all of them."""
     tasks = [
-        asyncio.create_task(ask(server.port, stream_body(f"{i} Once upon a time", 1000), timeout=120))
+        asyncio.create_task(ask(server.port, stream_body(f"{i} Once upon a time", tokens), timeout=timeout))
         for i in range(STREAMS)
     ]
     await _wait_for_tokens(server, STREAMS)
@@ -81,7 +81,7 @@ def kill(options: Options) -> list[Report]:
 def _kill_and_exit(options: Options) -> Report:
     report = Report("kill -9 the engine under 200 streams")
     with serving(options.model, log=_log(options, "kill")) as server:
-        killed = asyncio.run(_kill_under_load(server))
+        killed = asyncio.run(_kill_under_load(server, 1000, 120))
         latest = max(each.end - killed.time for each in killed.answers)
         silent = sum(not each.error for each in killed.answers)
         causes = Counter(each.error[:120] for each in killed.answers if each.error)
@@ -100,7 +100,7 @@ def _kill_and_restart(options: Options) -> Report:
         report.require("there is --restart-engine", False, "the flag is unknown")
         return report
     with serving(options.model, "--restart-engine", "3", log=_log(options, "restart")) as server:
-        killed = asyncio.run(_kill_under_load(server))
+        killed = asyncio.run(_kill_under_load(server, 60, 300))  # short: those that run again finish
         unsent = [each for each in killed.answers if not each.first or each.first > killed.time]
         lost = [each for each in unsent if not (each.done and each.finished == "length" and each.tokens >= 1)]
         sent = [each for each in killed.answers if each.first and each.first <= killed.time]
