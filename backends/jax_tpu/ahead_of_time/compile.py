@@ -32,6 +32,7 @@ from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tabl
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.model.model import Model, build_model
+from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
@@ -112,6 +113,7 @@ def model_for(
     schemes: Mapping[str, Scheme] | None = None,
     *,
     batch_invariant: bool = False,
+    lora: LoraForm | None = None,
     drafter: DrafterSpec | None = None,
 ) -> Model:
     """Return the model on the first `tensor` x `data` devices of the target, using Pallas kernels on TPUs.
@@ -130,7 +132,7 @@ def model_for(
         batch_invariant=batch_invariant,
     )
     formats = matrix_formats(quantization, spec, kernel.chip, schemes, tensor)
-    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats, drafter=drafter)
+    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats, lora, drafter)
 
 
 def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple[CompiledProgram, ...]:
