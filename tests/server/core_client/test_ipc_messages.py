@@ -100,6 +100,27 @@ def test_other_exceptions_become_engine_dead_errors() -> None:
     assert str(ipc_messages.raised(ipc_messages.failure(KeyError()))) == "KeyError"
 
 
+class OutOfMemoryError(RuntimeError):
+    """As frameworks name theirs."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("RESOURCE_EXHAUSTED: out of HBM"),
+    ],
+)
+def test_a_memory_shortage_names_what_to_lower(error: Exception) -> None:
+    back = ipc_messages.raised(ipc_messages.failure(error))
+    assert isinstance(back, ModelError)
+    assert str(back).startswith(str(error) or "out of memory")
+    for flag in ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--quantization"):
+        assert flag in str(back)
+
+
 def test_startup_table_shows_the_total() -> None:
     assert [line.split()[-2] for line in INFO.startup_table().splitlines()] == ["0.25", "0.50", "0.75"]
 
