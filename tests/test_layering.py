@@ -52,7 +52,7 @@ COMMON_LAYERS = (
 )
 # The folders of `server`, likewise. Modules beside them come first, entry points last.
 LAYERS = (
-    ("outputs", "ipc_messages", "plugins", "redact", "child"),
+    ("outputs", "ipc_messages", "plugins", "redact", "child", "memory"),
     ("settings",),
     ("vllm_compat",),
     ("parsers",),
