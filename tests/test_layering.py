@@ -53,7 +53,7 @@ COMMON_LAYERS = (
 )
 # The folders of `server`, likewise. Modules beside them come first, entry points last.
 LAYERS = (
-    ("outputs", "ipc_messages", "plugins", "redact", "child", "private_folder"),
+    ("outputs", "ipc_messages", "plugins", "redact", "child", "private_folder", "memory"),
     ("settings",),
     ("vllm_compat",),
     ("parsers",),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import logging
 import os
 import queue
 import signal
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -30,12 +32,12 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, Sleeper
+from pagoda.common.engine.incident.files import snapshot_of, write_snapshot
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
-from pagoda.server.core_client.incidents import IncidentWriter
-from pagoda.server.core_client.process_client import STACK_SIGNAL, bind_private
+from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, STACK_SIGNAL, bind_private
 from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
     Abort,
@@ -64,7 +66,10 @@ from pagoda.server.ipc_messages import (
     failure,
 )
 from pagoda.server.memory import MemoryTrimmer
+from pagoda.server.redact import without_secrets
 from pagoda.server.startup.engine import BuiltEngine, build_engine
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS: Final = 1.0
 
@@ -170,6 +175,58 @@ def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
         core.add_request(request)
     except RequestError as error:
         send(Refused(request.request_id, error.field, str(error)))
+
+
+# Incident snapshots: when the engine fails, on a signal, and on demand.
+
+
+def incident_folder(config: EngineConfig) -> Path:
+    """Return --incident-dir or its default."""
+    if config.runtime.incident_dir is not None:
+        return Path(config.runtime.incident_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda" / "incidents"
+
+
+class IncidentWriter:
+    """Writes snapshots of one engine. Thread-safe, as far as the engine's own thread does not need to take part."""
+
+    def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
+        self._config, self._built = config, built
+
+    def write(self, cause: str, error: BaseException | None = None) -> Path:
+        """Write a snapshot and return its path. Raises OSError."""
+        info = self._built.info
+        snapshot = snapshot_of(
+            self._built.core,
+            cause,
+            error=error,
+            config=without_secrets("", self._config),
+            engine={"backend": info.backend, "device": info.device, "dtype": info.dtype, "memory": info.memory},
+            tokens=self._config.runtime.incident_tokens,
+        )
+        path = write_snapshot(incident_folder(self._config), snapshot)
+        logger.warning("incident snapshot: %s (pagoda replay FILE steps through it)", path)
+        return path
+
+    def try_write(self, cause: str, error: BaseException | None = None) -> None:
+        """Write a snapshot; log why it cannot be written, if so. For an engine that has failed."""
+        try:
+            self.write(cause, error)
+        except Exception as failure:
+            logger.error("no incident snapshot: %r", failure)
+
+    def on_signal(self) -> None:
+        """From now on write a snapshot for each SNAPSHOT_SIGNAL, in a thread. Call it in the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.signal(SNAPSHOT_SIGNAL, lambda number, frame: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to by C code: the main thread may be stuck
+        threading.Thread(target=self._wait, args=(reader,), name="pagoda-incidents", daemon=True).start()
+
+    def _wait(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            if SNAPSHOT_SIGNAL in numbers:
+                self.try_write("on demand, by signal")
 
 
 # An engine in a thread.
