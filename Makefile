@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-speculation test-adapters lint types unit bench gpu-carry docs format clean
+.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters lint types unit bench gpu-carry docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -58,6 +58,10 @@ test-gpu-aot: $(VENV)/.dev
 # Requests made up from /openapi.json, 5,000 of them, against a real model: minutes.
 test-fuzz: $(VENV)/.dev $(MODEL)
 	$(BIN)/python tools/fuzz_api.py --serve $(MODEL)
+
+# 100,000 mutated files of each format that a model, a tokenizer or an adapter may come in: half an hour.
+test-fuzz-files: $(VENV)/.dev
+	$(BIN)/python tools/fuzz_files.py --cases 100000
 
 # 1,000 random requests per backend with speculative decoding and without.
 test-speculation: $(VENV)/.dev

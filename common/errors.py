@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 MEMORY_REMEDY: Final = (
@@ -55,6 +57,21 @@ class ModelError(PagodaError, ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(_line(message))
+
+
+@contextmanager
+def reading(file: object, remedy: str) -> Iterator[None]:
+    """Turn what Python or a library raises at the content of an untrusted file into a ModelError that names it.
+
+    For readers of nested values, of which any may have any type; what a value should be is said where it is checked.
+    """
+    try:
+        yield
+    except (PagodaError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ModelError(f"{file}: its values are invalid ({reason}); {remedy}") from error
 
 
 class WeightError(ModelError):

@@ -535,7 +535,8 @@ def _gguf_fields(data: bytes) -> list[tuple[int, int]]:
 
     def text() -> None:
         nonlocal at
-        at += number(8)
+        size = number(8)
+        at += size
 
     def value(kind: int) -> None:
         nonlocal at

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter
 from pagoda.common.models.family import Family, Rule
 from pagoda.common.models.hf_config import HfConfig
@@ -102,8 +102,9 @@ def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], t
     module, name = _BUILDERS[method]
     builder: Builder = getattr(import_module(f"{__package__}.families.drafters.{module}"), name)
     reader = HfConfig(text_model(config).config, label=f"drafter of method {method}")
-    drafter = builder(reader, names, target)
-    reader.finish()
+    with reading("the drafter's config.json", "download it again"):
+        drafter = builder(reader, names, target)
+        reader.finish()
     return drafter
 
 

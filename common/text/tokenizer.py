@@ -338,6 +338,8 @@ def _encoding(
         if isinstance(text, str):  # some versions of the library report the surrogate as a type error
             raise RequestError("prompt", "the text contains characters that cannot be encoded as UTF-8") from None
         raise
+    except Exception as error:  # bare ones of the library: a character unknown to a vocabulary without <unk>
+        raise RequestError("prompt", f"the model's tokenizer cannot encode the text: {error}") from None
 
 
 # Bounds on how much of a long text is tokenised, which costs seconds and hundreds of bytes per token. Long texts are

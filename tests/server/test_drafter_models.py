@@ -47,7 +47,7 @@ def test_outputs_are_those_without_a_drafter(kind: str, target: Path, plain: lis
     assert outputs(llm) == plain
 
 
-@pytest.mark.parametrize("kind", DRAFTERS.keys() - {"speculators"})
+@pytest.mark.parametrize("kind", sorted(DRAFTERS.keys() - {"speculators"}))
 def test_a_checkpoint_given_without_a_method_implies_it(kind: str, target: Path, tmp_path: Path):
     settings = {"model": str(DRAFTERS[kind](tmp_path / kind)), "num_speculative_tokens": 2}
     config = EngineArgs(str(target), speculative_config=settings, **SETTINGS).create_engine_config()

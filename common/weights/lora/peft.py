@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.family import Rename, Rule, Split, Stack
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import to_float32
@@ -100,6 +100,16 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterWeights:
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: no {CONFIG_FILE}; is it the folder of an adapter?")
+    try:
+        with reading(folder, "save the adapter again"):
+            return _read(folder, base)
+    except ModelError as error:
+        if str(folder) in str(error):
+            raise
+        raise ModelError(f"{folder}: {error}") from error
+
+
+def _read(folder: Path, base: BaseModel) -> AdapterWeights:
     config = _read_config(folder / CONFIG_FILE, base.max_rank)
     file = _open(folder)
     parts: dict[str, dict[str, Float32]] = {}
