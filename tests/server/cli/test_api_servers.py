@@ -257,7 +257,7 @@ def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Pa
             os.kill(engine, signal.SIGKILL)
             began = time.monotonic()
             assert all(b"killed by SIGKILL" in each.result()[1] for each in answers)
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 5  # a second on a machine with nothing else to do
         assert server.process.wait(20) == 1
         assert server.process.stderr is not None
         lines = server.process.stderr.read().rstrip().splitlines()

@@ -80,7 +80,7 @@ def test_requests_that_take_longer_get_an_error_by_the_deadline_and_the_exit_sta
             status, kind, body = each.result()
             assert (status, kind) == (503, "application/json")
             assert b"shutting down" in body
-        assert 1.0 < time.monotonic() - began < 1.5
+        assert 1.0 < time.monotonic() - began < 6  # 1.5 on a machine with nothing else to do
         assert process.wait(60) == 1
         assert process.stderr is not None
         log = process.stderr.read()
