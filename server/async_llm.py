@@ -500,7 +500,8 @@ class AsyncLLM(ExplainsMissingMethods):
     def _send(self, children: Sequence[EngineRequest]) -> None:
         """Send engine requests of a stream that is registered; an engine that restarts gets them once it is warm."""
         with suppress(EngineUnavailableError):
-            for message in AddRequest.several(children):
+            messages = AddRequest.several(children) if len(children) > 1 else map(AddRequest, children)
+            for message in messages:
                 self._engine.send(message)
 
     def check_generates(self) -> None:

@@ -142,6 +142,7 @@ class Sampler:
             for entries in additions(edited, seqs):
                 add(logits, torch.from_numpy(entries))
             for edits, indices in dense_additions(edited):
+                assert edits.dense is not None, "that is what they are selected by"
                 add_dense(logits, indices, torch.from_numpy(edits.dense))
             for words, heads in banned_words(edited, seqs):
                 ban_words(logits, self.history, torch.from_numpy(words), torch.from_numpy(heads))

@@ -97,8 +97,6 @@ class EditsTable:
     def edits(self, rules: SamplingRules, vocab: int) -> LogitEdits:
         """Return the edits of a sequence, whose lists are the same objects in all sequences of a request."""
         lists = _lists(rules)
-        if not any(lists) and rules.allowed_token_ids is None:
-            return NO_EDITS
         key = (rules.min_tokens, *map(id, lists))
         if (edits := self._edits.get(key)) is None:
             edits = self._edits[key] = LogitEdits.of(rules, vocab)

@@ -74,12 +74,11 @@ class RowTable:
     def start(self, start: RowStart, vocab: int) -> None:
         """Replace the state of a row that a request takes."""
         rules = start.rules
-        self._states[start.row] = SamplingState(
-            rules, start.token_ids[: start.num_prompt], self._edits.edits(rules, vocab)
-        )
         filtered = rules.top_k > 0 or rules.top_p < 1.0 or rules.min_p > 0.0
         edited = bool(rules.logit_bias or rules.bad_words or (rules.min_tokens and rules.stop_ids))
         masked, logprobs = rules.allowed_token_ids is not None, rules.logprobs is not None
+        edits = self._edits.edits(rules, vocab) if edited or masked else NO_EDITS
+        self._states[start.row] = SamplingState(rules, start.token_ids[: start.num_prompt], edits)
         self.columns[start.row] = (
             rules.seed,
             0.0 if rules.is_greedy else rules.temperature,

@@ -113,7 +113,7 @@ def run_engine(
         for command in inbox.receive(wait=not progress.busy):
             match command:
                 case AddRequest():
-                    for request in command.sequences():
+                    for request in command.sequences() if command.others else (command.request,):
                         _add(core, request, send)
                 case Abort(request_ids):
                     core.abort(request_ids)

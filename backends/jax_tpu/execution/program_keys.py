@@ -31,7 +31,7 @@ from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, re
 from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
 from pagoda.backends.jax_tpu.weights.adapters import slot_shapes, write_slot
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import sampling_state
+from pagoda.common.engine import logit_edits, sampling_state
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import KINDS, Kind
 from pagoda.common.engine.shapes import ShapeLadder, StepShape, StepShapes
@@ -336,7 +336,7 @@ class StepProgramSet:
                 )
             case "ban_words":
                 words = array((2, sampling_state.MAX_WORDS), jnp.int32)
-                heads = array((4, sampling_state.MAX_WORD_HEADS), jnp.int32)
+                heads = array((4, logit_edits.MAX_WORD_HEADS), jnp.int32)
                 return _ban_words, (), (logits, history, words, heads, *shift_rows)
             case "mask":
                 return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))

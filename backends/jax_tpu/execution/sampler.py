@@ -160,6 +160,7 @@ class JaxSampler:
             for entries in additions(edited, rows):
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
             for edits, indices in dense_additions(edited):
+                assert edits.dense is not None, "that is what they are selected by"
                 values, chosen = np.zeros(logits.shape[1], np.float32), np.zeros(rows, np.bool_)
                 values[: self.vocab], chosen[indices] = edits.dense, True
                 logits = programs[LogitsProgram("adjust_all", seqs)](logits, values, chosen)

@@ -184,13 +184,8 @@ class _Captured:
         self._free, self._epochs = list(batch._free), batch._epochs
         self._in_flight = list(scheduler._in_flight)
         self._served, self._rows_given = ({}, 0) if scheduler._fair is None else scheduler._fair.served()
-        self._flags = {
-            "lacks_blocks": scheduler._lacks_blocks,
-            "prefills": scheduler._prefills,
-            "added": scheduler._added,
-            "steps": scheduler._steps,
-            "preemptions": scheduler._preemptions,
-        }
+        self._lacks_blocks, self._prefills = scheduler._lacks_blocks, scheduler._prefills
+        self._added, self._steps, self._preemptions = scheduler._added, scheduler._steps, scheduler._preemptions
 
     def state(self, keyed: Keyed, *, tokens: bool) -> SchedulerState:
         """Return it as part of a snapshot."""
@@ -219,7 +214,11 @@ class _Captured:
             in_flight=in_flight,
             served=self._served,
             rows_given=self._rows_given,
-            **self._flags,
+            lacks_blocks=self._lacks_blocks,
+            prefills=self._prefills,
+            added=self._added,
+            steps=self._steps,
+            preemptions=self._preemptions,
         )
 
 

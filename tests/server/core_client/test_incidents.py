@@ -62,7 +62,7 @@ async def written(tmp_path: Path) -> Path:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.setting("--incident-dir")
+@pytest.mark.setting("--incident-dir", "--steps", "--verbose")
 @pytest.mark.command("replay")
 @pytest.mark.parametrize("thread", [False, True], ids=["process", "thread"])
 async def test_crash_leaves_a_snapshot_that_replays(
