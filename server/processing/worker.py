@@ -106,8 +106,7 @@ class Worker:
             self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise RuntimeError(f"the {self._name} is closed")
+        self._check_open()
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
@@ -123,9 +122,11 @@ class Worker:
         )
         self._process = process
         self._finalizer = weakref.finalize(self, _kill, process)
-        if self._closed:  # since this call began
+        try:
+            self._check_open()  # it may have been closed since this call began
+        except RuntimeError:
             self._end()
-            raise RuntimeError(f"the {self._name} is closed")
+            raise
         try:
             ready = _exchange(process, self._setup, START_SECONDS)
         except WorkerTimeoutError:
@@ -134,6 +135,10 @@ class Worker:
             self._end()
             raise RuntimeError(f"the process of the {self._name} did not start")
         return process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the {self._name} is closed")
 
     def _end(self, *, forced: bool = True) -> None:
         process, self._process = self._process, None
