@@ -21,7 +21,7 @@ from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, 
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.grammar_worker import Words
-from pagoda.server.processing.worker import Worker, WorkerEndedError, WorkerTimeoutError
+from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
@@ -46,7 +46,7 @@ class GrammarCheck:
     ) -> None:
         self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._worker = Worker(
+        self._worker = ChildWorker(
             (*program, str(seconds)), elapsed, lambda: _words(make_vocabulary()), name="grammar check"
         )
         self._passed: OrderedDict[bytes, None] = OrderedDict()

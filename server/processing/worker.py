@@ -44,7 +44,7 @@ class WorkerEndedError(Exception):
 # The parent's side.
 
 
-class Worker:
+class ChildWorker:
     """Starts the child at the first request, and again after it has ended. Thread-safe; requests wait in turn."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Worker:
         self._lock = threading.RLock()
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[..., Worker] | None = None
+        self._finalizer: weakref.finalize[..., ChildWorker] | None = None
         self._num_served = 0  # requests that the running child has answered
         self._closed = False
 
