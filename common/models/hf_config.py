@@ -446,7 +446,8 @@ def _longrope(section: HfConfig, positions: int, original: int, dim: int) -> Lon
         if not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
             raise section.error(key, "has other entries than positive numbers")
     return LongRopeScaling(
-        *(tuple(float(value) for value in lists[key]) for key in ("short_factor", "long_factor")),
+        tuple(float(value) for value in lists["short_factor"]),
+        tuple(float(value) for value in lists["long_factor"]),
         original,
         section.opt("attention_factor", float, suggested),
     )

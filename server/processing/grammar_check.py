@@ -23,7 +23,7 @@ from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.fair_line import FairLine
 from pagoda.server.processing.grammar_worker import Words
 from pagoda.server.processing.queue_use import NO_KEY
-from pagoda.server.processing.worker import Worker, WorkerEndedError, WorkerTimeoutError
+from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
@@ -48,7 +48,7 @@ class GrammarCheck:
     ) -> None:
         self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._worker = Worker(
+        self._worker = ChildWorker(
             (*program, str(seconds)), elapsed, lambda: _words(make_vocabulary()), name="grammar check"
         )
         self._passed: OrderedDict[bytes, None] = OrderedDict()

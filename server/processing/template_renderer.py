@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.text.chat_template import plain_json, render, variables_of
-from pagoda.server.processing.worker import Handler, Worker, WorkerEndedError, WorkerTimeoutError, serve
+from pagoda.server.processing.worker import ChildWorker, Handler, WorkerEndedError, WorkerTimeoutError, serve
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.template_renderer")
 SECONDS: Final = 5.0
@@ -47,7 +47,7 @@ class TemplateRenderer:
     def __init__(self, seconds: float = SECONDS, elapsed: float = ELAPSED_SECONDS) -> None:
         self._seconds, self._elapsed = seconds, elapsed
         self._program = (*PROGRAM, str(seconds))
-        self._lanes: dict[Lane, tuple[Worker, ThreadPoolExecutor]] = {}
+        self._lanes: dict[Lane, tuple[ChildWorker, ThreadPoolExecutor]] = {}
         self._variables: OrderedDict[bytes, frozenset[str]] = OrderedDict()
         self._waiting = 0
         self._closed = False
@@ -111,12 +111,12 @@ class TemplateRenderer:
             thread.shutdown(wait=False, cancel_futures=True)
             worker.close()
 
-    def _lane(self, lane: Lane) -> tuple[Worker, ThreadPoolExecutor]:
+    def _lane(self, lane: Lane) -> tuple[ChildWorker, ThreadPoolExecutor]:
         with self._lock:
             if self._closed:
                 raise EngineDeadError("the engine was shut down")
             if lane not in self._lanes:
-                worker = Worker(self._program, self._elapsed, name="chat templates")
+                worker = ChildWorker(self._program, self._elapsed, name="chat templates")
                 self._lanes[lane] = worker, ThreadPoolExecutor(1, f"pagoda-template-{lane}")
             return self._lanes[lane]
 

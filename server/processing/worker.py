@@ -44,7 +44,7 @@ class WorkerEndedError(Exception):
 # The parent's side.
 
 
-class Worker:
+class ChildWorker:
     """Starts the child at the first request, and again after it has ended. Thread-safe; requests wait in turn."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Worker:
         self._lock = threading.RLock()
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[..., Worker] | None = None
+        self._finalizer: weakref.finalize[..., ChildWorker] | None = None
         self._num_served = 0  # requests that the running child has answered
         self._closed = False
 
@@ -106,8 +106,7 @@ class Worker:
             self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise RuntimeError(f"the {self._name} is closed")
+        self._check_open()
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
@@ -123,9 +122,11 @@ class Worker:
         )
         self._process = process
         self._finalizer = weakref.finalize(self, _kill, process)
-        if self._closed:  # since this call began
+        try:
+            self._check_open()  # it may have been closed since this call began
+        except RuntimeError:
             self._end()
-            raise RuntimeError(f"the {self._name} is closed")
+            raise
         try:
             ready = _exchange(process, self._setup, START_SECONDS)
         except WorkerTimeoutError:
@@ -134,6 +135,10 @@ class Worker:
             self._end()
             raise RuntimeError(f"the process of the {self._name} did not start")
         return process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the {self._name} is closed")
 
     def _end(self, *, forced: bool = True) -> None:
         process, self._process = self._process, None
