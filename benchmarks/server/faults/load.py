@@ -19,6 +19,9 @@ from faults.streams import Answer, ask, neighbours, stream_body
 SOCKETS: Final = 5_000
 CLOSE_SECONDS: Final = 60.0  # within which the server must have closed them: over three times its longest default
 MAX_GROWTH: Final = 300.0  # MB
+CACHE: Final = ("--kv-cache-memory-bytes", str(256 << 20))
+"""Pages of the KV cache become resident when they are first used: with a small one that growth ends soon."""
+
 OVERLOAD: Final = 10.0  # times the requests that the server completes
 CALIBRATION_SECONDS: Final = 30.0
 DRAIN_SECONDS: Final = 90.0  # after which a request that was sent during the overload counts as lost
@@ -91,9 +94,9 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def overload(options: Options) -> list[Report]:
-    """Ten times the requests that the server completes, with its default flags, for --minutes."""
+    """Ten times the requests that the server completes, with its default limits, for --minutes."""
     report = Report(f"{OVERLOAD:g} x overload for {options.minutes:g} min")
-    with serving(options.model, log=Path(options.log_folder) / "overload.log") as server:
+    with serving(options.model, *CACHE, log=Path(options.log_folder) / "overload.log") as server:
         rate, alone = asyncio.run(_measure_capacity(server))
         with MemoryProbe(server, 0.5) as memory:
             answers = asyncio.run(_overload(server, rate * OVERLOAD, options.minutes * 60))
@@ -193,7 +196,7 @@ class _Counts:
 def soak(options: Options) -> list[Report]:
     """Mixed load for --minutes: no growth of memory, threads or descriptors; counters equal the clients' own."""
     report = Report(f"soak of {options.minutes:g} min, mixed load")
-    with serving(options.model, log=Path(options.log_folder) / "soak.log") as server:
+    with serving(options.model, *CACHE, log=Path(options.log_folder) / "soak.log") as server:
         counts, samples = asyncio.run(_soak(server, options.minutes * 60))
         time.sleep(2.0)
         counted = server.metric_by("vllm:request_success_total", "finished_reason")
