@@ -133,7 +133,7 @@ def test_ranks_share_adapters(engine: MakeEngine, backend: str, name: str, fully
     """Two ranks, each with its part of the matrices, give the logits of one, beside a sequence without an adapter."""
     base_model(CASES[name]).save_pretrained(tmp_path / "base")
     saved = json.loads((FOLDER / name / "logits.json").read_text())
-    sizes = {"tensor_parallel_size": 2, "max_lora_rank": 32, "max_num_batched_tokens": 32}
+    sizes = {"tensor_parallel_size": 2, "max_lora_rank": 32, "max_num_batched_tokens": 16}
     llm = engine(tmp_path / "base", backend=backend, fully_sharded_loras=fully, **sizes)
     requests = [None, LoRARequest(name, 1, str(FOLDER / name))]
     prompts = [{"prompt_token_ids": saved["prompt"]}] * 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -55,6 +55,7 @@ class ExpertParameter:
         inputs_first = self._inputs_first(a.shape[1], len(b), reads_inputs)
         down, up = (first, second) if inputs_first else (second, first)
         rows = up.swapaxes(1, 2)  # [E, F of all, R]
+        split: list[tuple[str, Any]]
         if isinstance(self.rule, Rename):
             split = [(self.params[0].name, rows)]
         else:

@@ -80,23 +80,25 @@ def moe(
         weights = weights * expert_scale[chosen.long()]
     if weighs_input:
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-    if not use_kernel and adapters is None:
-        return moe_reference(x, weights, chosen, inner, down, inner_bias, down_bias, expert, chip, batch_invariant)
     if not use_kernel:
+        if adapters is None:
+            return moe_reference(x, weights, chosen, inner, down, inner_bias, down_bias, expert, chip, batch_invariant)
         parts = adapted_reference(
             x, chosen, inner, down, inner_bias, down_bias, expert, chip, adapters, batch_invariant
         )
         return (parts.view(*chosen.shape, -1).float() * weights[..., None]).sum(1).to(x.dtype)
     tile = INVARIANT_TILE if batch_invariant else None
-    grouped = not batch_invariant and isinstance(inner, Tensor) and isinstance(down, Tensor)
-    if grouped and use_grouped_mm(x, chosen, inner, down, chip):
+    if (
+        not batch_invariant
+        and isinstance(inner, Tensor)
+        and isinstance(down, Tensor)
+        and use_grouped_mm(x, chosen, inner, down, chip)
+    ):
         parts = grouped_experts(x, chosen, inner, down, inner_bias, down_bias, expert, adapters)
     elif adapters is not None:
         parts = adapted_experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile, adapters)
-    elif batch_invariant:
-        parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile)
     else:
-        parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip)
+        parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile)
     return kernel.mix(parts, weights, x)
 
 
