@@ -193,6 +193,11 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def is_open(config: ServerConfig) -> bool:
+    """Return True if other machines may send requests without a key."""
+    return not config.api_key and config.uds is None and config.address not in ("127.0.0.1", "localhost", "::1")
+
+
 def _bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -249,6 +254,8 @@ async def _until_stopped(server: HttpServer, state: ServerState, listener: socke
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop = asyncio.Event()
     _on_signals(server, stop)
+    if is_open(state.config):
+        logger.warning("anybody who reaches %s may send requests: set --api-key", _address(listener, state.config))
     logger.info("listening on %s, loading %s", _address(listener, state.config), state.engine.config.model.model)
     stopped = asyncio.ensure_future(stop.wait())
     engine_watch = asyncio.ensure_future(_watch_engine(state, start_time))
