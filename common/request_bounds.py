@@ -17,6 +17,7 @@ MAX_N: Final = 16_384
 MAX_IDS: Final = 1 << 20
 MAX_OBJECTS_OF_LIST: Final = 16_384
 MAX_NAME_CHARACTERS: Final = 4096
+MAX_SALT_CHARACTERS: Final = 1024
 MAX_GRAMMAR_CHARACTERS: Final = 1 << 20
 MAX_TEXT_CHARACTERS: Final = 1 << 27
 
@@ -159,7 +160,7 @@ BOUNDS: Final[Mapping[str, Bound]] = {
         _TEXT,
     ),
     # Names and ids.
-    "cache_salt": Bound(characters=1024),
+    "cache_salt": Bound(characters=MAX_SALT_CHARACTERS),
     "request_id": Bound(characters=256),
     "ResponsesRequest.request_id": Bound(characters=MAX_NAME_CHARACTERS),
     "ResponsesRequest.safety_identifier": Bound(characters=64),

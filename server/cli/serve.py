@@ -228,6 +228,8 @@ def _ignore_signals() -> None:
 def _listening(config: ServerConfig) -> Iterator[socket.socket]:
     """A listening socket, closed at the end; a unix socket is removed from its folder. Raises ConfigError."""
     listener = bind(config)
+    if is_open(config):
+        logger.warning("anybody who reaches %s may send requests: set --api-key", _address(listener, config))
     try:
         yield listener
     finally:
@@ -257,6 +259,11 @@ def bind(config: ServerConfig) -> socket.socket:
             flag, f"cannot listen on {config.address}:{config.port}: {error.strerror}; choose another {flag}"
         ) from None
     return listener
+
+
+def is_open(config: ServerConfig) -> bool:
+    """Return True if other machines may send requests without a key."""
+    return not config.api_key and config.uds is None and config.address not in ("127.0.0.1", "localhost", "::1")
 
 
 def bind_unix(path: str) -> socket.socket:

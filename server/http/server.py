@@ -406,6 +406,9 @@ IGNORED_HEADER: Final = "x-pagoda-ignored"
 MAX_HEADER_NAMES: Final = 32
 """Maximum number of names in one header; the number of further ones is appended."""
 
+MAX_HEADER_BYTES: Final = 2048
+"""Maximum size of the names in the header: proxies refuse responses with long headers."""
+
 _MAX_NAME: Final = 100
 _UNQUOTED: Final = "[]=.-_/:+@"
 """Characters of a name that are not percent-encoded in the header."""
@@ -414,8 +417,15 @@ _UNQUOTED: Final = "[]=.-_/:+@"
 def header_value(ignored: Iterable[Ignored]) -> str:
     """Return the distinct names of ignored parts as printable ASCII: `client_metadata, input[].phase, +3 more`."""
     names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
-    more = len(names) - MAX_HEADER_NAMES
-    return ", ".join(names[:MAX_HEADER_NAMES] + ([f"+{more} more"] if more > 0 else []))
+    shown: list[str] = []
+    left = MAX_HEADER_BYTES
+    for name in names[:MAX_HEADER_NAMES]:
+        left -= len(name) + 2
+        if left < 0:
+            break
+        shown.append(name)
+    more = len(names) - len(shown)
+    return ", ".join(shown + ([f"+{more} more"] if more > 0 else []))
 
 
 class TraceContextMiddleware:

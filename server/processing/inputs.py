@@ -32,7 +32,7 @@ from pagoda.common.engine.structured_output.grammar import (
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS
+from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS, MAX_SALT_CHARACTERS
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer
@@ -364,6 +364,8 @@ class InputProcessor:
         salt, text = prompt.get("cache_salt"), prompt.get("prompt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError("cache_salt", "cache_salt must be a non-empty string")
+        if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
+            raise RequestError("cache_salt", f"cache_salt must have at most {MAX_SALT_CHARACTERS} characters")
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
         if prompt.get("prompt_embeds") is not None:
