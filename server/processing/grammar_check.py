@@ -44,7 +44,10 @@ MAX_WAITING: Final = 64
 
 
 class FairLine:
-    """A line for what is served one at a time, in turn over the API keys that wait. At most `max_waiting` wait, those that are served included. `what`: the plural of what is served, for errors."""
+    """A line for what is served one at a time, in turn over the API keys that wait.
+
+    At most `max_waiting` wait, the one that is served included. `what`: the plural of what is served, for errors.
+    """
 
     def __init__(self, max_waiting: int, what: str) -> None:
         self._max_waiting, self._what = max_waiting, what
