@@ -37,13 +37,6 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
 def start_shared_engine(config: EngineConfig, *, clients: int) -> ProcessClient:
     """Start an engine in its own process, for as many SharedClients. Raises as start_engine does."""
     check_first_host(config)
-    runtime = config.runtime
-    for flag, given in (
-        ("--restart-engine", runtime.restart_engine),
-        ("--exit-on-stuck-engine", runtime.exit_on_stuck_engine),
-    ):
-        if clients and given:
-            raise ConfigError(flag, "needs one API server process; drop it or --api-server-count")
     from pagoda.server.core_client.process_client import ProcessClient
 
     return _with_plugins(config, ProcessClient(config, clients=clients))

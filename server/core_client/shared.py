@@ -28,7 +28,9 @@ from pagoda.server.ipc_messages import (
     ResetDone,
     ResetPrefixCache,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
     ToEngine,
     encode,
 )
@@ -67,7 +69,7 @@ class ClientRouter:
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._forget(request_id)
-            case ResetPrefixCache() | LoadAdapter():
+            case ResetPrefixCache() | LoadAdapter() | TakeSnapshot():
                 return msgspec.structs.replace(command, ticket=command.ticket * self._count + client)
             case _:
                 pass
@@ -82,7 +84,7 @@ class ClientRouter:
                 client = self._forget(request_id)
                 if client is not None:
                     self._send(client, message)
-            case ResetDone() | AdapterState() | SleepState():
+            case ResetDone() | AdapterState() | SleepState() | SnapshotTaken():
                 ticket, client = divmod(message.ticket, self._count)
                 self._send(client, msgspec.structs.replace(message, ticket=ticket))
             case _:

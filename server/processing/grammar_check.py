@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Final
 
 import msgspec
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.messages import GRAMMAR_CHECKS, KEY_SHARE
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.processing.fair_line import FairLine
 from pagoda.server.processing.grammar_worker import Words
-from pagoda.server.processing.queue_use import NO_KEY
+from pagoda.server.processing.queue_use import NO_KEY, OverLimitError
 from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
@@ -34,6 +35,70 @@ ELAPSED_SECONDS: Final = 60.0
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
 """Maximum number of grammars in line; requests with further ones get HTTP 429."""
+
+
+class FairLine:
+    """A line for what is served one at a time, in turn over the API keys that wait.
+
+    At most `max_waiting` wait, the one that is served included. `what`: the plural of what is served, for errors.
+    """
+
+    def __init__(self, max_waiting: int, what: str) -> None:
+        self._max_waiting, self._what = max_waiting, what
+        self._lines: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()  # next key first
+        self._counts: dict[bytes, int] = {}  # waiting and served, by key
+        self._busy = False
+
+    def __len__(self) -> int:
+        return sum(self._counts.values())
+
+    @asynccontextmanager
+    async def turn(self, key: bytes, max_of_key: int) -> AsyncGenerator[None, None]:
+        """Wait for the turn of a key's request, which lasts as long as the context. Raise OverLimitError if the line,
+        or the part of it that the key may use, is full.
+        """
+        if len(self) >= self._max_waiting:
+            raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
+        if self._counts.get(key, 0) >= max_of_key:
+            raise OverLimitError(
+                KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
+            )
+        self._counts[key] = self._counts.get(key, 0) + 1
+        try:
+            await self._wait(key)
+            try:
+                yield
+            finally:
+                self._next()
+        finally:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+
+    async def _wait(self, key: bytes) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(key, deque()).append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # cancelled just after its turn came
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """Give the turn to the next key's first waiter."""
+        while self._lines:
+            key, line = self._lines.popitem(last=False)
+            waiter = line.popleft()
+            if line:
+                self._lines[key] = line  # behind the other keys
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._busy = False
 
 
 class GrammarCheck:
