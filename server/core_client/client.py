@@ -237,6 +237,13 @@ class CoreClientAsync:
         """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
         self.raise_if_dead()
         self._client.check()
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Accept requests again, at once: a health check that succeeds must not be followed by a refusal."""
+        if self._unavailable is not None:
+            logger.warning("the engine continues")
+            self._unavailable = None
 
     def raise_if_dead(self) -> None:
         """Raise EngineDeadError with the cause if the engine is dead."""
@@ -268,9 +275,7 @@ class CoreClientAsync:
         except EngineDeadError as error:
             self.die(error)
         else:
-            if self._unavailable is not None:
-                logger.warning("the engine continues")
-                self._unavailable = None
+            self._note_progress()
         self._watching = loop.call_later(WATCH_SECONDS, self._watch, loop)
 
     def _take_stuck(self, error: EngineUnavailableError) -> None:
