@@ -71,9 +71,8 @@ class SchedulerConfig:
     stream_interval: int = option(1, "Tokens per streamed event; the first token is sent immediately.")
 
     def __post_init__(self) -> None:
-        limits = ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens")
-        limits += ("max_request_cost",)
-        need_positive(self, *limits, remedy="use 1 or more, or drop it")
+        queue = ("max_num_queued_reqs", "max_num_queued_tokens", "max_request_cost")
+        need_positive(self, "max_num_batched_tokens", "max_num_seqs", *queue, remedy="use 1 or more, or drop it")
         if not 0.0 < self.max_key_share <= 1.0:
             raise ConfigError("--max-key-share", f"{self.max_key_share} is not in (0, 1]")
         need_positive(self, "stream_interval", remedy="use 1 for every token")
