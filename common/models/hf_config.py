@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeVar
@@ -179,8 +180,8 @@ class HfConfig:
         """Raise ModelError unless the value is allowed, absent or null."""
         self._read.add(key)
         if key in self and self._values[key] not in allowed:
-            choices = " or ".join(repr(value) for value in allowed)
-            raise self.error(key, f"is {self._values[key]!r}; only {choices} is supported")
+            choices = " or ".join(reprlib.repr(value) for value in allowed)  # lists have an item per layer
+            raise self.error(key, f"is {reprlib.repr(self._values[key])}; only {choices} is supported")
 
     def ignore(self, *keys: str) -> None:
         """Mark keys as read that do not change this family's maths."""
