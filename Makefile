@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-speculation lint types unit bench gpu-carry docs format clean
+.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters lint types unit bench gpu-carry docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -59,9 +59,17 @@ test-gpu-aot: $(VENV)/.dev
 test-fuzz: $(VENV)/.dev $(MODEL)
 	$(BIN)/python tools/fuzz_api.py --serve $(MODEL)
 
+# 100,000 mutated files of each format that a model, a tokenizer or an adapter may come in: half an hour.
+test-fuzz-files: $(VENV)/.dev
+	$(BIN)/python tools/fuzz_files.py --cases 100000
+
 # 1,000 random requests per backend with speculative decoding and without.
 test-speculation: $(VENV)/.dev
 	PAGODA_TEST_PAIRS=1000 $(BIN)/python -m pytest -q tests/backends/test_speculative_pairs.py
+
+# 200 LoRA adapters over 8 slots on every backend.
+test-adapters: $(VENV)/.dev
+	PAGODA_TEST_ADAPTERS=200 $(BIN)/python -m pytest -q tests/server/test_lora_rotation.py
 
 # Clients written for others, unchanged, against a real server; those that conflict have environments of their own.
 # VLLM: the program of an installed vLLM, whose `bench serve` is tried too.

@@ -44,6 +44,7 @@ class Entry:
     remedy: str = ""  # what to do without the device
     batch_invariant: bool = False  # a token's numbers can be independent of its batch
     drafters: bool = False  # drafter models run on its device
+    drafter_parallel: tuple[str, ...] = ()  # as `parallel`, with a drafter model
     quantizes: tuple[str, ...] = ()  # values of --quantization that it rounds on its devices; others come rounded
     pooling: str | None = None  # PoolingModule; None: it only generates
     pooling_parallel: tuple[str, ...] = ()  # as `parallel`, for pooling models
@@ -91,6 +92,8 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
         batch_invariant=True,
+        drafters=True,
+        drafter_parallel=("tensor", "data"),
         quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.jax_tpu.pooling",
         pooling_parallel=("tensor",),
@@ -192,14 +195,21 @@ def check_batch_invariant(name: str) -> None:
         raise ConfigError("--batch-invariant", f"{name} does not support it; drop it, or use --backend {able}")
 
 
-def check_drafters(name: str, method: str) -> None:
-    """Raise ConfigError if the backend does not run drafter models."""
-    if not _entry(name).drafters:
+def check_drafters(name: str, method: str, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if the backend does not run drafter models, or not on so many devices."""
+    entry = _entry(name)
+    if not entry.drafters:
         able = _names(lambda each: each.drafters)
         raise ConfigError(
             "--speculative-config",
             f"method {method}: {name} runs no drafter models; use --backend {able}, or method ngram or suffix",
         )
+    sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size, "nnodes": parallel.nnodes}
+    for kind, size in sizes.items():
+        if size > 1 and kind not in entry.drafter_parallel:
+            flag = "--nnodes" if kind == "nnodes" else f"--{kind}-parallel-size"
+            where = "one host" if entry.drafter_parallel else "one device"
+            raise ConfigError("--speculative-config", f"method {method}: {name} runs drafters on {where}; drop {flag}")
 
 
 def quantizes(name: str, method: str) -> bool:

@@ -3,7 +3,8 @@
     python benchmarks/lora.py MODEL [--results FILE]
 
 MODEL is a Llama-like checkpoint (SmolLM2-135M-Instruct as GGUF). Adapters are random, of rank 16 on all linear modules.
-Processor time is measured, not the clock: the figures are comparable on a machine that others use, too.
+Processor time is measured beside the clock, and cases take turns, so that ratios are comparable on a machine that
+others use, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +44,8 @@ SHAPES: Final = {
     "mlp.down_proj": (WIDTH, FFN),
 }
 RANK, TOKENS, PROMPT = 16, 24, 32
-REPEATS = 3
+REPEATS = 5
+PAUSES, STEPS = 7, 14
 _FUSED: Final = (("mixers.0.q", "mixers.0.k", "mixers.0.v"), ("mixers.0.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
 """Parameters that are one layer on the reference backend."""
 
@@ -67,20 +70,23 @@ def engine(model: str, **settings: Any) -> LLMEngine:
     return LLMEngine(EngineArgs(model=model, **shared, **settings).create_engine_config())
 
 
-def run(llm: LLMEngine, adapters: list[LoRARequest | None]) -> float:
-    """Return output tokens per second of processor time of one batch."""
+def run(llm: LLMEngine, adapters: list[LoRARequest | None]) -> tuple[float, float]:
+    """Return output tokens of one batch per second of processor time, and per second."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     for index, adapter in enumerate(adapters):
         prompt = {"prompt_token_ids": [100 + index] * PROMPT}
         llm.add_request(str(index), prompt, params, lora_request=adapter)
-    begin, count = time.process_time(), 0
+    begin, wall, count = time.process_time(), time.perf_counter(), 0
     while llm.has_unfinished_requests():
         count += sum(len(output.outputs[0].token_ids) for output in llm.step() if output.finished)
-    return count / (time.process_time() - begin)
+    return count / (time.process_time() - begin), count / (time.perf_counter() - wall)
 
 
-def throughput(model: str, adapters: list[LoRARequest]) -> dict[str, float]:
-    """Return the median rates of batches of 8 and of 1; engines take turns."""
+def throughput(model: str, adapters: list[LoRARequest]) -> dict[str, dict[str, float]]:
+    """Return the median rates of batches of 8 and of 1, and their ratios to the same batch without adapters.
+
+    Cases take turns; a ratio is the median of those of the rounds.
+    """
     engines = {"engine without adapters": engine(model), "engine": engine(model, enable_lora=True, max_loras=8)}
     cases: dict[str, tuple[str, list[LoRARequest | None]]] = {
         "8 sequences, engine without adapters": ("engine without adapters", [None] * 8),
@@ -92,11 +98,66 @@ def throughput(model: str, adapters: list[LoRARequest]) -> dict[str, float]:
         "1 sequence, none has an adapter": ("engine", [None]),
         "1 sequence, 1 adapter": ("engine", [adapters[0]]),
     }
-    rates: dict[str, list[float]] = {name: [] for name in cases}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(REPEATS + 1):
         for name, (chosen, used) in cases.items():
             rates[name].append(run(engines[chosen], used))
-    return {name: statistics.median(values[1:]) for name, values in rates.items()}
+    results = {}
+    for name, rounds in rates.items():
+        base = rates[f"{name.split(',')[0]}, engine without adapters"]
+        figures = {}
+        for index, clock in enumerate(("processor", "clock")):
+            own, plain = ([each[index] for each in values[1:]] for values in (rounds, base))
+            figures[f"tokens/s, {clock}"] = statistics.median(own)
+            figures[f"ratio, {clock}"] = statistics.median(mine / other for mine, other in zip(own, plain))
+        results[name] = figures
+    return results
+
+
+def pauses(model: str, adapters: list[LoRARequest]) -> dict[str, Any]:
+    """Return what a request whose adapter is in no slot costs those that run: the longest step after it is added.
+
+    Eight sequences generate with four adapters. A ninth is added, in turns of an adapter that was read and loaded
+    before, of one whose files are read meanwhile, and of none. Milliseconds, and shares of a usual step.
+    """
+    llm = engine(model, enable_lora=True, max_loras=5, max_cpu_loras=5)
+    core, kinds = llm._core, ("none", "in a slot", "read and loaded")
+    longest: dict[str, list[float]] = {kind: [] for kind in kinds}
+    usual: list[float] = []
+    for number in range(3 * PAUSES):
+        kind = kinds[number % 3]
+        fresh = LoRARequest(f"fresh{number}", 100 + number, adapters[4 + number % 4].lora_path)
+        added = {"none": None, "in a slot": adapters[0], "read and loaded": fresh}[kind]
+        for index in range(8):
+            _queue(llm, f"{number}-{index}", adapters[index % 4], 40)
+        times = [_timed(core.step) for _ in range(STEPS)]
+        _queue(llm, f"{number}-ninth", added, 4)
+        after = [_timed(core.step) for _ in range(STEPS)]
+        usual.append(statistics.median(times[4:]))
+        longest[kind].append(max(after))
+        while core.has_work:
+            core.step()
+    step = statistics.median(usual)
+    figures: dict[str, Any] = {"usual step": 1000 * step}
+    for kind, values in longest.items():
+        relative = [value / own for value, own in zip(values, usual[kinds.index(kind) :: 3])]
+        figures[f"longest step, ninth request with adapter: {kind}"] = 1000 * statistics.median(values)
+        figures[f"the same in usual steps: {kind}"] = statistics.median(relative)
+    return figures
+
+
+def _queue(llm: LLMEngine, request_id: str, adapter: LoRARequest | None, tokens: int) -> None:
+    """Add a request to the engine's core, which reads its adapter in a thread, as that of a server does."""
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    prompt = {"prompt_token_ids": [100 + len(request_id)] * PROMPT}
+    known = llm.adapters.adapter(adapter)
+    llm._core.add_request(llm.inputs.prepare(request_id, prompt, params, adapter=known).children[0])
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def load_cost(model: str, folder: str) -> dict[str, float]:
@@ -141,7 +202,10 @@ def main() -> int:
         results: dict[str, Any] = {"load average": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
         results["processor ms of a load"] = load_cost(options.model, folders[0])
         print(json.dumps(results, indent=1), flush=True)
-        results["tokens per processor second"] = throughput(options.model, adapters)
+        results["pauses of running requests, ms"] = pauses(options.model, adapters)
+        print(json.dumps(results, indent=1), flush=True)
+        results["throughput"] = throughput(options.model, adapters)
+        results["load average after"] = os.getloadavg()
     print(json.dumps(results, indent=1))
     Path(options.results).write_text(json.dumps(results, indent=1) + "\n")
     return 0

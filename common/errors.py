@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+MEMORY_REMEDY: Final = (
+    "lower --max-model-len, --max-num-seqs or --kv-cache-memory-bytes, use --quantization, "
+    "or give the process more memory"
+)
+"""What to do when memory is short, for the end of a message."""
+
 
 class PagodaError(Exception):
     """Base class of pagoda's errors."""
@@ -27,8 +37,41 @@ class ConfigError(PagodaError, ValueError):
         self.setting = setting
 
 
+_MAX_LINE: Final = 1_000
+_LINE_ENDS: Final = (_MAX_LINE * 2 // 3, _MAX_LINE // 3)
+
+
+def _line(text: str) -> str:
+    """Return a text as one printable line; a long one without its middle."""
+    if len(text) > _MAX_LINE:
+        first, last = _LINE_ENDS
+        text = f"{text[:first]} ... {text[-last:]}"
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 class ModelError(PagodaError, ValueError):
-    """A model folder or file that cannot be served: wrong path, unknown architecture, missing tokenizer."""
+    """A model folder or file that cannot be served: wrong path, unknown architecture, missing tokenizer.
+
+    The message is one line of at most about 1,000 characters, whatever it quotes of a file.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_line(message))
+
+
+@contextmanager
+def reading(file: object, remedy: str) -> Iterator[None]:
+    """Turn what Python or a library raises at the content of an untrusted file into a ModelError that names it.
+
+    For readers of nested values, of which any may have any type; what a value should be is said where it is checked.
+    """
+    try:
+        yield
+    except (PagodaError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ModelError(f"{file}: its values are invalid ({reason}); {remedy}") from error
 
 
 class WeightError(ModelError):
@@ -43,6 +86,10 @@ class QueueFullError(PagodaError):
     """Too many requests in flight: HTTP 429. The same request may be accepted later."""
 
 
+class RequestTimeoutError(PagodaError):
+    """A request took longer than --request-timeout and was aborted: HTTP 504."""
+
+
 class AbortedError(PagodaError):
     """A request that the server aborted: HTTP 503. The same request may be accepted later."""
 
@@ -53,3 +100,7 @@ class SleepError(PagodaError):
 
 class EngineDeadError(PagodaError, RuntimeError):
     """The engine stopped; the message carries the cause."""
+
+
+class EngineUnavailableError(EngineDeadError):
+    """The engine is stuck, or is being restarted: HTTP 503. The same request may be accepted later."""

@@ -17,9 +17,7 @@ import msgspec
 
 from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
-
-MAX_PATTERN: Final = 1_024
-MAX_COUNT: Final = 10_000
+from pagoda.common.request_bounds import Bound, bound_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +30,8 @@ class RepetitionDetectionParams:
 
     def verify(self) -> None:
         """Raise RequestError for inconsistent sizes."""
-        for name, value, maximum in (
-            ("max_pattern_size", self.max_pattern_size, MAX_PATTERN),
-            ("min_pattern_size", self.min_pattern_size, MAX_PATTERN),
-            ("min_count", self.min_count, MAX_COUNT),
-        ):
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            value, maximum = getattr(self, name), int(_row(name).high or 0)
             if type(value) is not int or not 0 <= value <= maximum:
                 raise RequestError(
                     "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {maximum}"
@@ -92,17 +87,6 @@ class StructuredOutputsParams:
                 f"structured_outputs must set exactly one of {', '.join(KINDS)}; set here: {kinds}",
             )
 
-
-MAX_N: Final = 16_384
-MAX_INT: Final = 2**31 - 1
-MAX_TEMPERATURE: Final = 100.0
-MAX_STOP_STRINGS: Final = 1_024
-MAX_BAD_WORDS: Final = 1_024
-MAX_WORD_CHARS: Final = 1_024
-MAX_IDS: Final = 1 << 20
-"""Maximum length of a list of token ids: more than any vocabulary in use."""
-MAX_LOGPROB_IDS: Final = 256
-"""Maximum length of logprob_token_ids."""
 
 NOT_YET: Final = (
     "watermarking",
@@ -395,7 +379,19 @@ def _optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _int(low: int, high: int = MAX_INT) -> Check:
+def _row(name: str) -> Bound:
+    """Return the bounds of a field, which has some."""
+    bound = bound_of("SamplingParams", name)
+    assert bound is not None, name
+    return bound
+
+
+def _int(name: str) -> Check:
+    bound = _row(name)
+    assert bound.low is not None
+    assert bound.high is not None
+    low, high = int(bound.low), int(bound.high)
+
     def check(name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(name, f"{name} must be an integer, not {_shown(value)}")
@@ -405,8 +401,11 @@ def _int(low: int, high: int = MAX_INT) -> Check:
     return check
 
 
-def _number(low: float, high: float, *, above: bool = False) -> Check:
-    """`above`: the lower bound itself is refused."""
+def _number(name: str) -> Check:
+    bound = _row(name)
+    low, high, above = bound.low, bound.high, bound.above
+    assert low is not None
+    assert high is not None
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -440,18 +439,26 @@ def _entries(name: str, value: object, kind: str, maximum: int) -> Sequence[Any]
     return value
 
 
-def _words(maximum: int) -> Check:
+def _words(name: str) -> Check:
+    bound = _row(name)
+    maximum, characters = bound.entries, bound.characters
+    assert maximum is not None
+    assert characters is not None
+
     def check(name: str, value: object) -> None:
         for word in _entries(name, [value] if isinstance(value, str) else value, "strings", maximum):
             if not isinstance(word, str):
                 raise RequestError(name, f"{name} must contain strings, not {_shown(word)}")
-            if not 0 < len(word) <= MAX_WORD_CHARS:
-                raise RequestError(name, f"each entry of {name} must have 1 to {MAX_WORD_CHARS} characters")
+            if not 0 < len(word) <= characters:
+                raise RequestError(name, f"each entry of {name} must have 1 to {characters} characters")
 
     return check
 
 
-def _ids(*, may_be_empty: bool, maximum: int = MAX_IDS) -> Check:
+def _ids(name: str, *, may_be_empty: bool) -> Check:
+    maximum = _row(name).entries
+    assert maximum is not None
+
     def check(name: str, value: object) -> None:
         tokens = _entries(name, value, "token ids", maximum)
         if not tokens and not may_be_empty:
@@ -465,13 +472,14 @@ def _ids(*, may_be_empty: bool, maximum: int = MAX_IDS) -> Check:
 def _bias(name: str, value: object) -> None:
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must map token ids to numbers, not {_shown(value)}")
-    if len(value) > MAX_IDS:
-        raise RequestError(name, f"{name} has {len(value)} entries; at most {MAX_IDS} are allowed")
+    maximum = _row("logit_bias").entries
+    if maximum is not None and len(value) > maximum:
+        raise RequestError(name, f"{name} has {len(value)} entries; at most {maximum} are allowed")
     wrong = [token for token in value if not isinstance(token, int)]
     if wrong:
         shown = ", ".join(map(_shown, wrong[:8]))
         raise RequestError(name, f"{name} must contain integer token ids, not {shown}")
-    in_range = _number(-100.0, 100.0)
+    in_range = _number("logit_bias")
     for token, bias in value.items():
         _need_id(name, token)
         in_range(name, bias)
@@ -528,39 +536,39 @@ def _shown(value: object) -> str:
 
 
 _CHECKS: Final[dict[str, Check]] = {
-    "n": _int(1, MAX_N),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, float(MAX_INT), above=True),
-    "temperature": _number(0.0, MAX_TEMPERATURE),
-    "top_p": _number(0.0, 1.0, above=True),
-    "top_k": _int(-1),
-    "min_p": _number(0.0, 1.0),
-    "seed": _optional(_int(-(2**63), 2**63 - 1)),
-    "stop": _optional(_words(MAX_STOP_STRINGS)),
-    "stop_token_ids": _optional(_ids(may_be_empty=True)),
+    "n": _int("n"),
+    "presence_penalty": _number("presence_penalty"),
+    "frequency_penalty": _number("frequency_penalty"),
+    "repetition_penalty": _number("repetition_penalty"),
+    "temperature": _number("temperature"),
+    "top_p": _number("top_p"),
+    "top_k": _int("top_k"),
+    "min_p": _number("min_p"),
+    "seed": _optional(_int("seed")),
+    "stop": _optional(_words("stop")),
+    "stop_token_ids": _optional(_ids("stop_token_ids", may_be_empty=True)),
     "ignore_eos": _flag,
-    "max_tokens": _optional(_int(1)),
-    "min_tokens": _int(0),
-    "logprobs": _optional(_int(-1)),
-    "prompt_logprobs": _optional(_int(-1)),
-    "logprob_token_ids": _optional(_ids(may_be_empty=True, maximum=MAX_LOGPROB_IDS)),
+    "max_tokens": _optional(_int("max_tokens")),
+    "min_tokens": _int("min_tokens"),
+    "logprobs": _optional(_int("logprobs")),
+    "prompt_logprobs": _optional(_int("prompt_logprobs")),
+    "logprob_token_ids": _optional(_ids("logprob_token_ids", may_be_empty=True)),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
     "output_kind": _instance(RequestOutputKind, "a RequestOutputKind"),
-    "stream_interval": _optional(_int(1)),
+    "stream_interval": _optional(_int("stream_interval")),
     "skip_clone": _flag,
     "logit_bias": _optional(_bias),
-    "allowed_token_ids": _optional(_ids(may_be_empty=False)),
-    "bad_words": _optional(_words(MAX_BAD_WORDS)),
+    "allowed_token_ids": _optional(_ids("allowed_token_ids", may_be_empty=False)),
+    "bad_words": _optional(_words("bad_words")),
     "extra_args": _optional(_json_object),
     "skip_reading_prefix_cache": _optional(_flag),
     "structured_outputs": _optional(_instance(StructuredOutputsParams, "StructuredOutputsParams")),
-    "thinking_token_budget": _optional(_int(-1)),
+    "thinking_token_budget": _optional(_int("thinking_token_budget")),
     "repetition_detection": _optional(_repetition),
-    "truncate_prompt_tokens": _optional(_int(-1)),
+    "truncate_prompt_tokens": _optional(_int("truncate_prompt_tokens")),
     "truncation_side": _side,
 }
 """Check of each field. Together with NOT_YET this covers every field."""

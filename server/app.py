@@ -31,8 +31,9 @@ from pagoda.server.cohere import embed
 from pagoda.server.cohere.chat import CohereChatRequest
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
+from pagoda.server.http.connections import PROBES
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
-from pagoda.server.http.response import json_response
+from pagoda.server.http.response import CLIENT_DISCONNECTED, DisconnectMiddleware, json_response
 from pagoda.server.http.server import (
     IGNORED_HEADER,
     ApiKeyMiddleware,
@@ -40,6 +41,7 @@ from pagoda.server.http.server import (
     IgnoredPartsMiddleware,
     RequestIdMiddleware,
     RouteSpellingMiddleware,
+    TraceContextMiddleware,
 )
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai import chat, completion, generate, models, render
@@ -107,9 +109,6 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
 }
 """Path -> request body, or alternatives."""
 
-_CLIENT_DISCONNECTED: Final = 499
-"""Status, for logs, of a response whose client disconnected."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -131,6 +130,8 @@ def create_app(state: ServerState) -> FastAPI:
     for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_middlewares(app, config, state.metrics)
+    if state.engine.tracer is not None:
+        app.add_middleware(TraceContextMiddleware, tracer=state.engine.tracer)
     return app
 
 
@@ -160,6 +161,7 @@ def _include_routes(app: FastAPI, config: ServerConfig) -> None:
 
 def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:
     """Add middleware, innermost first. Raise ConfigError for one that cannot be loaded."""
+    app.add_middleware(DisconnectMiddleware)
     app.add_middleware(IgnoredPartsMiddleware, metrics=metrics)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
@@ -194,8 +196,10 @@ def _add_middleware(app: FastAPI, name: str) -> None:
 async def _answer_error(request: Request, error: Exception) -> Response:
     """Return the error response of an exception."""
     if isinstance(error, ClientDisconnectedError):
-        return Response(status_code=_CLIENT_DISCONNECTED)
-    if request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in health.PROBES:
+        return Response(status_code=CLIENT_DISCONNECTED)
+    if (
+        request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in PROBES
+    ):  # a probe's 503 is no error
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.core import PAUSE_MODES
-from pagoda.common.engine.lora.adapter import Adapter
-from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
+from pagoda.common.engine.messages import EngineRequest, EngineStats, RequestEvents, StepOutputs
+from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
@@ -27,21 +28,27 @@ from pagoda.server.ipc_messages import (
     EngineInfo,
     FromEngine,
     LoadAdapter,
+    Ready,
     Refused,
     RemoveAdapter,
     ResetPrefixCache,
+    Restarting,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
 )
-from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats
+from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.grammar_check import GrammarCheck, check_of
+from pagoda.server.processing.grammar_check import MAX_WAITING, GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
+    ALONE,
     InputProcessor,
     PreparedRequest,
     Prompt,
     PromptType,
+    RequestOrigin,
     TextOptions,
     check_extras,
     max_prompt_tokens,
@@ -49,6 +56,9 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
+from pagoda.server.processing.queue_use import NO_KEY, Load, QueueLimits
+from pagoda.server.processing.template_renderer import TemplateRenderer
+from pagoda.server.processing.text_threads import TextThreads
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
@@ -56,6 +66,9 @@ from pagoda.server.vllm_compat.config_views import ModelView, VllmConfigView
 from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
 from pagoda.server.vllm_compat.request_types import LoRARequest
 from pagoda.server.vllm_compat.script_helpers import UsageContext
+
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import Tracer
 
 LONG_TEXT: Final = 16_384
 """Characters or token ids from which a prompt is prepared in a thread, so that other requests keep streaming."""
@@ -123,15 +136,21 @@ class AsyncLLM(ExplainsMissingMethods):
         self.stats = EngineStats()
         self.metrics = metrics
         self._open_text = open_text
+        self.tracer = open_tracer(config)
         self._engine = CoreClientAsync(
-            client or start_engine(config, in_process=in_process), self._receive, self._fail_all
+            client or start_engine(config, in_process=in_process),
+            self._receive,
+            self._fail_all,
+            self._fail_running,
+            kills_stuck=bool(config.runtime.restart_engine) or config.runtime.exit_on_stuck_engine,
         )
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.num_sequences, self._on_rejected
+            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected
         )
         self._gate = Gate()
+        self.text_threads = TextThreads(self._on_rejected)
         self.adapters = AdapterRegistry(config.lora)
         if wait:
             self._finish_start()
@@ -186,7 +205,7 @@ class AsyncLLM(ExplainsMissingMethods):
         except BaseException:
             self._engine.close()
             raise
-        self._warm = WarmEngine.of(self.config, info, tokenizer)
+        self._warm = WarmEngine.of(self.config, info, tokenizer, self.text_threads, self.tracer)
 
     def _ready(self) -> WarmEngine:
         """Return what exists once the engine is warm. Raises EngineDeadError before."""
@@ -233,6 +252,11 @@ class AsyncLLM(ExplainsMissingMethods):
     def dead_error(self) -> EngineDeadError:
         """Why the engine died."""
         return self._engine.dead or EngineDeadError("the engine is alive")
+
+    @property
+    def templates(self) -> TemplateRenderer:
+        """Renders chat templates."""
+        return self._ready().inputs.processor.templates
 
     @property
     def text(self) -> Tokenizer:
@@ -304,9 +328,10 @@ class AsyncLLM(ExplainsMissingMethods):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt; closing or cancelling the generator ends the request.
 
-        `prompt_text`: the text of a prompt given as token ids. `tokenization_kwargs`: as of encode. No effect have
-        `trace_headers` (requests are not traced), `data_parallel_rank`, `session_id` and `kv_hints` (the replica is
-        chosen by load and cached prefixes), `reasoning_ended` and `reasoning_parser_kwargs` (the prompt tells).
+        `prompt_text`: the text of a prompt given as token ids. `tokenization_kwargs`: as of encode.
+        `trace_headers`: `traceparent` and `tracestate` of the span that the request's is a child of. No effect have
+        `data_parallel_rank`, `session_id` and `kv_hints` (the replica is chosen by load and cached prefixes),
+        `reasoning_ended` and `reasoning_parser_kwargs` (the prompt tells).
 
         Raises RequestError (before the first output) for a prompt that cannot be served, QueueFullError if the queue is
         full, EngineDeadError with the cause when the engine dies.
@@ -319,6 +344,7 @@ class AsyncLLM(ExplainsMissingMethods):
             tokenization_kwargs=tokenization_kwargs,
             priority=priority,
             prompt_text=prompt_text,
+            trace_headers=trace_headers,
         )
         finished = False
         try:
@@ -343,13 +369,15 @@ class AsyncLLM(ExplainsMissingMethods):
     ) -> AsyncGenerator[RawPoolingOutput, None]:
         """Yield the one output of a prompt on a pooling model; closing or cancelling the generator ends the request.
 
-        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers` (requests
-        are not traced) and `reasoning_ended` have no effect. Raises as generate does.
+        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers`: as of
+        generate. `reasoning_ended` has no effect. Raises as generate does.
         """
         check_extras(lora_request=lora_request)
         options = TextOptions.of(tokenization_kwargs)
         parsed = await asyncio.to_thread(self.pooling_inputs.parse, prompt, options)
-        stream = await self.add_request(request_id, parsed, pooling_params, priority=priority)
+        stream = await self.add_request(
+            request_id, parsed, pooling_params, priority=priority, trace_headers=trace_headers
+        )
         try:
             yield with_tensor(await stream.get())
         finally:
@@ -420,7 +448,15 @@ class AsyncLLM(ExplainsMissingMethods):
         text = text_options(tokenization_kwargs)
         prompt = with_text(prompt, prompt_text)
         return await self.submit(
-            request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
+            request_id,
+            prompt,
+            params,
+            priority,
+            text=text,
+            arrival_time=arrival_time,
+            adapter=adapter,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
         )
 
     async def submit(
@@ -433,24 +469,40 @@ class AsyncLLM(ExplainsMissingMethods):
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        lora_request: AdapterRequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        origin: RequestOrigin = ALONE,
+        key: bytes = NO_KEY,
     ) -> RequestStream[Any]:
-        """As `add_request`; `adapter`: one that was resolved before."""
+        """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name; `origin`: the
+        caller's request that this is of; `key`: the API key of the request.
+        """
         self._engine.attach()
         warm = self._ready()
         sequences = 1 if isinstance(params, PoolingParams) else params.n
         if isinstance(params, SamplingParams):
             self.check_generates()
         await self._gate.passed()
-        self._admission.check(sequences)
-        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter}
+        self._admission.check(Load(sequences), key)
+        details = {"text": text, "arrival_time": arrival_time, "adapter": adapter, "origin": origin}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
-        await warm.inputs.check_grammar(prepared)
+        prepared = replace(prepared, lora_request=lora_request)
+        with self._admission.counting():
+            await warm.inputs.check_grammar(prepared, key, self._admission.limits)
         await self._gate.passed()  # preparing a long prompt takes time: check again
-        self._admission.check(sequences)
-        stream = warm.requests.add(prepared)
-        for child in prepared.children:
-            self._engine.send(AddRequest(child))
+        self._admission.check(prepared.load, key)
+        if self.tracer is not None:
+            prepared = replace(prepared, trace_parent=self.tracer.parent(trace_headers))
+        stream = warm.requests.add(prepared, key)
+        self._send(prepared.children)
         return stream
+
+    def _send(self, children: Sequence[EngineRequest]) -> None:
+        """Send engine requests of a stream that is registered; an engine that restarts gets them once it is warm."""
+        with suppress(EngineUnavailableError):
+            messages = AddRequest.several(children) if len(children) > 1 else map(AddRequest, children)
+            for message in messages:
+                self._engine.send(message)
 
     def check_generates(self) -> None:
         """Raise RequestError if the model was started for pooling."""
@@ -478,7 +530,7 @@ class AsyncLLM(ExplainsMissingMethods):
             self._abort(self._warm.requests.abort(ids))
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine is dead, silent or stuck in a step."""
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
         self._engine.raise_if_dead()
         self._ready()
         self._engine.check()
@@ -495,8 +547,8 @@ class AsyncLLM(ExplainsMissingMethods):
         """Return: no output of an encoder is cached."""
 
     async def is_tracing_enabled(self) -> bool:
-        """Return False: requests are not traced."""
-        return False
+        """Return True with --otlp-traces-endpoint."""
+        return self.tracer is not None
 
     async def do_log_stats(self) -> None:
         """Log what runs, what waits, and how full the KV cache is."""
@@ -508,7 +560,20 @@ class AsyncLLM(ExplainsMissingMethods):
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise QueueFullError, SleepError, EngineDeadError or RequestError if n sequences would be refused now."""
-        self._admission.check(n)
+        self._admission.check(Load(n))
+
+    def check_load(self, load: Load, key: bytes) -> None:
+        """As check_admission, for a load of the requests of an API key."""
+        self._admission.check(load, key)
+
+    def limit_queue(self, limits: QueueLimits) -> None:
+        """Refuse requests beyond these limits from now on."""
+        self._admission.limits = limits
+
+    def fail_requests(self, request_ids: Iterable[str], error: Exception) -> None:
+        """End requests, whose streams raise `error`; unknown ids are skipped."""
+        if self._warm is not None:
+            self._abort(self._warm.requests.fail(request_ids, error))
 
     async def get_status(self) -> dict[str, Any]:
         """Return whether the engine runs, and its statistics."""
@@ -562,6 +627,14 @@ class AsyncLLM(ExplainsMissingMethods):
         reply = await self._engine.call(lambda ticket: LoadAdapter(ticket, adapter))
         if isinstance(reply, AdapterState) and reply.error is not None:
             raise RequestError(*reply.error)
+
+    async def take_snapshot(self) -> str:
+        """Write an incident snapshot and return its path. Raises EngineDeadError, ConfigError if it cannot be."""
+        reply = await self._engine.call(TakeSnapshot)
+        assert isinstance(reply, SnapshotTaken)
+        if reply.error:
+            raise ConfigError("--incident-dir", reply.error)
+        return reply.path
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget a loaded adapter; running requests keep it. False if there is none."""
@@ -641,6 +714,9 @@ class AsyncLLM(ExplainsMissingMethods):
         self._engine.close(2.0 if timeout is None else timeout)
         if self._warm is not None:
             self._warm.inputs.close()
+        self.text_threads.close()
+        if self.tracer is not None:
+            self.tracer.close()
         self._engine.die(EngineDeadError("the engine was shut down"))
 
     async def _prepare(
@@ -668,6 +744,11 @@ class AsyncLLM(ExplainsMissingMethods):
                 self._refuse(child_id, RequestError(field, text))
             case SleepState():
                 self._sleep.update(message)
+            case Restarting(cause):
+                self._lose(cause)
+            case Ready():
+                self._sleep.reset()
+                self._send(self._ready().requests.children)
             case _:
                 pass
 
@@ -694,9 +775,26 @@ class AsyncLLM(ExplainsMissingMethods):
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))
 
+    def _lose(self, cause: str) -> None:
+        """Fail the requests that the next engine cannot run: something of them has been sent, or they ran twice."""
+        error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
+        self.stats = EngineStats()
+        if self._warm is not None:
+            self._warm.requests.fail_lost(error)
+            self._report_events()
+
+    def _fail_running(self, error: EngineUnavailableError) -> None:
+        """Fail all requests: the engine is stuck. It drops them should it continue."""
+        if self._warm is not None:
+            self._abort(self._warm.requests.fail_all(error))
+
+    def raise_if_unavailable(self) -> None:
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
+        self._engine.raise_if_unavailable()
+
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._warm is not None:
-            self._warm.requests.die(error)
+            self._warm.requests.fail_all(error)
             self._report_events()
 
 
@@ -713,23 +811,34 @@ class WarmEngine:
     requests: AsyncRequests
 
     @classmethod
-    def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
+    def of(
+        cls,
+        config: EngineConfig,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        threads: TextThreads,
+        tracer: Tracer | None = None,
+    ) -> Self:
         """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(max_prompt_tokens(info))
-        processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
+        limit = config.scheduler.max_request_cost
+        processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs, limit)
         return cls(
             info=info,
             tokenizer=tokenizer,
-            inputs=AsyncInputs(processor, check_of(tokenizer, info)),
-            requests=AsyncRequests(tokenizer, config.scheduler.stream_interval),
+            inputs=AsyncInputs(processor, check_of(tokenizer, info), threads),
+            requests=AsyncRequests(tokenizer, config.scheduler.stream_interval, tracer),
         )
 
 
 class AsyncInputs:
-    """An InputProcessor with a thread for long prompts and embeddings, and a process that compiles grammars first."""
+    """An InputProcessor with threads for long prompts and embeddings, and a process that compiles grammars first.
 
-    def __init__(self, processor: InputProcessor, grammars: GrammarCheck) -> None:
-        self.processor, self._grammars = processor, grammars
+    Closing it ends the processes of both.
+    """
+
+    def __init__(self, processor: InputProcessor, grammars: GrammarCheck, threads: TextThreads) -> None:
+        self.processor, self._grammars, self._threads = processor, grammars, threads
 
     async def prepare(
         self,
@@ -741,6 +850,7 @@ class AsyncInputs:
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        origin: RequestOrigin = ALONE,
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, see InputProcessor.prepare. Raises RequestError."""
         prepare = partial(
@@ -752,21 +862,26 @@ class AsyncInputs:
             text=text,
             arrival_time=arrival_time,
             adapter=adapter,
+            origin=origin,
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
-        long = isinstance(given, str | list) and len(given) > LONG_TEXT
+        length = len(given) if isinstance(given, str | list) else 0
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        if long or embedded or structured:
-            return await asyncio.to_thread(prepare)
-        return prepare()
+        if length > LONG_TEXT:
+            return await self._threads.run(length, prepare)
+        return await asyncio.to_thread(prepare) if embedded or structured else prepare()
 
-    async def check_grammar(self, prepared: PreparedRequest) -> None:
-        """Compile the grammar of a request, if any, in another process. Raises RequestError if that fails."""
+    async def check_grammar(self, prepared: PreparedRequest, key: bytes, limits: QueueLimits) -> None:
+        """Compile the grammar of a request, if any, in another process.
+
+        Raises RequestError if that fails, QueueFullError if too many are in line, in all or of the API key.
+        """
         grammar = prepared.children[0].grammar
         if grammar is not None:
-            await self._grammars.check(grammar)
+            await self._grammars.check(grammar, key, limits.share(MAX_WAITING))
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the processes. Idempotent."""
         self._grammars.close()
+        self.processor.templates.close()

@@ -17,7 +17,7 @@ from pagoda.common.engine.structured_output.grammar import json_schema
 from pagoda.common.engine.structured_output.guidance import whole_pattern
 from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import render_chat, template_of, variables_of
+from pagoda.common.text.chat_template import render_chat, template_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
@@ -36,6 +36,7 @@ from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, 
 from pagoda.server.parsers.vllm_interface import ChatCompletionToolsParam, ParserRequest, named_choice
 from pagoda.server.parsers.vllm_plugin import VllmReasoningFormat, VllmToolFormat
 from pagoda.server.processing.inputs import Prompt, encode_kept, max_prompt_tokens
+from pagoda.server.processing.template_renderer import Lane
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -87,7 +88,11 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     tools = _callable_tools(state, conversation)
     if tools:
         params = _add_grammar(state, params, conversation, tools)
-    ignored = (*_ignored_tools(state, conversation), *_ignored_effort(state, conversation))
+    variables = await _variables_of(state, conversation)
+    ignored = (
+        *_ignored_tools(state, conversation, variables),
+        *_ignored_effort(state, conversation, variables),
+    )
     if conversation.reasoning_budget is not None:
         if state.reasoning_format is None:
             ignored += (_ignored_budget(),)
@@ -162,8 +167,8 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
 # Rendering.
 
 LONG_CONVERSATION: Final = 16_384
-"""Length in characters, tools and documents included, from which a conversation is rendered and tokenised in a thread,
-so that other requests keep streaming."""
+"""Length in characters, tools and documents included, from which a conversation is rendered among long ones and
+tokenised in a thread, so that other requests keep streaming."""
 
 _REASONING_KEYS: Final = ("reasoning", "reasoning_content", "thinking")
 """Keys of a message's reasoning in clients and templates."""
@@ -178,41 +183,59 @@ async def _render_text(state: ServerState, conversation: Conversation, params: S
         raise RequestError(
             "messages", "chat needs a tokenizer, which is disabled (--skip-tokenizer-init); use /v1/completions"
         )
-    if conversation.template is not None and not state.config.trust_request_chat_template:
-        raise RequestError(
-            "chat_template", "chat_template is only accepted with --trust-request-chat-template; leave it out"
-        )
-    parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
-    size = sum(len(str(each)) for each in parts)
-    if size < LONG_CONVERSATION:
-        return _render_now(tokenizer, conversation, params, state)
-    return await asyncio.to_thread(_render_now, tokenizer, conversation, params, state)
+    _check_template(state, conversation)
+    variables = await _variables_of(state, conversation)
+    lane = _lane(conversation)
+    rendering = partial(_render_now, tokenizer, conversation, state, variables, lane)
+    text = await asyncio.wrap_future(state.engine.templates.submit(lane, rendering))
+    encode = partial(
+        encode_kept, tokenizer, text, params, max_prompt_tokens(state.engine.info), conversation.add_special_tokens
+    )
+    if len(text) < LONG_CONVERSATION:
+        return text, encode()
+    return text, await state.engine.text_threads.run(len(text), encode)
 
 
 def _render_now(
-    tokenizer: Tokenizer, conversation: Conversation, params: SamplingParams, state: ServerState
-) -> tuple[str, list[int]]:
+    tokenizer: Tokenizer, conversation: Conversation, state: ServerState, variables: frozenset[str], lane: Lane
+) -> str:
     tools = _shown_tools(state, conversation)
-    template = _template_of(tokenizer, conversation, state)
-    variables = _effort_variables(conversation.reasoning_effort, template)
     messages = [_with_reasoning(message) for message in conversation.messages]
     reasoning = state.reasoning_format
     if reasoning is not None and isinstance(reasoning, AdaptsConversation):
         messages, tools = reasoning.adapted(messages, tools)
-    text = render_chat(
+    keywords = {
+        **state.config.default_chat_template_kwargs,
+        **_effort_variables(conversation.reasoning_effort, variables),
+        **conversation.keywords,
+    }
+    return render_chat(
         tokenizer,
         messages,
-        template=template,
+        template=_template_of(tokenizer, conversation, state),
+        renderer=partial(state.engine.templates.render, lane=lane),
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         tools=tools,
         documents=conversation.documents,
         content_format=state.config.chat_template_content_format,
-        **{**state.config.default_chat_template_kwargs, **variables, **conversation.keywords},
+        **keywords,
     )
-    return text, encode_kept(
-        tokenizer, text, params, max_prompt_tokens(state.engine.info), conversation.add_special_tokens
-    )
+
+
+def _check_template(state: ServerState, conversation: Conversation) -> None:
+    if conversation.template is not None and not state.config.trust_request_chat_template:
+        raise RequestError(
+            "chat_template", "chat_template is only accepted with --trust-request-chat-template; leave it out"
+        )
+
+
+def _lane(conversation: Conversation) -> Lane:
+    """Return which conversations this one is rendered among."""
+    if conversation.template is not None:
+        return "client"
+    parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
+    return "short" if sum(len(str(each)) for each in parts) < LONG_CONVERSATION else "long"
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
@@ -233,15 +256,29 @@ def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
     return [] if hides else list(conversation.tools)
 
 
-def _ignored_tools(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
+async def _variables_of(state: ServerState, conversation: Conversation) -> frozenset[str]:
+    """Return the names that the chat template reads, if tools or the reasoning effort depend on it; else none."""
+    by_tools = bool(conversation.tools) and conversation.tool_choice == "auto"
+    if not by_tools and conversation.reasoning_effort is None:
+        return frozenset()
+    tokenizer = state.tokenizer()
+    template = None if tokenizer is None else _template_of(tokenizer, conversation, state)
+    if template is None:
+        return frozenset()
+    _check_template(state, conversation)
+    lane: Lane = "short" if conversation.template is None else "client"
+    return await asyncio.wrap_future(state.engine.templates.variables_of(template, lane=lane))
+
+
+def _ignored_tools(state: ServerState, conversation: Conversation, variables: frozenset[str]) -> tuple[Ignored, ...]:
     """Return the tools that the model may call as an ignored hint if the chat template does not show them."""
     tools: Sequence[Any] = conversation.tools if conversation.tool_choice == "auto" else ()
-    if not tools or (tokenizer := state.tokenizer()) is None:
+    if not tools or state.tokenizer() is None:
         return ()
     reasoning = state.reasoning_format
     if reasoning is not None and isinstance(reasoning, AdaptsConversation):
         _, tools = reasoning.adapted((), tools)
-    if not tools or "tools" in variables_of(_template_of(tokenizer, conversation, state) or ""):
+    if not tools or "tools" in variables:
         return ()
     reason = (
         "tools are not shown to the model by its chat template; leave them out, or serve it with a --chat-template "
@@ -250,22 +287,21 @@ def _ignored_tools(state: ServerState, conversation: Conversation) -> tuple[Igno
     return (Ignored("tools", "hint", reason),)
 
 
-def _effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
+def _effort_variables(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
     """Return the variables that set the effort, of those that the template reads."""
     if effort is None:
         return {}
-    known = variables_of(template or "")
     variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
     return variables | {name: effort != "none" for name in _SWITCHES if name in known}
 
 
-def _ignored_effort(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
+def _ignored_effort(state: ServerState, conversation: Conversation, variables: frozenset[str]) -> tuple[Ignored, ...]:
     """Return the reasoning effort as an ignored hint if the chat template does not read it."""
     effort = conversation.reasoning_effort
-    if effort is None or (tokenizer := state.tokenizer()) is None:
+    if effort is None or state.tokenizer() is None:
         return ()
     needs_no_effect = effort == "none" and state.reasoning_format is None  # the model does not reason
-    if needs_no_effect or _effort_variables(effort, _template_of(tokenizer, conversation, state)):
+    if needs_no_effect or _effort_variables(effort, variables):
         return ()
     reason = (
         f"reasoning_effort {effort!r} has no effect: the model's chat template does not read it; "

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 
+from pagoda.common.errors import MEMORY_REMEDY
+
 
 def child_env() -> dict[str, str]:
     """Return this process's environment with its import path, so that a child imports the same packages."""
@@ -17,4 +19,4 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name
-    return f"was killed by {name}{': out of memory?' if name == 'SIGKILL' else ''}"
+    return f"was killed by {name}{f': out of memory? Then {MEMORY_REMEDY}' if name == 'SIGKILL' else ''}"

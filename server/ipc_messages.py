@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,7 +13,15 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.pooling import PoolingTask
-from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, PagodaError, RequestError, WeightError
+from pagoda.common.errors import (
+    MEMORY_REMEDY,
+    ConfigError,
+    EngineDeadError,
+    ModelError,
+    PagodaError,
+    RequestError,
+    WeightError,
+)
 from pagoda.common.models.family import AnswerFormat
 from pagoda.common.models.spec import TokenSelection
 
@@ -76,9 +87,31 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True):
-    """Queue one sequence."""
+    """Queue a sequence, and others that differ from it in id and seed only: prompt and lists are sent once."""
 
     request: EngineRequest
+    others: tuple[tuple[str, int], ...] = ()  # request id and seed
+
+    @classmethod
+    def several(cls, requests: Iterable[EngineRequest]) -> Iterator[AddRequest]:
+        """Yield messages that queue the requests; consecutive ones of one prompt share a message."""
+        for _, group in groupby(requests, lambda request: id(request.prompt_token_ids)):
+            first, *others = group
+            same = [each for each in others if _with_id_and_seed(each, first.request_id, first.rules.seed) == first]
+            if len(same) < len(others):
+                yield from map(cls, (first, *others))
+            else:
+                yield cls(first, tuple((each.request_id, each.rules.seed) for each in others))
+
+    def sequences(self) -> Iterator[EngineRequest]:
+        """Yield all sequences; they share prompt and lists."""
+        yield self.request
+        for request_id, seed in self.others:
+            yield _with_id_and_seed(self.request, request_id, seed)
+
+
+def _with_id_and_seed(request: EngineRequest, request_id: str, seed: int) -> EngineRequest:
+    return replace(request, request_id=request_id, rules=replace(request.rules, seed=seed))
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -114,6 +147,12 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
     adapter: Adapter
 
 
+class TakeSnapshot(msgspec.Struct, tag="take_snapshot", frozen=True):
+    """Write an incident snapshot; the reply is SnapshotTaken."""
+
+    ticket: int
+
+
 class RemoveAdapter(msgspec.Struct, tag="remove_adapter", frozen=True):
     """Forget the LoRA adapters of a number; running requests keep theirs."""
 
@@ -138,10 +177,17 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     name: str = ""  # the flag or field that it names
 
 
-class StepReply(msgspec.Struct, tag="step", frozen=True):
+class Restarting(msgspec.Struct, tag="restarting", frozen=True):
+    """The engine has ended and is being replaced; all its requests are lost. Ready follows, or Failed."""
+
+    cause: str
+
+
+class StepReply(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """The outputs of a step."""
 
     outputs: StepOutputs
+    others: int = 0  # unfinished sequences of the engine's other clients
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -173,6 +219,14 @@ class AdapterState(msgspec.Struct, tag="adapter_state", frozen=True):
     error: tuple[str, str] | None = None  # field and reason, if it cannot be used
 
 
+class SnapshotTaken(msgspec.Struct, tag="snapshot_taken", frozen=True):
+    """Reply to TakeSnapshot."""
+
+    ticket: int
+    path: str
+    error: str = ""  # why it could not be written
+
+
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     """Sent every second."""
 
@@ -180,8 +234,21 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool  # a request is unfinished
 
 
-ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | Shutdown
-FromEngine = Ready | Failed | StepReply | Refused | ResetDone | SleepState | AdapterState | Heartbeat
+ToEngine = (
+    AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | TakeSnapshot | Shutdown
+)
+FromEngine = (
+    Ready
+    | Failed
+    | Restarting
+    | StepReply
+    | Refused
+    | ResetDone
+    | SleepState
+    | AdapterState
+    | SnapshotTaken
+    | Heartbeat
+)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)
@@ -192,6 +259,16 @@ decode_to_engine = _to_engine.decode
 decode_from_engine = _from_engine.decode
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory of the host or device is short. Frameworks have exceptions and texts of their own."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+        or "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
 def failure(error: BaseException) -> Failed:
     """Return the message for an exception."""
     if isinstance(error, ConfigError):
@@ -200,9 +277,9 @@ def failure(error: BaseException) -> Failed:
         return Failed("RequestError", str(error), error.field)
     if isinstance(error, PagodaError):
         return Failed(type(error).__name__, str(error))
-    if isinstance(error, MemoryError):
-        return Failed("ModelError", str(error) or "out of memory")
     text = str(error)
+    if _is_out_of_memory(error):
+        return Failed("ModelError", f"{text or 'out of memory'}: {MEMORY_REMEDY}")
     return Failed("EngineDeadError", f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pagoda.common.beam_search import BeamSearchParams
@@ -528,21 +529,22 @@ class LLM(ExplainsMissingMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PreparedRequest]:
         listed = _listed(prompts)
-        known = self.llm_engine.adapters
-        adapters = [known.adapter(each) for each in _paired("lora_request", lora_request, len(listed))]
+        given = _paired("lora_request", lora_request, len(listed))
+        adapters = [self.llm_engine.adapters.adapter(each) for each in given]
         params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = _paired("priority", 0 if priority is None else priority, len(listed))
         if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
             raise RequestError("priority", "priority needs scheduling_policy='priority'")
         text = text_options(tokenization_kwargs)
         return [
-            self._prepare(prompt, own, rank, text, adapter)
-            for prompt, own, rank, adapter in zip(listed, params, priorities, adapters)
+            replace(self._prepare(prompt, own, rank, text, adapter), lora_request=request)
+            for prompt, own, rank, adapter, request in zip(listed, params, priorities, adapters, given)
         ]
 
     def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         tokenizer = self.llm_engine.text
-        text = templates.render_chat(tokenizer, messages, **options)
+        renderer = self.llm_engine.inputs.templates.render
+        text = templates.render_chat(tokenizer, messages, renderer=renderer, **options)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def _encode(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,6 +46,7 @@ from pagoda.server.vllm_compat.script_helpers import UsageContext
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
+    from pagoda.common.observe.tracing import Tracer
     from pagoda.server.vllm_compat.metrics_reader import Metric
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class LLMEngine(ExplainsMissingMethods):
         self.log_stats = log_stats and not config.observability.disable_log_stats
         self._metrics = _metrics_of(self.info, config) if self.log_stats else None
         self._events = RequestEvents() if self.log_stats else None
-        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval, self._events)
+        self._tracer = open_tracer(config)
+        self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval, self._events, tracer=self._tracer)
 
     @classmethod
     def from_engine_args(
@@ -185,18 +187,20 @@ class LLMEngine(ExplainsMissingMethods):
 
         `arrival_time`: Unix seconds; None: now. `lora_request`: the adapter, with enable_lora. `tokenization_kwargs`:
         add_special_tokens, truncate_prompt_tokens, truncation_side. `prompt_text`: the text of a prompt that is given
-        as token ids. No effect have `trace_headers` (requests are not traced), `session_id` and `kv_hints` (cached
-        prefixes are found by their tokens).
+        as token ids. `trace_headers`: `traceparent` and `tracestate` of the span that the request's is a child of. No
+        effect have `session_id` and `kv_hints` (cached prefixes are found by their tokens).
         """
         if isinstance(params, PoolingParams):
             check_extras(lora_request=lora_request)
         text, adapter = text_options(tokenization_kwargs), self.adapters.adapter(lora_request)
         prompt = with_text(prompt, prompt_text)
-        self.add_prepared(
-            self.inputs.prepare(
-                request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
-            )
+        prepared = self.inputs.prepare(
+            request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
         )
+        prepared = replace(prepared, lora_request=lora_request)
+        if self._tracer is not None:
+            prepared = replace(prepared, trace_parent=self._tracer.parent(trace_headers))
+        self.add_prepared(prepared)
         return request_id
 
     def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
@@ -392,7 +396,23 @@ class LLMEngine(ExplainsMissingMethods):
     def shutdown(self) -> None:
         """End all requests and release the device. Idempotent."""
         self.abort_all()
+        self.inputs.templates.close()
         self._built.backend.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+
+def open_tracer(config: EngineConfig) -> Tracer | None:
+    """Return what exports traces; None without --otlp-traces-endpoint. Raises ConfigError without the extra otlp."""
+    if config.observability.otlp_traces_endpoint is None:
+        return None
+    try:
+        from pagoda.common.observe.tracing import Tracer
+    except ImportError as error:
+        raise ConfigError(
+            "--otlp-traces-endpoint", f"opentelemetry is not installed ({error}); pip install 'pagoda[otlp]'"
+        ) from None
+    return Tracer(config.observability, config.model.names[0])
 
 
 NO_PROFILER = "there is no built-in profiler; use py-spy"

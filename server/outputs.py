@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.engine.lora.adapter import AdapterRequest
 from pagoda.common.errors import RequestError
 
 
@@ -89,7 +90,7 @@ class CompletionOutput(msgspec.Struct):
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None  # "stop", "length", "abort", "repetition", or None while it runs
     stop_reason: int | str | None = None  # stop string or token id that ended it; None for EOS, length and abort
-    lora_request: None = None
+    lora_request: AdapterRequest | None = None  # the caller's
 
     def finished(self) -> bool:
         """Return True once there is a finish reason."""
@@ -118,7 +119,7 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput] = []
     finished: bool = False
     metrics: RequestMetrics | None = None
-    lora_request: None = None
+    lora_request: AdapterRequest | None = None  # the caller's
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import os
 import re
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pagoda.common.config.env import is_secret
 
@@ -51,3 +53,22 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
         return ""
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """Return a setting, or a configuration, as JSON types. Secrets, and strings that look like secrets, are masked."""
+    if is_secret(name) and value:
+        return HIDDEN
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: without_secrets(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(str(key), each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [without_secrets("", each) for each in value]
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return Redactor()(str(value))

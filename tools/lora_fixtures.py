@@ -45,6 +45,15 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+EXPERTS: Final = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MIXTURE: Final = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+    "norm_topk_prob": True,
+}
+
 CASES: Final = {
     "all_linear": Case("llama", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
     "attention": Case("llama", {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]}),
@@ -69,6 +78,27 @@ CASES: Final = {
         "gpt2",
         {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+    ),
+    "experts": Case(
+        "qwen3_moe",
+        {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+        MIXTURE,
+    ),
+    "square_experts": Case(
+        "qwen3_moe",
+        {
+            "r": 2,
+            "lora_alpha": 3,
+            "target_modules": [],
+            "target_parameters": EXPERTS,
+            "alpha_pattern": {"down_proj": 5},
+        },
+        {**MIXTURE, "moe_intermediate_size": 16},
+    ),
+    "experts_by_inputs": Case(
+        "gpt_oss",
+        {"r": 2, "lora_alpha": 3, "target_modules": ["v_proj"], "target_parameters": EXPERTS},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8, "rope_parameters": None},
     ),
 }
 

@@ -50,7 +50,7 @@ def code_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_known(architecture: str, config: Mapping[str, Any], use: PoolUse | None) -> bool:
     """Return whether transformers has the model, and the class of its use."""
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if not isinstance(config.get("model_type"), str) or config["model_type"] not in CONFIG_MAPPING:
         return False
     if MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"]) == architecture:
         return True

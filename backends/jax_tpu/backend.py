@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
+from pagoda.backends.jax_tpu.drafters.drafter import build_drafter
+from pagoda.backends.jax_tpu.drafters.weights import load_drafter
 from pagoda.backends.jax_tpu.execution.program_keys import (
     SCORE_TOKENS,
     CopyStates,
+    Draft,
     Forward,
     ForwardEmbeds,
     Key,
@@ -44,7 +48,7 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales, with_stored_kv_scales
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
 from pagoda.backends.jax_tpu.model.layers import Caches
-from pagoda.backends.jax_tpu.model.model import Leaves, Model, StepModel, build_model
+from pagoda.backends.jax_tpu.model.model import DraftInputs, Leaves, Model, StepModel, build_model
 from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh, platform
@@ -63,6 +67,7 @@ from pagoda.common.engine.pending import (
     PromptScores,
     score_prompts,
 )
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.primitives import Param
@@ -93,6 +98,10 @@ def create(options: BackendOptions) -> JaxBackend:
         )
     if options.lora is not None:
         _check_lora(options)
+    if options.drafter is not None and options.programs.bundle is not None:
+        raise ConfigError(
+            "--compiled-bundle", "bundles have no programs for drafter models; drop it, or drop --speculative-config"
+        )
     if options.batch_invariant:
         check_invariant(options)
     bundle = None if options.programs.bundle is None else open_bundle(options.programs.bundle)
@@ -106,13 +115,6 @@ def _check_lora(options: BackendOptions) -> None:
         raise ConfigError("--enable-lora", "jax_tpu has no adapters for models that transformers computes; drop it")
     if options.programs.bundle is not None:
         raise ConfigError("--compiled-bundle", "bundles have no programs for adapters; drop it, or drop --enable-lora")
-    if options.parallel.data > 1:
-        raise ConfigError(
-            "--data-parallel-size",
-            "the replicas of jax_tpu would share the slots for adapters; use 1 with --enable-lora",
-        )
-    if options.lora.fully_sharded:
-        raise ConfigError("--fully-sharded-loras", "jax_tpu keeps A of adapters whole on every device; drop it")
     dtype_of(options.lora.dtype, "--lora-dtype")
 
 
@@ -131,12 +133,16 @@ def _model(options: BackendOptions) -> StepModel:
     if isinstance(spec, TransformersSpec):
         from pagoda.backends.jax_tpu.model.transformers_decoder import build_transformers_model
 
-        return build_transformers_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel)
+        return build_transformers_model(
+            spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, options.drafter
+        )
     formats = matrix_formats(options.quantization, spec, chip, options.schemes, options.parallel.tensor)
     lora = None
     if options.lora is not None:
-        lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype_of(options.lora.dtype, "--lora-dtype").name)
-    return build_model(spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, formats, lora)
+        dtype = dtype_of(options.lora.dtype, "--lora-dtype").name
+        lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype, options.lora.fully_sharded)
+    sizes = mesh, model_dtype, limits.max_model_len, kernel
+    return build_model(spec, options.layout, *sizes, formats, lora, options.drafter)
 
 
 def check(options: BackendOptions) -> None:
@@ -144,8 +150,24 @@ def check(options: BackendOptions) -> None:
     create(options).close()
 
 
+@dataclass(frozen=True, slots=True)
+class EnqueuedStep:
+    """A step whose forward pass is enqueued, and what its sampling and the drafter read."""
+
+    plans: Plans
+    shape: StepShape
+    packed: Int32  # [shards, packed_size(shape)]
+    logits: jax.Array  # float32 [S * width, V]
+    draft_inputs: DraftInputs[jax.Array] | None = None  # with a drafter model
+
+
+def _fetch_rows(guesses: jax.Array, first: int, seqs: int) -> Int32:
+    rows: Int32 = np.asarray(guesses)[first : first + seqs]
+    return rows
+
+
 class JaxBackend:
-    """Implements common.backend.ShardedBackend (a shard is a model replica) and CheckpointBackend."""
+    """Implements common.backend.ShardedBackend (a shard is a model replica), CheckpointBackend and DraftingBackend."""
 
     def __init__(self, options: BackendOptions, model: StepModel, bundle: Bundle | None = None) -> None:
         programs, limits, cache = options.programs, options.limits, options.cache
@@ -157,7 +179,9 @@ class JaxBackend:
             stated = cache.num_gpu_blocks_override
             blocks = bundle.num_blocks if stated is None else stated_blocks(model.layout, limits, stated)
             bundle.check(self._program_set(blocks), limits)
+        self.drafter = None if options.drafter is None else build_drafter(options.drafter, model)
         self._leaves: Leaves = ()
+        self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
         self._programs: CompiledPrograms[StepProgramSet, Key] | None = None
         self._sampler: JaxSampler | None = None
@@ -184,6 +208,11 @@ class JaxBackend:
             assert isinstance(self.model, TorchaxModel)
             self._leaves = load_transformers(self.model, weights)
 
+    def load_drafter(self, weights: Iterable[Weight]) -> None:
+        """Load every parameter of the drafter's own directly to its devices. Raise WeightError."""
+        assert self.drafter is not None, "there is a drafter"
+        self._drafter_leaves = load_drafter(self.drafter, weights)
+
     def load_checkpoint(self, folder: Path) -> None:
         """Load the arrays of `convert`; each device reads its piece. Raise ConfigError or WeightError."""
         model = self.model
@@ -194,7 +223,7 @@ class JaxBackend:
         """Replace parameters in the arrays on the devices. Raise WeightError."""
         if not isinstance(self.model, Model):
             raise WeightError("--model-impl transformers: weights cannot be replaced; start the server again")
-        writer = WeightWriter(self.model, self._leaves)
+        writer = WeightWriter.of(self.model, self._leaves)
         try:
             writer.write(weights, params(self.model.spec))
         finally:
@@ -223,7 +252,7 @@ class JaxBackend:
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit in each shard. Raise ConfigError if there are too few."""
         compiled_for = None if self._bundle is None else self._bundle.num_blocks
-        return plan_memory(self.model, self.limits, self.cache_config, num_blocks=compiled_for)
+        return plan_memory(self.model, self.limits, self.cache_config, num_blocks=compiled_for, drafter=self.drafter)
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate the KV cache of `num_blocks` blocks of each pool per shard on the devices."""
@@ -233,7 +262,8 @@ class JaxBackend:
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
         shapes = step_shapes(self.model, self.limits, factor=2 if ON_TPU else 4)
-        return StepProgramSet(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode, self._prompt_embeds)
+        rows, embeds = self.limits.max_num_seqs, self._prompt_embeds
+        return StepProgramSet(self.model, shapes, num_blocks, rows, self.mode, embeds, self.drafter)
 
     def warmup(self) -> None:
         """Compile every program, so that none is compiled while serving."""
@@ -276,9 +306,10 @@ class JaxBackend:
         inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
         if any(plan.embeds is not None for plan in active.values()):
             embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
-            self._caches, hidden, logits = programs[ForwardEmbeds(shape)](*inputs, embeds)
+            self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](*inputs, embeds)
         else:
-            self._caches, hidden, logits = programs[Forward(shape)](*inputs)
+            self._caches, hidden, logits, *left = programs[Forward(shape)](*inputs)
+        step = EnqueuedStep(active, shape, packed, logits, *left)
         scores = {
             shard: self._score_prompts(shard, plan, hidden, programs, sampler, adapted=shape.adapted)
             for shard, plan in active.items()
@@ -290,9 +321,11 @@ class JaxBackend:
             recompiles = 0  # counted once
         pending = PendingShardSteps(tuple(steps))
         if any(plan.masked is not None for plan in active.values()):
-            pending.sample = partial(self._sample, logits, active)
+            pending.sample = partial(self._sample, step)
         elif any(plan.samples.any() for plan in active.values()):
-            pending.set_tokens(self._sample(logits, active))
+            pending.set_tokens(self._sample(step))
+        elif step.draft_inputs is not None:
+            self._draft(step, np.full(logits.shape[0], -1, np.int32))
         return pending
 
     def _copy_states(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, Key]) -> None:
@@ -308,26 +341,39 @@ class JaxBackend:
                 packed[shard, :, : len(each)] = each.T
             self._caches = programs[CopyStates(pool, size)](self._caches, packed)
 
-    def _sample(
-        self, logits: jax.Array, plans: Plans, masks: Mapping[int, TokenMasks] | None = None
-    ) -> dict[int, PendingTokens]:
-        """Enqueue the sampling of every shard."""
+    def _sample(self, step: EnqueuedStep, masks: Mapping[int, TokenMasks] | None = None) -> dict[int, PendingTokens]:
+        """Enqueue the sampling of every shard, then the drafter, if there is one."""
         programs, sampler = self._programs, self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
-        before = programs.recompiles
-        sampled = sampler.sample(logits, plans, masks)
-        recompiles, seqs = programs.recompiles - before, logits.shape[0] // self.model.shards // sampled.width
+        before, plans = programs.recompiles, step.plans
+        sampled = sampler.sample(step.logits, plans, masks)
+        guesses = None if step.draft_inputs is None else self._draft(step, sampled.tokens)
+        recompiles, seqs = programs.recompiles - before, step.logits.shape[0] // self.model.shards // sampled.width
         tokens: dict[int, PendingTokens] = {}
         for shard, plan in plans.items():
             span = shard * seqs, plan.num_seqs
             fetch = partial(sampled.fetch, *span, plan.num_drafts)
-            tokens[shard] = PendingTokens(fetch, partial(sampled.logprobs, *span), recompiles)
+            guessed = None if guesses is None else partial(_fetch_rows, guesses, *span)
+            tokens[shard] = PendingTokens(fetch, partial(sampled.logprobs, *span), recompiles, guesses=guessed)
             recompiles = 0  # counted once
         return tokens
 
+    def _draft(self, step: EnqueuedStep, tokens: jax.Array | Int32) -> jax.Array:
+        """Enqueue the drafter. Return the guesses int32 [S, K]. `tokens` int32 [S * width]: the sampled ones."""
+        programs, sampler = self._programs, self._sampler
+        assert programs is not None, "init_cache comes before execute"
+        assert sampler is not None
+        arrays = self._leaves, self._drafter_leaves, self._caches, sampler.history
+        program = programs[Draft(step.shape)]
+        self._caches, sampler.history, guesses = program(*arrays, step.packed, step.draft_inputs, tokens)
+        if any(plan.num_guesses is not None for plan in step.plans.values()):
+            guesses.copy_to_host_async()
+        return guesses
+
     def close(self) -> None:
         """Release the device memory."""
+        self._drafter_leaves = ()
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
     def _score_prompts(

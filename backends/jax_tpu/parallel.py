@@ -18,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pagoda.common.config.memory import available_bytes, total_bytes
 from pagoda.common.errors import ConfigError
 
 DATA: Final = "data"
 MODEL: Final = "model"
 
-TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL, "P": DATA, "R": DATA}
-"""Logical axis -> mesh axis: K KV head slots, F ffn width, V vocabulary, P cache pages, R rows of a step's arrays
-(packed input, tokens, logits). All other axes are replicated.
+TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL, "a": MODEL, "d": MODEL, "P": DATA, "R": DATA}
+"""Logical axis -> mesh axis: K KV head slots, F ffn width, V vocabulary, a and d ranks of adapters' slots and their
+output channels where they are sharded, P cache pages, R rows of a step's arrays (packed input, tokens, logits). All
+other axes are replicated.
 """
 
 _DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -96,17 +98,5 @@ def device_memory(device: jax.Device) -> tuple[int, int]:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None:
         return int(stats["bytes_limit"]), int(stats["bytes_in_use"])
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = total_bytes()
     return total, total - available_bytes()
-
-
-def available_bytes() -> int:
-    """Return the memory available to this process: the system's, or what its cgroup limit leaves."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return min(free, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError, StopIteration):
-        return free

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, resolve_guesses
 from pagoda.backends.jax_tpu.parallel import partition
 from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
 from pagoda.common.engine.sampling_state import Kind
@@ -55,6 +55,11 @@ def adjust(logits: jax.Array, packed: jax.Array) -> jax.Array:
     return logits.at[packed[0], packed[1]].add(values, mode="drop")
 
 
+def adjust_all(logits: jax.Array, values: jax.Array, rows: jax.Array) -> jax.Array:
+    """Add values float32 [V], zeros after the vocabulary, to the logits [R, V] of some rows. rows bool [R]."""
+    return logits + jnp.where(rows[:, None], values, 0.0)
+
+
 def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: jax.Array) -> jax.Array:
     """Set logits [R, V] to -inf for the last token of every banned word whose other tokens were just generated.
 
@@ -66,7 +71,7 @@ def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: ja
 
 
 def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
-    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `sampling_state.allowed_bits`."""
+    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `logit_edits.allowed_bits`."""
     tokens = jnp.arange(logits.shape[1])
     allowed = bits[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32) & 1
     return jnp.where(allowed == 1, logits, -jnp.inf)
@@ -91,17 +96,22 @@ def shift_heads(words: jax.Array, heads: jax.Array, shift: jax.Array) -> jax.Arr
     return heads.at[2].add(-shift[words[0][heads[0]]])
 
 
-def shifted_rules(packed: jax.Array, history: jax.Array) -> jax.Array:
-    """Return the sampling parameters int32 [9, R] with exact positions and complete noise keys."""
+def shifted_rules(packed: jax.Array, history: jax.Array, guesses: int) -> jax.Array:
+    """Return the sampling parameters int32 [9, R] with exact positions, complete noise keys and known drafts.
+
+    `guesses`: of each row in the history, see `resolve_guesses`.
+    """
     shift = shift_by_row(history, packed[7])
     counters = jax.lax.bitcast_convert_type(packed[2] - shift, jnp.uint32)
     keys = jax.lax.bitcast_convert_type(mix(counters), jnp.int32)
-    return packed.at[1].add(-shift).at[2].set(keys)
+    drafts = resolve_guesses(packed[8], packed[0], history, guesses)
+    return packed.at[1].add(-shift).at[2].set(keys).at[8].set(drafts)
 
 
-def record_drafts(history: jax.Array, packed: jax.Array) -> jax.Array:
+def record_drafts(guesses: int, history: jax.Array, packed: jax.Array) -> jax.Array:
     """Return the history with the drafts of a step, which edits of later rows of logits read. packed: [9, R]."""
-    rules, drafts = shifted_rules(packed, history), packed[8]
+    rules = shifted_rules(packed, history, guesses)
+    drafts = rules[8]
     rows = jnp.where(drafts >= 0, rules[0], history.shape[0])
     return history.at[rows, rules[1]].set(drafts, mode="drop")
 
@@ -168,6 +178,7 @@ def sample(
 
 def sample_drafts(
     width: int,
+    guesses: int,
     kind: Kind,
     return_logits: bool,
     kernel: KernelChoice,
@@ -177,9 +188,9 @@ def sample_drafts(
     packed: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """As `sample`, for an engine with drafts: packed [9, R], tokens [R] of `accept_drafts`."""
-    rules = shifted_rules(packed, history)
+    rules = shifted_rules(packed, history, guesses)
     tokens, history, processed = sample(kind, return_logits, kernel, mesh, logits, history, rules)
-    return *accept_drafts(width, tokens, history, packed), processed
+    return *accept_drafts(width, tokens, history, rules), processed
 
 
 def keep_threshold(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: JaxSamplingRules) -> jax.Array:

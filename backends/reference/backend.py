@@ -118,7 +118,7 @@ class ReferenceBackend:
         self._drafter_spec, self._captured = options.drafter, captured_layers(options.drafter)
         self._drafts: DraftRunner | None = None
         self._guesses = np.full((options.limits.max_num_seqs, options.limits.max_drafts), -1, np.int32)  # of each row
-        self._filled: Future[None] | None = None  # the last slot for an adapter that was filled
+        self.filled: Future[None] | None = None  # the last slot for an adapter that was filled, or is to be
 
     @property
     def capabilities(self) -> Capabilities:
@@ -219,7 +219,7 @@ class ReferenceBackend:
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Copy an adapter to a slot, on the worker thread: after the steps before, before those after."""
-        self._filled = self._worker.submit(_run_part, lambda: self._slots.fill(slot, weights))
+        self.filled = self._worker.submit(_run_part, lambda: self._slots.fill(slot, weights))
 
     @property
     def _slots(self) -> AdapterMatrices:
@@ -238,11 +238,14 @@ class ReferenceBackend:
         """Run a part of a step on the worker thread, after those before."""
         return self._worker.submit(_run_part, run)
 
-    def forward(self, plan: StepPlan) -> ForwardPass:
-        """Compute the logits of the sequences that sample, and the logprobs of prompt tokens."""
+    def forward(self, plan: StepPlan, filled: Future[None] | None = None) -> ForwardPass:
+        """Compute the logits of the sequences that sample, and the logprobs of prompt tokens.
+
+        `filled`: the last slot that was to be filled when the step was submitted.
+        """
         assert self._decoder is not None, "load comes before execute"
-        if self._filled is not None:
-            self._filled.result()  # it came first, and may have failed
+        if filled is not None:
+            filled.result()  # it ran before, and may have failed
         for start in plan.starts:
             self._sampler.start(start)
             if self._encoder is not None:
@@ -369,10 +372,11 @@ class WorkerStep:
         self._backend, self._plan = backend, plan
         self._forward: Future[ForwardPass] | None = None
         self._result: Future[StepResult] | None = None
+        filled = backend.filled  # while this step waits, the next one's slots are filled
         if plan.masked is None:
-            self._result = backend.submit(lambda: backend.sample(backend.forward(plan)))
+            self._result = backend.submit(lambda: backend.sample(backend.forward(plan, filled)))
         else:
-            self._forward = backend.submit(lambda: backend.forward(plan))
+            self._forward = backend.submit(lambda: backend.forward(plan, filled))
 
     def bind_masks(self, masks: TokenMasks) -> None:
         """Submit the sampling."""

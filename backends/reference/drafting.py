@@ -90,7 +90,8 @@ class DraftRunner:
         rows = np.repeat(plan.rows, counts)
         tokens = history[rows, _ranges(plan.context + shift, counts)]
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return replace(plan, query_start=query_start, token_ids=tokens, num_drafts=None, num_guesses=None)
+        known = replace(plan, query_start=query_start, token_ids=tokens, num_drafts=None, num_guesses=None)
+        return replace(known, adapter_slots=None)  # LoRA adapters are the target's
 
     def _pass(self, step: StepPlan, wanted: Int32, features: Tensor | None, number: int) -> Guessed:
         """Run the drafter; guess after the sequences that want more than `number` guesses."""

@@ -7,7 +7,6 @@ attention reads without a gather (a gather costs several times the attention its
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from operator import lt, mul
@@ -22,6 +21,7 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.memory import available_bytes, total_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.step import Int32
@@ -70,18 +70,25 @@ def plan_memory(
             )
         num_blocks = tuple(map(min, max_blocks(layout, limits), split_bytes(layout, limits, block, room)))
     least = min_blocks(layout)
+    if any(map(lt, num_blocks, least)) and not config.has_explicit_size:
+        raise ConfigError(
+            "--kv-cache-memory-bytes",
+            f"only {max(0, free) >> 20} MiB of memory are free, and the KV cache, which takes half of it, needs "
+            f"{sum(map(mul, least, block))} bytes for one request of {limits.max_model_len} tokens; free memory, raise "
+            "the control group's limit, or lower --max-model-len",
+        )
     if any(map(lt, num_blocks, least)):
         raise ConfigError(
             "--kv-cache-memory-bytes",
             f"{per_pool(num_blocks)} KV blocks of {per_pool(block)} bytes leave no room for a request; allow at least "
             f"{sum(map(mul, least, block))} bytes",
         )
-    total, memory = sum(map(mul, num_blocks, block)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total, memory = sum(map(mul, num_blocks, block)), total_bytes()
     if config.has_explicit_size and total > memory:
         flag = "--kv-cache-memory-bytes" if config.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
         raise ConfigError(
             flag,
-            f"{per_pool(num_blocks)} KV blocks take {total >> 20} MiB, and this machine has {memory >> 20} MiB of "
+            f"{per_pool(num_blocks)} KV blocks take {total >> 20} MiB, and this process may use {memory >> 20} MiB of "
             "memory; use less",
         )
     widest = max(spec.vocab, 4 * spec.width)
@@ -102,18 +109,6 @@ def encoded_bytes(spec: AnySpec, limits: Limits, dtype: torch.dtype) -> int:
     if encoder is None:
         return 0
     return limits.max_num_seqs * encoder.max_positions * encoder.cross_elements * dtype.itemsize
-
-
-def available_bytes() -> int:
-    """Return the memory this process may still allocate: the system's, within its control group's limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return min(free, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError, StopIteration):
-        return free
 
 
 @dataclass(frozen=True, slots=True)

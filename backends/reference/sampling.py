@@ -22,14 +22,18 @@ from pagoda.common.engine.sampling_state import (
     SampledRows,
     additions,
     banned_words,
+    dense_additions,
     penalties,
     sampled_positions,
 )
-from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
+from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks, UInt32
 from pagoda.common.sampling_params import params_of
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
+
+RANDOM_ROWS: Final = 16
+"""Rows that are sampled at once: several arrays [R, V] then fit a cache, instead of hundreds of megabytes."""
 
 
 class Sampler:
@@ -82,8 +86,8 @@ class Sampler:
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
         if sampled.kind != "greedy":
             packed = torch.from_numpy(sampled.pack(len(logits), 0))
-            random = packed[3].nonzero()[:, 0]  # by temperature
-            tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
+            for random in packed[3].nonzero()[:, 0].split(RANDOM_ROWS):  # by temperature
+                tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
         self.history.numpy()[sampled.rows, sampled.ends] = tokens.numpy()
         mode = self.options.logprobs_mode
         return tokens, {
@@ -137,10 +141,16 @@ class Sampler:
         if edited := sampled.where("edited"):
             for entries in additions(edited, seqs):
                 add(logits, torch.from_numpy(entries))
+            for edits, indices in dense_additions(edited):
+                assert edits.dense is not None, "that is what they are selected by"
+                add_dense(logits, indices, torch.from_numpy(edits.dense))
             for words, heads in banned_words(edited, seqs):
                 ban_words(logits, self.history, torch.from_numpy(words), torch.from_numpy(heads))
-        for row in sampled.where("masked"):
-            allow_only(logits[row.index], row.state.rules.allowed_token_ids or ())
+        if masked := sampled.where("masked"):
+            for row in masked:
+                bits = row.state.edits.allowed
+                assert bits is not None, "its column says so"
+                mask_row(logits[row.index], bits)
         if masks is not None and len(masks.sequences):
             mask(logits, torch.from_numpy(masks.sequences), torch.from_numpy(masks.bits.view(np.int32)))
         if self.options.has_processors:
@@ -219,11 +229,16 @@ def ban_words(logits: Tensor, history: Tensor, words: Tensor, heads: Tensor) -> 
     logits[index[complete], last[complete]] = -torch.inf
 
 
-def allow_only(logits: Tensor, token_ids: Sequence[int]) -> None:
-    """Set all logits [V] of a row to minus infinity but those of `token_ids`."""
-    allowed = torch.from_numpy(np.array(token_ids, np.int64))
-    values = logits[allowed]
-    logits.fill_(-torch.inf)[allowed] = values
+def add_dense(logits: Tensor, indices: Sequence[int], values: Tensor) -> None:
+    """Add values [V] to some rows of the logits."""
+    for index in indices:
+        logits[index, : len(values)] += values
+
+
+def mask_row(logits: Tensor, bits: UInt32) -> None:
+    """Set logits [V] to minus infinity where a bit is 0. bits uint32 [ceil(V/32)] of `allowed_bits`."""
+    forbidden = np.unpackbits((~bits).view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
+    logits.masked_fill_(torch.from_numpy(forbidden), -torch.inf)
 
 
 def mask(logits: Tensor, sequences: Tensor, bits: Tensor) -> None:

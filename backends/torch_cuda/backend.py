@@ -167,8 +167,6 @@ def _check_lora(options: BackendOptions) -> None:
         raise ConfigError("--enable-lora", "torch_cuda has no adapters for models that transformers computes; drop it")
     if options.lora.dtype not in DTYPES:
         raise ConfigError("--lora-dtype", f"{options.lora.dtype} is not one of auto, {', '.join(DTYPES)}")
-    if options.lora.fully_sharded:
-        raise ConfigError("--fully-sharded-loras", "torch_cuda keeps A of adapters whole on every rank; drop it")
 
 
 def _check_latent(options: BackendOptions, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

@@ -208,7 +208,7 @@ def _make_adapters(config: RankConfig, spec: ModelSpec, empty: Empty) -> CudaAda
     if config.lora is None:
         return None
     layout = make_layout(spec, config.shard)
-    return CudaAdapters(spec, layout, config.lora, config.lora_dtype, config.device, empty)
+    return CudaAdapters(spec, layout, config.lora, config.lora_dtype, config.device, empty, config.comm)
 
 
 def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iterable[Weight]) -> LoadedModel:

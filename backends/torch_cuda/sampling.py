@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_toke
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
 from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
+from pagoda.common.engine.logit_edits import LogitEdits
 from pagoda.common.engine.pending import FetchLogprobs
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.sampling_state import (
@@ -33,6 +35,7 @@ from pagoda.common.engine.sampling_state import (
     allowed,
     banned_words,
     by_sequence,
+    dense_additions,
     grammar_masks,
     penalties,
 )
@@ -57,6 +60,7 @@ class CudaSampler:
         """`guesses`: a drafter on the device guesses the drafts."""
         self.vocab, self.device, self.options, self.max_drafts = vocab, device, options, max_drafts
         self.rows = RowTable(max_rows)
+        self._dense: WeakKeyDictionary[LogitEdits, Tensor] = WeakKeyDictionary()
         self._batch = LogitsBatch.of(options, params_of)
         self.failed: dict[int, str] = {}  # sequence of the newest step -> why its logits processor failed
         last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
@@ -192,17 +196,29 @@ class CudaSampler:
         if edited:
             for entries in additions(edited, seqs):
                 edit_logits.add(logits, self._send(entries), use_kernel=use_kernel)
+            for edits, indices in dense_additions(edited):
+                logits[self._send(indices)] += self._dense_values(edits, logits.shape[1])
             for words, heads in banned_words(edited, seqs):
                 packed_words, packed_heads = self._send(words), self._send(heads)
                 if shift is not None:
                     packed_heads[2] -= _shift_of_heads(shift, packed_words, packed_heads)
                 edit_logits.ban_words(logits, self.history, packed_words, packed_heads, use_kernel=use_kernel)
-        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width), self.vocab):
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width)):
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
         if self.options.has_processors:
             self._process(logits, sampled)
+
+    def _dense_values(self, edits: LogitEdits, vocab: int) -> Tensor:
+        """Return the dense additions [V] on the device, where they are kept while a sequence has them."""
+        values = self._dense.get(edits)
+        if values is None:
+            assert edits.dense is not None, "of dense_additions"
+            padded = np.zeros(vocab, np.float32)
+            padded[: len(edits.dense)] = edits.dense
+            values = self._dense[edits] = self._send(padded)
+        return values
 
     def _process(self, logits: Tensor, sampled: SampledRows) -> None:
         """Run logits processors: those of single rows on a copy in host memory, those of the batch on the device."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pagoda.common.engine.speculative.ngram import NgramProposer
-from pagoda.common.engine.speculative.proposer import DraftContext, Proposer
+from pagoda.common.engine.speculative.proposer import DraftContext, PaddedGuesses, Proposer
 from pagoda.common.engine.speculative.suffix import SuffixProposer
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
@@ -53,7 +53,8 @@ def measure(make: Callable[[], Proposer], rows: int, prompt: int, steps: int, ac
         begin = time.thread_time()
         proposals = proposer.propose(contexts)
         times.append(time.thread_time() - begin)
-        proposed += sum(map(bool, proposals)) if step else 0
+        some = proposals.counts > 0 if isinstance(proposals, PaddedGuesses) else map(bool, proposals)
+        proposed += sum(some) if step else 0
     begin = time.thread_time()
     for row in range(rows):
         proposer.finish(str(row), outputs[row])
@@ -63,7 +64,7 @@ def measure(make: Callable[[], Proposer], rows: int, prompt: int, steps: int, ac
         "step_us": round(float(np.median(times[1:])) * 1e6, 1),
         "least_step_us": round(min(times[1:]) * 1e6, 1),
         "finish_us_per_sequence": round(finish * 1e6, 1),
-        "proposals_per_step": round(proposed / steps, 1),
+        "proposals_per_step": round(float(proposed / steps), 1),
     }
 
 

@@ -142,12 +142,6 @@ RULES: Final = (
     ),
     BackendRule("fully_sharded_loras", ("reference",), "refused", "{backend} runs a model on one device; drop it"),
     BackendRule(
-        "fully_sharded_loras",
-        ("torch_cuda", "jax_tpu"),
-        "refused",
-        "{backend} shards B of matrices whose outputs are sharded, and A of those whose inputs are, alone; drop it",
-    ),
-    BackendRule(
         "lora_dtype",
         ("jax_tpu",),
         "refused",

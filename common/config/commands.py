@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pagoda.common.config.fields import check_port, need_positive, option
+from pagoda.common.config.fields import check_port, need_not_negative, need_positive, option
 from pagoda.common.config.groups.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 from pagoda.common.errors import ConfigError
@@ -188,6 +188,17 @@ class DoctorConfig:
         check_port(self.port)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """What `replay` prints, and how far it goes."""
+
+    steps: int = option(0, "Steps to run after the recorded ones; sequences then generate up to their lengths.")
+    verbose: bool = option(False, "Print every call of the scheduler instead of the last ones.")
+
+    def __post_init__(self) -> None:
+        need_not_negative(self, "steps", remedy="use 0 for the recorded steps only")
+
+
 _ALL_COMMANDS: Final = {"log_error_stack": SERVER_SETTINGS["log_error_stack"]}
 
 OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
@@ -206,6 +217,7 @@ OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "chat": table(ClientConfig, ChatConfig) | _ALL_COMMANDS,
     "complete": table(ClientConfig) | _ALL_COMMANDS,
     "doctor": table(DoctorConfig) | _ALL_COMMANDS,
+    "replay": table(ReplayConfig) | _ALL_COMMANDS,
 }
 """Command -> its settings by name, without the engine's."""
 

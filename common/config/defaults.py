@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform as system
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.memory import total_bytes
 from pagoda.common.errors import ConfigError
 
 Kind = Literal["cpu", "cuda", "tpu"]
@@ -59,7 +59,7 @@ def detect(kind: Kind, world_size: int = 1, *, pci: Path = Path("/sys/bus/pci/de
 
 
 def _cpu() -> tuple[int, str]:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), system.machine()
+    return total_bytes(), system.machine()
 
 
 def _gpu() -> tuple[int, str]:

@@ -73,7 +73,7 @@ FLAGS_WITHOUT_SETTING: Final[Mapping[str, str]] = {
     "per_request_spec_decode_metrics": _NOT_REPORTED,
     **dict.fromkeys(
         (
-            *("long_prefill_token_threshold_adaptive", "max_num_active_seqs", "max_num_queued_tokens"),
+            *("long_prefill_token_threshold_adaptive", "max_num_active_seqs"),
             *("max_num_scheduled_tokens", "prefill_schedule_interval", "scheduler_reserve_full_isl", "watermark"),
         ),
         _SCHEDULING,

@@ -21,10 +21,11 @@ import msgspec
 from pagoda.common.backend import Backend, LoraBackend, Pending, PendingSample, SleepingBackend, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.model import ModelConfig
+from pagoda.common.engine.incident.journal import Journal, why_not_replayable
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
-from pagoda.common.engine.lora.store import AdapterLoader, AdapterStore
+from pagoda.common.engine.lora.store import AdapterLoader, AdapterScheduler, AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.scheduler import Scheduler, failed_output
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
@@ -159,12 +160,14 @@ class EngineCore:
         kv_managers: Sequence[KvManager] = (),
         structured: Structured | None = None,
         adapters: AdapterLoader | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.limits = limits
+        self.journal = journal
         self._execute = execute
         self._scheduler = scheduler
         self._kv_managers = tuple(kv_managers)
-        self._grammars = GrammarQueue(scheduler.add, structured)
+        self._grammars = GrammarQueue(scheduler.add if journal is None else self._add_recorded, structured)
         self._adapters = adapters
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
         self._pending: deque[tuple[Any, Pending[Any]]] = deque()
@@ -183,6 +186,8 @@ class EngineCore:
         """Drop requests and free their blocks at once; they have no further output. Unknown ids are skipped."""
         request_ids = list(request_ids)
         self._grammars.abort(request_ids)
+        if self.journal is not None:
+            self.journal.aborting(request_ids)
         self._scheduler.abort(request_ids)
         if not self.has_work:
             self._check_kv_cache(idle=True)
@@ -201,7 +206,7 @@ class EngineCore:
         refusals = self._grammars.admit()
         if self._adapters is not None:
             refusals += self._adapters.update()
-        while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
+        while len(self._pending) < self._depth and (plan := self._schedule()) is not None:
             if self._adapters is not None:
                 self._adapters.fill_slots(plan)
             self._pending.append((plan, self._execute(plan)))
@@ -218,7 +223,7 @@ class EngineCore:
                 self._grammars.wait()
             return StepOutputs(outputs=refusals, stats=self.stats)
         plan, pending = self._pending.popleft()
-        outputs = self._scheduler.update(plan, pending.result())
+        outputs = self._update(plan, pending)
         if self._pending:
             self._bind_masks()
         self._unchecked_steps += 1
@@ -228,6 +233,19 @@ class EngineCore:
         if refusals or len(self._grammars):
             return StepOutputs(outputs=refusals + outputs.outputs, stats=self._with_deferred(outputs.stats))
         return outputs
+
+    def _add_recorded(self, request: EngineRequest, mask_state: TokenMaskState | None) -> None:
+        self._scheduler.add(request, mask_state)
+        assert self.journal is not None
+        self.journal.added(request)
+
+    def _schedule(self) -> Any:
+        return self._scheduler.schedule() if self.journal is None else self.journal.schedule(self._scheduler.schedule)
+
+    def _update(self, plan: Any, pending: Pending[Any]) -> StepOutputs:
+        if self.journal is None:
+            return self._scheduler.update(plan, pending.result())
+        return self.journal.update(plan, lambda: self._scheduler.update(plan, pending.result()))
 
     def load_adapter(self, adapter: Adapter, done: Callable[[RequestError | None], None]) -> None:
         """Read a LoRA adapter to host memory. `done` is called by this call or a later step, with the error if any."""
@@ -271,8 +289,15 @@ class EngineCore:
         first = tuple(msgspec.structs.replace(each, deferred=deferred) for each in stats.replicas[:1])
         return msgspec.structs.replace(stats, deferred=deferred, replicas=first + stats.replicas[1:])
 
+    @property
+    def why_no_journal(self) -> str:
+        """Why the scheduler is not recorded; empty if it is."""
+        return "" if self.journal is not None else why_not_replayable(self._scheduler, self.limits)
+
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; running requests keep their blocks. Always returns True."""
+        if self.journal is not None:
+            self.journal.clearing()
         for kv in self._kv_managers:
             kv.clear_cache()
         return True
@@ -308,12 +333,26 @@ def generation_core(
     for a scheduler without slots for adapters.
     """
     kv = make_kv_manager(backend, layout, limits, num_blocks)
-    scheduler, adapters = make_scheduler(limits, kv), None
-    if store is not None:
-        if not isinstance(scheduler, Scheduler):
-            raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
-        adapters = AdapterLoader(cast(LoraBackend, backend), scheduler, store)
-    return EngineCore(backend.execute, scheduler, limits, kv_managers=(kv,), structured=structured, adapters=adapters)
+    scheduler = make_scheduler(limits, kv)
+    journal = None
+    if not why_not_replayable(scheduler, limits):
+        journal = Journal(cast(Scheduler, scheduler), layout, num_blocks)
+    return EngineCore(
+        backend.execute,
+        scheduler,
+        limits,
+        kv_managers=(kv,),
+        structured=structured,
+        adapters=None if store is None else adapter_loader(backend, scheduler, store),
+        journal=journal,
+    )
+
+
+def adapter_loader(backend: Backend, scheduler: object, store: AdapterStore) -> AdapterLoader:
+    """Return what brings adapters to their slots. Raises ConfigError for a scheduler without slots."""
+    if getattr(scheduler, "adapters", None) is None:
+        raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
+    return AdapterLoader(cast(LoraBackend, backend), cast(AdapterScheduler, scheduler), store)
 
 
 def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: tuple[int, ...]) -> KvManager:

@@ -6,23 +6,28 @@ shard when it is added and stays there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Final
 
 import msgspec
 
 from pagoda.common.backend import ShardedBackend, ShardMasks
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeScheduler, make_kv_manager
+from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeScheduler, adapter_loader, make_kv_manager
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
+from pagoda.common.engine.lora.slots import AdapterSlots
+from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.messages import DraftStats, EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
+from pagoda.common.errors import RequestError
 
 AFFINITY_DIVISOR: Final = 4
 """Prefix affinity: prefer a shard with the prompt cached unless it has more than 1 + min_load / 4 requests over the
@@ -44,8 +49,14 @@ class ShardedScheduler:
     """Implements core.StepScheduler over one scheduler per shard."""
 
     def __init__(self, shards: tuple[EngineShard, ...]) -> None:
+        """With LoRA adapters the shards share their slots: every copy of the model has the same ones."""
         self.shards = shards
         self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
+        schedulers = [shard.scheduler for shard in shards]
+        self._adapted = [each for each in schedulers if isinstance(each, Scheduler) and each.adapters is not None]
+        for scheduler in self._adapted[1:]:
+            assert self.adapters is not None
+            scheduler.share_adapters(self.adapters)
 
     def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request in a shard. Raises RequestError naming the field if it can never run."""
@@ -61,6 +72,34 @@ class ShardedScheduler:
         max_load = min(loads) + 1 + min(loads) // AFFINITY_DIVISOR
         candidates = [index for index, load in enumerate(loads) if load <= max_load]
         return self.shards[max(candidates, key=lambda index: (cached[index], -loads[index]))]
+
+    # Adapters.
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """The slots of all shards; None without LoRA adapters."""
+        return self._adapted[0].adapters if self._adapted else None
+
+    def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
+        """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
+        outputs = [output for scheduler in self._adapted for output in scheduler.fail_adapter(adapter, error)]
+        for output in outputs:
+            self._shard_of.pop(output.request_id, None)
+        return outputs
+
+    def missing_adapters(self) -> list[Adapter]:
+        """Return the adapters of waiting requests that are in no slot; those of the shards take turns."""
+        missing = [scheduler.missing_adapters() for scheduler in self._adapted]
+        turns = (adapter for turn in zip_longest(*missing) for adapter in turn if adapter is not None)
+        return list(dict.fromkeys(turns))
+
+    @staticmethod
+    def adapter_loads(plan: ShardPlans) -> Iterator[AdapterLoad]:
+        """Yield the slots whose content changes before the step."""
+        for own_plan in plan:
+            yield from () if own_plan is None else own_plan.adapter_loads
+
+    # Requests.
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests and free their blocks; unknown ids are skipped."""
@@ -114,6 +153,8 @@ class ShardedScheduler:
         """Raise RuntimeError unless every block, slot and request of every shard is accounted for."""
         for shard in self.shards:
             shard.scheduler.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity(request for each in self._adapted for request in each.running)
         in_shards = sum(shard.scheduler.num_unfinished for shard in self.shards)
         if in_shards != len(self._shard_of):
             raise RuntimeError(f"the shards have {in_shards} requests, {len(self._shard_of)} were assigned to them")
@@ -124,9 +165,11 @@ def _with_replica(output: EngineOutput, replica: int) -> EngineOutput:
 
 
 def _total_stats(replicas: list[EngineStats]) -> EngineStats:
-    apart = ("drafts", "replicas", "running_adapters", "waiting_adapters")  # replicas have no adapters
+    named = ("running_adapters", "waiting_adapters")
+    apart = ("drafts", "replicas", *named)
     summed = (name for name in EngineStats.__struct_fields__ if name not in apart)
     totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
+    totals |= {name: tuple(dict.fromkeys(chain(*(getattr(each, name) for each in replicas)))) for name in named}
     drafts = [each.drafts for each in replicas if each.drafts is not None]
     return EngineStats(**totals, drafts=sum(drafts, DraftStats()) if drafts else None, replicas=tuple(replicas))
 
@@ -139,11 +182,14 @@ def sharded_core(
     num_shards: int,
     make_scheduler: MakeScheduler = Scheduler,
     structured: Structured | None = None,
+    store: AdapterStore | None = None,
 ) -> EngineCore:
     """Return the engine over `num_shards` copies of a model. `limits` and `num_blocks` are those of each copy.
 
-    Raises ConfigError if block sizes differ.
+    `store`: see `generation_core`. Raises ConfigError as it does.
     """
     managers = [make_kv_manager(backend, layout, limits, num_blocks) for _ in range(num_shards)]
     scheduler = ShardedScheduler(tuple(EngineShard(kv, make_scheduler(limits, kv)) for kv in managers))
-    return EngineCore(backend.execute_shards, scheduler, limits, kv_managers=managers, structured=structured)
+    adapters = None if store is None else adapter_loader(backend, scheduler, store)
+    execute = backend.execute_shards
+    return EngineCore(execute, scheduler, limits, kv_managers=managers, structured=structured, adapters=adapters)

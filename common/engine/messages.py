@@ -43,6 +43,8 @@ class EngineRequest:
     prompt_embeds: bytes | None = None
     encoder_token_ids: list[int] | None = None  # of an encoder-decoder model: what its encoder reads
     adapter: Adapter | None = None  # the LoRA adapter that the sequence is computed with
+    owner: str = ""  # the key that sent it, or rather a digest; rows are divided fairly between keys
+    group: str = ""  # the caller's request that it belongs to, likewise; "": it is alone
 
 
 def pooling_request(
@@ -170,8 +172,12 @@ class StepOutputs:
 # of the monotonic clock; 0: it did not happen, or a plug-in scheduler does not report it.
 
 QUEUED_REQUESTS: Final = "max_num_queued_reqs"
-REJECTION_REASONS: Final = (QUEUED_REQUESTS, "max_num_queued_tokens")
-"""Limits of the queue for which vLLM refuses requests; pagoda has no limit on queued tokens."""
+QUEUED_TOKENS: Final = "max_num_queued_tokens"
+KEY_SHARE: Final = "max_key_share"
+GRAMMAR_CHECKS: Final = "grammar_checks"
+TEXT_LENGTH: Final = "text_length"
+REJECTION_REASONS: Final = (QUEUED_REQUESTS, QUEUED_TOKENS, KEY_SHARE, GRAMMAR_CHECKS, TEXT_LENGTH)
+"""Limits for which requests are refused: the first two are vLLM's."""
 
 
 @dataclass(slots=True)

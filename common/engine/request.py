@@ -97,6 +97,8 @@ class Request:
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
     encoder: Int32 | None = None  # what the encoder of an encoder-decoder model reads
     adapter: Adapter | None = None  # the LoRA adapter that it is computed with
+    owner: str = ""  # the key that sent it
+    group: str = ""  # the caller's request that it belongs to
 
     @classmethod
     def of(
@@ -106,10 +108,15 @@ class Request:
         limit: int,
         rank: tuple[float, ...],
         mask_state: TokenMaskState | None = None,
+        prompt: Int32 | None = None,
     ) -> Request:
-        """Return a waiting request. With prompt logprobs every position is computed, so the cache is not read."""
+        """Return a waiting request. With prompt logprobs every position is computed, so the cache is not read.
+
+        `prompt`: the tokens as an array that several sequences share.
+        """
         wants_prompt = request.rules.prompt_logprobs is not None
-        prompt = np.array(request.prompt_token_ids, np.int32)
+        if prompt is None:
+            prompt = np.array(request.prompt_token_ids, np.int32)
         return cls(
             request_id=request.request_id,
             prompt=prompt,
@@ -129,6 +136,8 @@ class Request:
             pooling=request.pooling,
             encoder=None if request.encoder_token_ids is None else np.array(request.encoder_token_ids, np.int32),
             adapter=request.adapter,
+            owner=request.owner,
+            group=request.group or request.request_id,
         )
 
     @property

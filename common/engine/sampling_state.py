@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.engine.logit_edits import MAX_WORD_HEADS, NO_EDITS, EditsTable, LogitEdits
 from pagoda.common.engine.sampling import SamplingRules, mix, noise_counters
 from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32, RowStart, StepPlan, TokenMasks, UInt32
 
@@ -53,6 +54,7 @@ class SamplingState:
 
     rules: SamplingRules
     prompt: Int32  # token ids
+    edits: LogitEdits = NO_EDITS
 
 
 class RowTable:
@@ -61,6 +63,7 @@ class RowTable:
     def __init__(self, max_rows: int) -> None:
         self.columns: Columns = np.zeros(max_rows, _COLUMNS)
         self._states = [SamplingState(SamplingRules(), np.zeros(0, np.int32))] * max_rows
+        self._edits = EditsTable()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -71,10 +74,11 @@ class RowTable:
     def start(self, start: RowStart, vocab: int) -> None:
         """Replace the state of a row that a request takes."""
         rules = start.rules
-        self._states[start.row] = SamplingState(rules, start.token_ids[: start.num_prompt])
         filtered = rules.top_k > 0 or rules.top_p < 1.0 or rules.min_p > 0.0
         edited = bool(rules.logit_bias or rules.bad_words or (rules.min_tokens and rules.stop_ids))
         masked, logprobs = rules.allowed_token_ids is not None, rules.logprobs is not None
+        edits = self._edits.edits(rules, vocab) if edited or masked else NO_EDITS
+        self._states[start.row] = SamplingState(rules, start.token_ids[: start.num_prompt], edits)
         self.columns[start.row] = (
             rules.seed,
             0.0 if rules.is_greedy else rules.temperature,
@@ -285,12 +289,6 @@ MAX_ADDITIONS: Final = 256
 MAX_WORDS: Final = 128
 """Banned words of several tokens per array."""
 
-MAX_WORD_HEADS: Final = 1024
-"""Tokens before the last one of those words, in total. Of a longer word only the last MAX_WORD_HEADS are compared."""
-
-Entry = tuple[int, int, float]
-"""Row of logits, token, value to add."""
-
 
 def penalties(rows: Sequence[SampledRow], seqs: int) -> Int32:
     """Return the penalised rows as columns of int32 [8, seqs].
@@ -311,36 +309,87 @@ def penalties(rows: Sequence[SampledRow], seqs: int) -> Int32:
 def additions(rows: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
     """Yield int32 [3, MAX_ADDITIONS]: row of logits (`seqs`: padding), token, and what is added to its logit, as bits.
 
-    Bias, banned words of one token, and stop ids that min_tokens masks.
+    Bias, banned words of one token, and stop ids that min_tokens masks; those of `dense_additions` are left out.
     """
-    entries = [entry for sampled in rows for entry in _entries(sampled)]
-    for at in range(0, len(entries), MAX_ADDITIONS):
-        piece = entries[at : at + MAX_ADDITIONS]
+    indices, counts, tokens, values = [], [], [], []
+    for sampled in rows:
+        edits = sampled.state.edits
+        indices.append(sampled.index)
+        counts.append(len(edits.tokens))
+        tokens.append(edits.tokens)
+        values.append(edits.values)
+        if len(edits.stops) and sampled.generated < sampled.state.rules.min_tokens:
+            indices.append(sampled.index)
+            counts.append(len(edits.stops))
+            tokens.append(edits.stops)
+            values.append(np.full(len(edits.stops), -np.inf, np.float32))
+    total = sum(counts)
+    if not total:
+        return
+    entries = np.empty((3, total), np.int32)
+    entries[0] = np.repeat(indices, counts)
+    np.concatenate(tokens, out=entries[1])
+    np.concatenate(values, out=entries.view(np.float32)[2])
+    for at in range(0, total, MAX_ADDITIONS):
+        piece = entries[:, at : at + MAX_ADDITIONS]
         packed = np.zeros((3, MAX_ADDITIONS), np.int32)
         packed[0] = seqs
-        sequences, tokens, values = zip(*piece)
-        packed[0, : len(piece)], packed[1, : len(piece)] = sequences, tokens
-        packed.view(np.float32)[2, : len(piece)] = values
+        packed[:, : piece.shape[1]] = piece
         yield packed
 
 
-def _entries(sampled: SampledRow) -> Iterator[Entry]:
-    rules = sampled.state.rules
-    yield from ((sampled.index, token, value) for token, value in rules.logit_bias)
-    yield from ((sampled.index, word[0], -np.inf) for word in rules.bad_words if len(word) == 1)
-    if sampled.generated < rules.min_tokens:
-        yield from ((sampled.index, token, -np.inf) for token in rules.stop_ids)
+def dense_additions(rows: Sequence[SampledRow]) -> list[tuple[LogitEdits, list[int]]]:
+    """Return the edits that have an array [V], each with the rows of logits that it is added to."""
+    shared: dict[LogitEdits, list[int]] = {}
+    for sampled in rows:
+        if sampled.state.edits.dense is not None:
+            shared.setdefault(sampled.state.edits, []).append(sampled.index)
+    return list(shared.items())
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """A banned word of several tokens. `last` is banned if the history of `row` has `head` from `begin` on."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Words:
+    """Banned words of several tokens of all rows: the last is banned if the history of its row has the head there."""
 
-    index: int  # row of logits
-    row: int
-    begin: int
-    head: tuple[int, ...]
-    last: int
+    indices: Int32  # [w] row of logits
+    lasts: Int32  # [w] the last token
+    first: Int32  # [w + 1] of the heads below
+    rows: Int32  # [h] of the history
+    positions: Int32  # [h] in the history
+    tokens: Int32  # [h]
+
+    @classmethod
+    def of(cls, rows: Sequence[SampledRow]) -> _Words | None:
+        """Return the words whose head may be among the sampled tokens; None without any."""
+        parts = [part for sampled in rows if (part := _words_of_row(sampled)) is not None]
+        if not parts:
+            return None
+        indices, lasts, counts, own_rows, positions, tokens = (np.concatenate(each) for each in zip(*parts))
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return cls(indices, lasts, first, own_rows, positions, tokens)
+
+
+def _words_of_row(sampled: SampledRow) -> tuple[Int32, ...] | None:
+    words = sampled.state.edits.words
+    if words is None:
+        return None
+    lasts, counts, heads = words.lasts, words.counts, words.heads
+    used = words.lengths <= sampled.generated + 1
+    if not used.all():
+        heads = heads[np.repeat(used, counts)]
+        lasts, counts = lasts[used], counts[used]
+    if not len(lasts):
+        return None
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    positions = np.arange(len(heads), dtype=np.int32) - np.repeat(starts + counts, counts) + np.int32(sampled.known)
+    return (
+        np.full(len(lasts), sampled.index, np.int32),
+        lasts,
+        counts,
+        np.full(len(heads), sampled.row, np.int32),
+        positions.astype(np.int32),
+        heads,
+    )
 
 
 def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32, Int32]]:
@@ -349,48 +398,29 @@ def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32,
     A word is a row of logits (`seqs`: padding) and its last token. A head is one token before the last: its word
     (MAX_WORDS: padding), the row and position of the history to compare with, and the token.
     """
-    for piece in _word_pieces(word for sampled in rows for word in _words(sampled)):
+    if (all_words := _Words.of(rows)) is None:
+        return
+    start, total, first = 0, len(all_words.lasts), all_words.first
+    while start < total:
+        fitting = int(np.searchsorted(first, first[start] + MAX_WORD_HEADS, "right")) - 1
+        stop = min(start + MAX_WORDS, fitting, total)
         words, heads = np.zeros((2, MAX_WORDS), np.int32), np.zeros((4, MAX_WORD_HEADS), np.int32)
         words[0], heads[0] = seqs, MAX_WORDS
-        at = 0
-        for number, word in enumerate(piece):
-            words[:, number] = word.index, word.last
-            part = heads[:, at : at + len(word.head)]
-            part[0], part[1] = number, word.row
-            part[2], part[3] = word.begin + np.arange(len(word.head)), word.head
-            at += len(word.head)
+        words[:, : stop - start] = all_words.indices[start:stop], all_words.lasts[start:stop]
+        own = slice(int(first[start]), int(first[stop]))
+        part = heads[:, : own.stop - own.start]
+        part[0] = np.repeat(np.arange(stop - start), np.diff(first[start : stop + 1]))
+        part[1], part[2], part[3] = all_words.rows[own], all_words.positions[own], all_words.tokens[own]
         yield words, heads
+        start = stop
 
 
-def _words(sampled: SampledRow) -> Iterator[_Word]:
-    for word in sampled.state.rules.bad_words:
-        if 1 < len(word) <= sampled.generated + 1:
-            head = word[:-1][-MAX_WORD_HEADS:]
-            yield _Word(sampled.index, sampled.row, sampled.known - len(head), head, word[-1])
-
-
-def _word_pieces(words: Iterator[_Word]) -> Iterator[list[_Word]]:
-    """Split the words into lists that fit the arrays."""
-    piece: list[_Word] = []
-    tokens = 0
-    for word in words:
-        if len(piece) == MAX_WORDS or tokens + len(word.head) > MAX_WORD_HEADS:
-            yield piece
-            piece, tokens = [], 0
-        piece.append(word)
-        tokens += len(word.head)
-    if piece:
-        yield piece
-
-
-def allowed(rows: Sequence[SampledRow], masks: Mapping[int, UInt32], vocab: int) -> dict[int, UInt32]:
+def allowed(rows: Sequence[SampledRow], masks: Mapping[int, UInt32]) -> dict[int, UInt32]:
     """Return row of logits -> uint32 [ceil(V/32)], the tokens that both its rules and its grammar allow.
 
     `rows`: those with allowed_token_ids. `masks`: grammar masks by row of logits.
     """
-    rules = {number: sampled.state.rules.allowed_token_ids or () for number, sampled in enumerate(rows)}
-    allowed_by_rules = zip((sampled.index for sampled in rows), allowed_bits(rules, len(rows), vocab))
-    both = dict(allowed_by_rules)
+    both = {sampled.index: bits for sampled in rows if (bits := sampled.state.edits.allowed) is not None}
     for index, bits in masks.items():
         both[index] = bits & both[index] if index in both else bits
     return both
@@ -403,13 +433,3 @@ def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int, width: int = 1) ->
         for shard, own in masks.items()
         for index, bits in zip((own.sequences * width + own.after).tolist(), own.bits)
     }
-
-
-def allowed_bits(tokens: Mapping[int, Sequence[int]], seqs: int, vocab: int) -> npt.NDArray[np.uint32]:
-    """Return uint32 [seqs, ceil(V/32)], token t being bit t % 32 of word t // 32; rows not in `tokens` allow all."""
-    bits = np.full((seqs, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
-    for index, ids in tokens.items():
-        token_ids = np.asarray(ids, np.int64)
-        bits[index] = 0
-        np.bitwise_or.at(bits[index], token_ids // 32, np.uint32(1) << (token_ids % 32).astype(np.uint32))
-    return bits

@@ -20,9 +20,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.fair_queue import FairQueue
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter
+from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter, AdapterLoad
 from pagoda.common.engine.lora.slots import AdapterQueue, AdapterSlots
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.request import (
@@ -80,10 +81,14 @@ class Scheduler:
         self.kv = kv
         self._clock = clock
         self.running: list[Request] = []  # by rank: the last is preempted first
-        self.adapters = AdapterSlots(limits.max_loras, ready=()) if limits.max_loras else None
-        self.waiting: WaitingQueue = waiting_queue(limits.policy)
-        if self.adapters is not None:
-            self.waiting = AdapterQueue(self.adapters, lambda: waiting_queue(limits.policy))
+        self.adapters: AdapterSlots | None = None
+        self._shares_adapters = False
+        self._fair = FairQueue() if limits.policy == "fcfs" and not limits.max_loras else None
+        self._lacks_blocks = False  # the next waiting request could not start for lack of blocks
+        self._last_prompt: tuple[list[int], Int32] = [], np.zeros(0, np.int32)
+        self.waiting: WaitingQueue = waiting_queue(limits.policy) if self._fair is None else self._fair
+        if limits.max_loras:
+            self._use_adapters(AdapterSlots(limits.max_loras, ready=()))
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
         if limits.device_drafts and drafter is None:
@@ -97,6 +102,15 @@ class Scheduler:
         self._num_adapted = 0  # unfinished requests with LoRA adapters
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
 
+    def _use_adapters(self, slots: AdapterSlots) -> None:
+        self.adapters, self.waiting = slots, AdapterQueue(slots, lambda: waiting_queue(self.limits.policy))
+
+    def share_adapters(self, slots: AdapterSlots) -> None:
+        """Use slots that other schedulers use, too. Before the first request."""
+        assert not self._requests, "before the first request"
+        self._use_adapters(slots)
+        self._shares_adapters = True
+
     # --- adding and aborting requests ---
 
     def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
@@ -107,12 +121,18 @@ class Scheduler:
         limit = min(num_prompt + request.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
         self._added += 1
         rank = queue_rank(request, self.limits.policy, self._added)
-        queued = Request.of(request, limit=limit, rank=rank, mask_state=mask_state)
+        queued = Request.of(request, limit=limit, rank=rank, mask_state=mask_state, prompt=self._prompt_of(request))
         self._requests[queued.request_id] = queued
         self._num_masked += mask_state is not None
         self._num_embedded += queued.embeds is not None
         self._num_adapted += queued.adapter is not None
         self.waiting.push(queued)
+
+    def _prompt_of(self, request: EngineRequest) -> Int32:
+        """Return the prompt as an array, which the sequences of one request share."""
+        if self._last_prompt[0] is not request.prompt_token_ids:
+            self._last_prompt = request.prompt_token_ids, np.array(request.prompt_token_ids, np.int32)
+        return self._last_prompt[1]
 
     def _check(self, request: EngineRequest) -> None:
         num_prompt = len(request.prompt_token_ids)
@@ -158,9 +178,23 @@ class Scheduler:
             return []
         return [adapter for adapter in self.waiting.adapters() if adapter not in self.adapters]
 
+    @staticmethod
+    def adapter_loads(plan: StepPlan) -> tuple[AdapterLoad, ...]:
+        """Return the slots whose content changes before the step."""
+        return plan.adapter_loads
+
+    def request(self, request_id: str) -> Request:
+        """Return an unfinished request. Raises KeyError for any other."""
+        return self._requests[request_id]
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Requests running or waiting."""
+        return list(self._requests.values())
+
     @property
     def num_unfinished(self) -> int:
-        """Requests running or waiting."""
+        """Number of requests running or waiting."""
         return len(self._requests)
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
@@ -203,6 +237,8 @@ class Scheduler:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
         if self.awaits_drafts:
             return None
+        if self._fair is not None and len(self._fair):
+            self._make_room(self._fair)
         preemptions = self._preemptions
         budget = self._budget_running()
         if self.kv.snapshot_tokens:
@@ -214,6 +250,13 @@ class Scheduler:
         if not len(budget.rows):
             return None
         return self._plan(budget, starts)
+
+    def _make_room(self, queue: FairQueue) -> None:
+        """Preempt a sequence of a request or key that keeps the next waiting one from running at all."""
+        if not self._batch.num_free or self._lacks_blocks:
+            self._lacks_blocks = False
+            if self.running and (victim := queue.victim(self.running)) is not None:
+                self._preempt(victim)
 
     def _budget_running(self) -> TokenBudget:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
@@ -312,6 +355,8 @@ class Scheduler:
             if not count:
                 break
             self.waiting.pop()
+            if self._fair is not None:
+                self._fair.start(request)
             left -= count
             rows.append(request.row)
             counts.append(count)
@@ -335,7 +380,10 @@ class Scheduler:
         row, end = self._batch.next_free(), hit.num_tokens + count
         # Leave one block per running request where they grow: without it the new request would soon be preempted, or
         # preempt others.
-        if not count or not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
+        if not count:
+            return 0
+        if not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
+            self._lacks_blocks = True
             return 0
         request.tokens = request.known_tokens()
         slot = NO_ADAPTER
@@ -487,6 +535,8 @@ class Scheduler:
         """Free blocks and row. Later steps may reuse both at once, because steps run in order."""
         self.kv.free(request, request.row)
         self._batch.release(request)
+        if self._fair is not None:
+            self._fair.end(request)
         if request.adapter is not None and self.adapters is not None:
             self.adapters.release(request.adapter)
         self._order = None
@@ -504,7 +554,7 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
-        if self.adapters is not None:
+        if self.adapters is not None and not self._shares_adapters:
             self.adapters.check_integrity(self.running)
         for pool in self.kv.pools:
             if not self.running and pool.num_free != pool.num_blocks - 1:

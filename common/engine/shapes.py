@@ -61,6 +61,7 @@ class StepShape:
     decode_only: bool  # every sequence has one token, so T equals S
     width: int = 1  # rows of logits per sequence; more than 1 in steps with drafts
     adapted: bool = False  # some sequences have LoRA adapters
+    guesses: int = 0  # that a drafter model makes after each sequence at most; 0: none on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class StepShapes:
     groups: int
     width: int = 1  # rows of logits per sequence in steps with drafts; 1: no drafts
     adapters: bool = False  # sequences may have LoRA adapters: every shape twice, without and with them
+    guesses: int = 0  # of every shape
 
     @classmethod
     def of(cls, limits: Limits, groups: int, *, factor: int = 2) -> StepShapes:
@@ -93,6 +95,7 @@ class StepShapes:
             groups=groups,
             width=1 + limits.max_drafts,
             adapters=limits.max_loras > 0,
+            guesses=limits.max_drafts if limits.device_drafts else 0,
         )
 
     @classmethod
@@ -106,7 +109,8 @@ class StepShapes:
         self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool = False, adapted: bool = False
     ) -> StepShape:
         """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
-        return replace(self._shape_for(tokens, seqs, pages, decode_only, drafts), adapted=adapted)
+        shape = self._shape_for(tokens, seqs, pages, decode_only, drafts)
+        return replace(shape, adapted=adapted, guesses=self.guesses)
 
     def _shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool) -> StepShape:
         pages, width = self.pages.bucket_for(pages), self.width if drafts else 1
@@ -124,7 +128,8 @@ class StepShapes:
 
     def __iter__(self) -> Iterator[StepShape]:
         """Yield every shape that a step can have, each once: as many tokens as sequences, or more."""
-        for shape in self._plain():
+        for plain in self._plain():
+            shape = replace(plain, guesses=self.guesses)
             yield shape
             if self.adapters:
                 yield replace(shape, adapted=True)

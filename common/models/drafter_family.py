@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter
 from pagoda.common.models.family import Family, Rule
 from pagoda.common.models.hf_config import HfConfig
@@ -31,6 +31,7 @@ class DrafterFamily:
     renames: tuple[tuple[str, str], ...] = ()  # prefixes of names, and what the rules know them as
     only: str = ""  # prefix of the drafter's tensors among those of the model
     most: int | None = None  # guesses at most; None: any number
+    unread: tuple[str, ...] = ()  # patterns of the model's tensors for further layers that would guess
 
     def own_tensors(self, tensors: Iterable[tuple[str, ValueT]]) -> Iterator[tuple[str, ValueT]]:
         """Yield the drafter's tensors under the names that the rules know."""
@@ -59,13 +60,27 @@ _BUILDERS: Final[Mapping[str, tuple[str, str]]] = {
 
 _MTP: Final[Mapping[str, str]] = {
     "DeepseekV3ForCausalLM": "numbered_after",
+    "DeepseekV32ForCausalLM": "numbered_after",
     "Glm4MoeForCausalLM": "numbered_after",
     "Glm4MoeLiteForCausalLM": "numbered_after",
+    "GlmMoeDsaForCausalLM": "numbered_after",
     "MiMoForCausalLM": "in_mtp_layers",
 }
 """Architectures whose checkpoints have layers for multi-token prediction -> how these are stored."""
 
 _LAYERS_KEY: Final = "num_nextn_predict_layers"
+
+
+def implied_method(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return the method of a drafter's checkpoint that is given without one. `names`: of its tensors."""
+    kind = config.get("model_type")
+    if kind in ("medusa", "mlp_speculator"):
+        return str(kind)
+    if "medusa_num_heads" in config:
+        return "medusa"
+    if "fc.weight" in names or "model.fc.weight" in names:
+        return "eagle3" if any(name.startswith(("midlayer.", "model.midlayer.")) for name in names) else "eagle"
+    return "draft_model"
 
 
 def language_drafter(config: Mapping[str, Any], vocab: int) -> DrafterFamily:
@@ -87,14 +102,16 @@ def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], t
     module, name = _BUILDERS[method]
     builder: Builder = getattr(import_module(f"{__package__}.families.drafters.{module}"), name)
     reader = HfConfig(text_model(config).config, label=f"drafter of method {method}")
-    drafter = builder(reader, names, target)
-    reader.finish()
+    with reading("the drafter's config.json", "download it again"):
+        drafter = builder(reader, names, target)
+        reader.finish()
     return drafter
 
 
 def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: ModelSpec, family: Family) -> DrafterFamily:
-    """Return the layers for multi-token prediction of a model's own checkpoint. Raises ModelError if it has none.
+    """Return the layer for multi-token prediction of a model's own checkpoint. Raises ModelError if it has none.
 
+    Of several layers the first one makes all guesses, each after the one before.
     `names`: of all its tensors; empty if they are not known yet.
     """
     text = text_model(config).config
@@ -105,10 +122,10 @@ def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: Model
             f"those of {', '.join(_MTP)} are, or use another method"
         )
     count = text.get(_LAYERS_KEY) or 0
-    if count != 1:
-        raise ModelError(f"method mtp: {_LAYERS_KEY} is {count}; one layer is supported, use another method")
+    if count < 1:
+        raise ModelError(f"method mtp: {_LAYERS_KEY} is {count}: the checkpoint has no such layers; use another method")
     how = getattr(import_module(f"{__package__}.families.drafters.mtp"), _MTP[architecture])
-    drafter: DrafterFamily = how(target, family)
+    drafter: DrafterFamily = how(target, family, count)
     if names and not any(name.startswith(drafter.only) for name in names):
         raise ModelError(f"method mtp: the checkpoint has no tensors {drafter.only}*; use one that has, or drop it")
     return drafter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeVar
@@ -91,6 +92,13 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
+MAX_SIZE: Final = 1 << 40
+"""Maximum of sizes: beyond all models, and products of a few of them are computed exactly and fast."""
+
+MAX_LAYERS: Final = 10_000
+_LAYER_COUNTS: Final = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers"})
+
+
 class HfConfig:
     """A config whose keys must all be consumed by `need`, `opt`, `nullable`, `expect` or `ignore` before `finish`.
 
@@ -160,7 +168,7 @@ class HfConfig:
             values: list[Any] = self.need(key, list)
             if len(values) != layers or not all(type(value) is int for value in values):
                 raise self.error(key, f"is {values}; it must be {layers} integers, one per layer")
-            return values
+            return [self._bounded(key, value) for value in values]
         return [self.need(key, int) if default is None else self.opt(key, int, default)] * layers
 
     def window(self, default: int | None) -> int | None:
@@ -172,8 +180,8 @@ class HfConfig:
         """Raise ModelError unless the value is allowed, absent or null."""
         self._read.add(key)
         if key in self and self._values[key] not in allowed:
-            choices = " or ".join(repr(value) for value in allowed)
-            raise self.error(key, f"is {self._values[key]!r}; only {choices} is supported")
+            choices = " or ".join(reprlib.repr(value) for value in allowed)  # lists have an item per layer
+            raise self.error(key, f"is {reprlib.repr(self._values[key])}; only {choices} is supported")
 
     def ignore(self, *keys: str) -> None:
         """Mark keys as read that do not change this family's maths."""
@@ -211,7 +219,8 @@ class HfConfig:
                 raise ModelError(f"{error}; if it does not change the result: {self._without((key,))}") from None
         if self._values.get("use_sliding_window") is False:
             self.ignore(*_WINDOW_KEYS)
-        if "layer_types" not in self._read and set(self._values.get("layer_types") or ()) == {"full_attention"}:
+        types = self._values.get("layer_types")
+        if "layer_types" not in self._read and isinstance(types, list) and types == ["full_attention"] * len(types):
             self.ignore("layer_types")
         unread = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
         if unread:
@@ -248,10 +257,17 @@ class HfConfig:
             raise self.error(key, f"is {value}; it must be at least 1")
         return value
 
+    def _bounded(self, key: str, value: int) -> int:
+        limit = MAX_LAYERS if key in _LAYER_COUNTS else MAX_SIZE
+        if not -limit <= value <= limit:
+            shown = str(value) if abs(value) < 1 << 64 else "a number of more than 64 bits"
+            raise self.error(key, f"is {shown}; it must be at most {limit}")
+        return value
+
     def _typed(self, key: str, kind: type[T]) -> T:
         value = self._values[key]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        if isinstance(value, int) and not isinstance(value, bool) and kind in (int, float):
+            value = self._bounded(key, value) if kind is int else float(self._bounded(key, value))
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(key, f"is {value!r}, not of type {kind.__name__}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -428,6 +444,8 @@ def _longrope(section: HfConfig, positions: int, original: int, dim: int) -> Lon
     for key, values in lists.items():
         if len(values) != dim // 2:
             raise section.error(key, f"has {len(values)} entries for {dim // 2} rotary pairs")
+        if not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
+            raise section.error(key, "has other entries than positive numbers")
     return LongRopeScaling(
         tuple(float(value) for value in lists["short_factor"]),
         tuple(float(value) for value in lists["long_factor"]),

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 from pagoda.common.config.groups.pooler import PoolerConfig, PoolingKind
 from pagoda.common.config.settings import merge_json
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.caches import WindowCache
 from pagoda.common.models.family import Family, PoolUse, Rename, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
@@ -344,6 +344,9 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return _ROTARY.get(name, name) if config.get("position_embedding_type") == "rotary" else name
 
 
+_CONFIG_REMEDY: Final = "download it again, or correct them with --hf-overrides"
+
+
 def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     """Return the spec of a generating model described by a Hugging Face config, and its family.
 
@@ -355,8 +358,9 @@ def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     if use is not None:
         raise ModelError(f"architecture {architecture} only pools, it generates no text; use --runner pooling, or auto")
     reader = HfConfig(text.config, path=text.path)
-    spec, family = family.build(reader), family.configured(reader)
-    reader.finish()
+    with reading("config.json", _CONFIG_REMEDY):
+        spec, family = family.build(reader), family.configured(reader)
+        reader.finish()
     if not all(mixer.causal for mixer in spec.mixers):
         raise ModelError(f"architecture {architecture} attends to later tokens, so it cannot generate text")
     return spec, text.family(family)
@@ -396,11 +400,12 @@ def pooling_spec(
     text = text_model(config)
     family, _ = find(architecture_of(text.config))
     reader = HfConfig({**text.config, **text_keys(config)}, path=text.path)
-    spec, family = family.build(reader), text.family(family.configured(reader))
-    pooler, rules = family.pooler(reader, use), family.pooler_rules
-    if use in ("classify", "token_classify") and (tokens := TokenClassifier.of(reader)) is not None:
-        pooler, rules = tokens.pooler(pooler), tokens.rules(family, tied=spec.tied)
-    reader.finish()
+    with reading("config.json", _CONFIG_REMEDY):
+        spec, family = family.build(reader), text.family(family.configured(reader))
+        pooler, rules = family.pooler(reader, use), family.pooler_rules
+        if use in ("classify", "token_classify") and (tokens := TokenClassifier.of(reader)) is not None:
+            pooler, rules = tokens.pooler(pooler), tokens.rules(family, tied=spec.tied)
+        reader.finish()
     if modules is not None and use == "embed":
         heads = tuple(rule for rule in rules if isinstance(rule, Rename) and rule.target.startswith(_TOKEN_HEADS))
         rules = (*_MODULE_RULES, *heads)

@@ -6,8 +6,9 @@ import json
 import logging
 import logging.config
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -55,6 +56,35 @@ class LineFormatter(logging.Formatter):
         return "\n".join(one_line(f"{self._prefix}    {line}") for line in text.splitlines())
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time (UTC, ISO 8601), level, logger, line, message, process; `exception`: traceback.
+
+    `prefix`, if any, is a field of its own.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__()
+        self._prefix = {"prefix": prefix} if prefix else {}
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "line": f"{record.module}:{record.lineno}",
+            "message": record.getMessage(),
+            "process": record.process,
+            **self._prefix,
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+FORMATTERS: Final[Mapping[str, type[LineFormatter | JsonFormatter]]] = {"text": LineFormatter, "json": JsonFormatter}
+"""Values of --log-format."""
+
+
 def configure(config: LoggingConfig, also: Sequence[str] = ()) -> None:
     """Set up logging for our logger and the loggers in `also`. Raises ConfigError."""
     if not config.configure_logging:
@@ -62,7 +92,7 @@ def configure(config: LoggingConfig, also: Sequence[str] = ()) -> None:
     if config.log_config_file is not None:
         _configure_from(config.log_config_file)
         return
-    handlers = setup_logging(config.log_level, prefix=config.log_prefix).handlers
+    handlers = setup_logging(config.log_level, prefix=config.log_prefix, form=config.log_format).handlers
     for name in also:
         logging.getLogger(name).handlers[:] = handlers
 
@@ -98,11 +128,16 @@ def _with_root(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"loggers": loggers | {ROOT: loggers[FOREIGN_ROOT]}}
 
 
-def setup_logging(level: str = "INFO", stream: TextIO | None = None, prefix: str = "") -> logging.Logger:
-    """Give the project's logger one handler on `stream` (default: stderr). Calling it again replaces the handler."""
+def setup_logging(
+    level: str = "INFO", stream: TextIO | None = None, prefix: str = "", form: str = "text"
+) -> logging.Logger:
+    """Give the project's logger one handler on `stream` (default: stderr). Calling it again replaces the handler.
+
+    `form`: one of FORMATTERS.
+    """
     logger = logging.getLogger(ROOT)
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(LineFormatter(prefix))
+    handler.setFormatter(FORMATTERS[form](prefix))
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

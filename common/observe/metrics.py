@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -28,6 +28,7 @@ from pagoda.common.engine.messages import (
     RequestEvents,
     StepOutputs,
 )
+from pagoda.common.observe.aggregate import Aggregate, FamilySnapshot, snapshot
 from pagoda.common.observe.collectors import LABELS, AbsentFeatures, FormerName, StatsCollector
 from pagoda.common.observe.logs import Totals
 
@@ -66,12 +67,15 @@ class Metrics:
         self.sleep_level = 0
         self._generated = self._prompted = 0
         ProcessCollector(registry=self.registry)
-        self.registry.register(StatsCollector(model_name, replicas, lambda: (self.stats, self.sleep_level), max_loras))
+        stats = StatsCollector(model_name, replicas, lambda: (self.stats, self.sleep_level), max_loras)
+        self.registry.register(stats)
         parents = _Parents(self.registry)
         self._replicas = [_ReplicaSeries(parents, model_name, str(index)) for index in range(replicas)]
         self.registry.register(FormerName("vllm:time_per_output_token_seconds", parents.inter_token))
         self.registry.register(FormerName("vllm:time_in_queue_requests", parents.queue))
-        self.registry.register(AbsentFeatures(model_name, replicas))
+        absent = AbsentFeatures(model_name, replicas)
+        self.registry.register(absent)
+        self._of_engine: list[Collector] = [stats, parents.step_tokens, absent]
 
         rejections = self._counter("vllm:admission_rejections", "Requests refused (429), by limit.", "reason")
         self._rejections = {reason: rejections.labels(model_name, reason) for reason in REJECTION_REASONS}
@@ -131,20 +135,31 @@ class Metrics:
         gauge = Gauge("vllm:cache_config_info", "KV cache configuration.", ("engine", *labels), registry=self.registry)
         for index in range(len(self._replicas)):
             gauge.labels(str(index), *labels.values()).set(1)
+        self._of_engine.append(gauge)
 
     def totals(self) -> Totals:
         """Return the current token counters, for the periodic log line."""
         return Totals(time.monotonic(), self._prompted, self._generated, self.stats.drafts)
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+    def snapshot(self) -> list[FamilySnapshot]:
+        """Return the current values, to be added up with those of other processes."""
+        return snapshot(self.registry)
+
+    def exposition(
+        self, accept: str = "", processes: Sequence[Sequence[FamilySnapshot]] | None = None
+    ) -> tuple[bytes, str]:
         """Return all metrics and their content type: OpenMetrics if the Accept header lists it, else Prometheus' text
-        format.
+        format. `processes`: snapshots of all API server processes, that of process 0 first.
         """
+        registry: Any = self.registry
+        if processes is not None:
+            engine = {family.name for collector in self._of_engine for family in collector.collect()}
+            registry = Aggregate(processes, engine)
         if any(each.partition(";")[0].strip() == "application/openmetrics-text" for each in accept.split(",")):
             # The library's default escaping makes vllm_ of vllm:, though colons are valid.
-            text = openmetrics.generate_latest(self.registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+            text = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self.registry), "text/plain; version=0.0.4; charset=utf-8"
+        return generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Parents:

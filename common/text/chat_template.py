@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 
 import jinja2
 from jinja2 import filters, nodes
@@ -23,7 +23,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagoda.common.errors import ConfigError, RequestError
-from pagoda.common.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagoda.common.text.tokenizer import Tokenizer
 
 BUILT_IN_TEMPLATES: Final = {"chatml_tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
 """Name -> file of a template for models whose own template does not render tools."""
@@ -43,6 +45,9 @@ TEXT_ONLY: Final = "the model is served text-only, so leave images, audio, video
 
 MAX_TEMPLATE_KEYWORDS: Final = 64
 
+MAX_TEMPLATE_CHARS: Final = 1 << 18
+"""Maximum length of a template; those of models have a few thousand characters."""
+
 _RESERVED_KEYWORDS: Final = frozenset(
     (
         *("messages", "tools", "documents", "chat_template", "template", "tokenize", "add_generation_prompt"),
@@ -59,36 +64,43 @@ ContentFormat = Literal["string", "openai"]
 """string: content is text. openai: content is a list of parts such as {"type": "text", "text": "..."}."""
 
 
+class Renderer(Protocol):
+    """`render` of this module, or what calls it in another process."""
+
+    def __call__(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> str:
+        """Return the prompt text."""
+        ...
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    must_show_tools: bool = False,
+    renderer: Renderer | None = None,
     **options: Any,
 ) -> str:
-    """Call `render` with the model's template (or `template`) and its special tokens; `options` as there.
+    """Call `render`, or `renderer`, with the model's template (or `template`) and its special tokens.
 
-    Raises RequestError as `render` does, for a model without a template, for a template that ignores `documents`, and
-    with `must_show_tools` for one that ignores `tools`.
+    Raises RequestError as `render` does, and for a model without a template.
     """
     source = template_of(tokenizer, template, with_tools=bool(tools))
     if source is None:
         raise RequestError(
             "messages", "the model has no chat template; pass one with --chat-template, or use plain completions"
         )
-    if tools and must_show_tools and "tools" not in variables_of(source):
-        raise RequestError(
-            "tools",
-            "the model's chat template does not show it any tools; serve it with a --chat-template that does "
-            "(chatml_tools for ChatML models)",
-        )
-    if options.get("documents") and "documents" not in variables_of(source):
-        raise RequestError(
-            "documents", "the model's chat template does not show it any documents; put their text into a message"
-        )
-    return render(source, messages, tools=tools or None, special_tokens=tokenizer.special_tokens, **options)
+    return (renderer or render)(
+        source, messages, tools=tools or None, special_tokens=tokenizer.special_tokens, **options
+    )
 
 
 def read_chat_template(value: str | None) -> str | None:
@@ -125,6 +137,7 @@ def render(
     documents: Sequence[Mapping[str, Any]] | None = None,
     special_tokens: Mapping[str, str] | None = None,
     content_format: Literal["auto", "string", "openai"] = "auto",
+    must_show_tools: bool = False,
     **kwargs: Any,
 ) -> str:
     """Return the prompt text of `messages`.
@@ -132,20 +145,23 @@ def render(
     `add_generation_prompt`: end with the opening of an assistant message. `continue_final_message`: end inside the last
     message, so that generation continues it. `special_tokens`: role -> text, such as "bos_token" -> "<s>".
     `content_format`: pass message contents as text or as a list of parts; auto: detected from the template.
-    `kwargs`: further template variables.
+    `must_show_tools`: refuse a template that ignores `tools`. `kwargs`: further template variables.
 
     Raises RequestError("messages") if the messages are malformed or the template rejects them,
-    RequestError("chat_template") if the template is not valid jinja.
+    RequestError("chat_template") if the template is too long or not valid jinja, RequestError("documents") if it
+    ignores them. A template can use much time and memory within the limits below, and exceed them by values nested in
+    one another: what comes from clients is rendered in a process that can be ended.
     """
     if add_generation_prompt and continue_final_message:
         raise RequestError(
             "continue_final_message", "continue_final_message and add_generation_prompt exclude each other; set one"
         )
     compiled = _compiled(template)
+    _check_shown(template, tools if must_show_tools else None, documents)
     as_parts = (content_format_of(template) if content_format == "auto" else content_format) == "openai"
     try:
         plain = [_message(f"messages[{i}]", message, as_parts) for i, message in enumerate(_nonempty(messages))]
-        variables = _plain_json("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})
+        variables = plain_json("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})
     except RecursionError:
         raise RequestError("messages", "the messages are nested too deeply") from None
     plain = _map_developer_role(template, plain)
@@ -158,8 +174,26 @@ def render(
     return _cut_at_mark(text) if continue_final_message else text
 
 
+def _check_shown(template: str, tools: object, documents: object) -> None:
+    """Raise RequestError if the template ignores the tools or documents, if there are any."""
+    if tools and "tools" not in variables_of(template):
+        raise RequestError(
+            "tools",
+            "the model's chat template does not show it any tools; serve it with a --chat-template that does "
+            "(chatml_tools for ChatML models)",
+        )
+    if documents and "documents" not in variables_of(template):
+        raise RequestError(
+            "documents", "the model's chat template does not show it any documents; put their text into a message"
+        )
+
+
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
+    if len(template) > MAX_TEMPLATE_CHARS:
+        raise RequestError(
+            "chat_template", f"the chat template has more than {MAX_TEMPLATE_CHARS} characters; shorten it"
+        )
     try:
         return compile_template(template)
     except (jinja2.TemplateError, RecursionError) as error:
@@ -169,6 +203,8 @@ def _compiled(template: str) -> jinja2.Template:
 def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     try:
         return template.render(variables)
+    except MemoryError:
+        raise
     except Exception as error:  # a template can raise anything; the engine must serve the next request
         raise RequestError("messages", f"the chat template refused the messages: {_shortened(error)}") from None
 
@@ -206,6 +242,8 @@ def template_kwargs_error(kwargs: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=32)
 def variables_of(template: str) -> frozenset[str]:
     """Return the names a template reads; empty for invalid jinja."""
+    if len(template) > MAX_TEMPLATE_CHARS:
+        return frozenset()
     try:
         tree = parse_template(template)
     except (jinja2.TemplateError, RecursionError):
@@ -327,7 +365,7 @@ def _message(path: str, message: object, as_parts: bool) -> dict[str, Any]:
         raise RequestError("messages", f"{path} must be an object with role and content")
     if not isinstance(message.get("role"), str):
         raise RequestError("messages", f"{path}.role must be a string")
-    plain = _without_empty(_plain_json(path, message))
+    plain = _without_empty(plain_json(path, message))
     texts = _texts(f"{path}.content", plain.get("content"))
     plain["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
     if "tool_calls" in plain:
@@ -389,7 +427,7 @@ def _arguments(arguments: object) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _plain_json(path: str, value: object) -> Any:
+def plain_json(path: str, value: object) -> Any:
     """Copy into plain JSON types: nothing else may reach a template, not even a subclass of str."""
     if value is None or isinstance(value, bool):
         return value
@@ -398,9 +436,9 @@ def _plain_json(path: str, value: object) -> Any:
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain_json(f"{path}.{key}", item) for key, item in value.items()}
+        return {str(key): plain_json(f"{path}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_json(f"{path}[{i}]", item) for i, item in enumerate(value)]
+        return [plain_json(f"{path}[{i}]", item) for i, item in enumerate(value)]
     field = path.partition("[")[0].partition(".")[0]
     raise RequestError(field, f"{path} contains a {type(value).__name__}, which is not a JSON value")
 
@@ -633,8 +671,10 @@ def _tojson(
     """JSON without HTML or ASCII escapes, as models were trained on."""
     if indent is not None and indent > 100:
         raise TemplateLimitError("the chat template indents JSON by more than 100")
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return _check_length(text)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return _check_length(encoder.encode(value))
+    return _LimitedSandbox.concat(encoder.iterencode(value))  # indentation multiplies the length of nested values
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -5,7 +5,9 @@ Reads a tokenizer.json, a vocab.json with merges.txt, or a GGUF file.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +30,7 @@ MIN_CHAR_LIMIT: Final = 1 << 20
 """Character limit for short contexts: tokenizers drop white space and shorten unknown words."""
 
 MAX_CHARS_PER_TOKEN: Final = 32
-"""Upper bound of the characters per token, averaged over a context. Single tokens may be longer."""
+"""Least upper bound of the characters per token: vocabularies of shorter tokens may drop characters."""
 
 CHUNK_CHARS: Final = 1 << 16
 """Characters tokenised at once while a text is measured."""
@@ -47,6 +49,13 @@ _MAX_WORD_CHARS: Final = 256
 
 GIL_RELEASE_CHARS: Final = 4_096
 """Texts of more characters are tokenised with the GIL released."""
+
+CANCELLED: Final[ContextVar[threading.Event | None]] = ContextVar("CANCELLED", default=None)
+"""Set when nobody needs the texts that this context tokenises: the next call then raises TokenisingCancelledError."""
+
+
+class TokenisingCancelledError(Exception):
+    """The request whose text was being tokenised is cancelled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +118,7 @@ class Tokenizer:
 
         Raises as `encode` does.
         """
-        return pre_truncate(text, tokens, side, self._count)
+        return pre_truncate(text, tokens, side, self._count, self._chars_per_token)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """Return the token ids of a text pair with its special tokens, and the index of the first token of type 1.
@@ -207,10 +216,15 @@ class Tokenizer:
 
     def _check_length(self, text: str) -> None:
         if self.max_tokens is not None:
-            check_length(text, self.max_tokens, self._count)
+            check_length(text, self.max_tokens, self._count, self._chars_per_token)
 
     def _count(self, text: str) -> int:
         return len(_encoding(self.backend, text))
+
+    @cached_property
+    def _chars_per_token(self) -> int:
+        """Maximum characters that a token stands for: those of the longest one, added tokens included."""
+        return max(MAX_CHARS_PER_TOKEN, *map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def _role(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
@@ -310,6 +324,9 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
 def _encoding(
     backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False, *, offsets: bool = False
 ) -> tokenizers.Encoding:
+    cancelled = CANCELLED.get()
+    if cancelled is not None and cancelled.is_set():
+        raise TokenisingCancelledError
     try:
         if len(text) > GIL_RELEASE_CHARS:  # `encode` holds the GIL, the batch calls do not; the fast one has no offsets
             batch = backend.encode_batch if offsets else backend.encode_batch_fast
@@ -321,17 +338,22 @@ def _encoding(
         if isinstance(text, str):  # some versions of the library report the surrogate as a type error
             raise RequestError("prompt", "the text contains characters that cannot be encoded as UTF-8") from None
         raise
+    except Exception as error:  # bare ones of the library: a character unknown to a vocabulary without <unk>
+        raise RequestError("prompt", f"the model's tokenizer cannot encode the text: {error}") from None
 
 
 # Bounds on how much of a long text is tokenised, which costs seconds and hundreds of bytes per token. Long texts are
 # measured chunk by chunk first: those that cannot fit are rejected, those that will be truncated are cut.
 
 
-def check_length(text: str, max_tokens: int, count: CountTokens) -> None:
-    """Raise PromptTooLongError if a text surely has more than `max_tokens` tokens; stops measuring soon after those."""
+def check_length(text: str, max_tokens: int, count: CountTokens, chars_per_token: int = MAX_CHARS_PER_TOKEN) -> None:
+    """Raise PromptTooLongError if a text surely has more than `max_tokens` tokens; stops measuring soon after those.
+
+    `chars_per_token`: what one token can stand for. Longer texts than that allows are not tokenised at all.
+    """
     if len(text) <= max(UNMEASURED_CHARS, _USUAL_CHARS_PER_TOKEN * max_tokens):
         return
-    limit = _max_characters(max_tokens)
+    limit = _max_characters(max_tokens, chars_per_token)
     if len(text) > limit:
         raise _too_long(max_tokens, f"{len(text)} characters, of which at most {limit} can fit")
     counted = 0
@@ -344,14 +366,20 @@ def check_length(text: str, max_tokens: int, count: CountTokens) -> None:
             )
 
 
-def pre_truncate(text: str, tokens: int, side: Literal["left", "right"], count: CountTokens) -> str:
+def pre_truncate(
+    text: str,
+    tokens: int,
+    side: Literal["left", "right"],
+    count: CountTokens,
+    chars_per_token: int = MAX_CHARS_PER_TOKEN,
+) -> str:
     """Return a part of `text` that surely contains its last `tokens` tokens (first, if the `side` cut off is "right").
 
     Raises PromptTooLongError if that would take more characters than so few tokens can have.
     """
     if len(text) <= UNMEASURED_CHARS:
         return text
-    wanted, limit = tokens + _MARGIN_TOKENS, _max_characters(tokens)
+    wanted, limit = tokens + _MARGIN_TOKENS, _max_characters(tokens, chars_per_token)
     counted = size = 0
     while counted < wanted:
         if size >= len(text):
@@ -377,8 +405,8 @@ def _from_word_boundary(text: str) -> str:
     return text
 
 
-def _max_characters(tokens: int) -> int:
-    return max(MIN_CHAR_LIMIT, MAX_CHARS_PER_TOKEN * tokens)
+def _max_characters(tokens: int, chars_per_token: int) -> int:
+    return max(MIN_CHAR_LIMIT, chars_per_token * tokens)
 
 
 def _too_long(limit: int, why: str) -> PromptTooLongError:

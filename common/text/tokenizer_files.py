@@ -16,13 +16,16 @@ from typing import Any, Final
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ModelError, reading
 
 ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BYTE_LEVEL_CLASSES: Final = ("GPT2Tokenizer", "GPT2TokenizerFast")
 """Tokenizer classes fully described by vocab.json and merges.txt: byte-level BPE with GPT-2's pre-tokenizer."""
 
 _UNSUPPORTED_FILES: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken")
+
+
+_REMEDY: Final = "fetch the file again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +70,9 @@ def read_folder(folder: Path) -> TokenizerParts:
     backend.no_truncation()
     backend.no_padding()
     special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
-    _add_tokens(backend, config, special)
+    with reading(folder / "tokenizer_config.json", _REMEDY):
+        _add_tokens(backend, config, special)
+        templates = _chat_templates(folder, config)
     if not (folder / "tokenizer.json").is_file():
         add_ends(
             backend,
@@ -77,7 +82,7 @@ def read_folder(folder: Path) -> TokenizerParts:
     if _read_json(folder / "sentence_bert_config.json").get("do_lower_case"):
         before = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
-    return TokenizerParts(backend, special, _chat_templates(folder, config))
+    return TokenizerParts(backend, special, templates)
 
 
 def write_folder(folder: Path, parts: TokenizerParts) -> None:
@@ -186,7 +191,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object; fetch the file again")

@@ -165,6 +165,10 @@ def _shard_path(index: Path, shard: str) -> Path:
     if not parts or leaves_folder(shard):
         raise WeightError(f"{index}: names {shard!r}, which is not a file inside the checkpoint's folder")
     path = index.parent.joinpath(*parts)
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError:  # a name that is too long
+        is_file = False
+    if not is_file:
         raise WeightError(f"{index}: names the shard {shard}, which is missing; download it again")
     return path

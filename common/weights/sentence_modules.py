@@ -120,7 +120,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     try:
         entries = sorted(read_json_list(folder / "modules.json"), key=lambda entry: int(entry["idx"]))
         listed = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ModelError(f"{folder}/modules.json: corrupt: needs a list of modules with idx, type and path") from None
     for _, path in listed:
         if leaves_folder(path):

@@ -59,6 +59,9 @@ _STORAGES = {
 }
 
 _MAX_PICKLE = 1 << 28  # bytes; millions of tensors
+_MAX_INFLATION: Final = 64
+"""Maximum ratio of a compressed record's size to its size in the file; weights shrink by less than half."""
+_SMALL_RECORD: Final = 1 << 16  # bytes; smaller ones count as this
 _LOCAL_MAGIC: Final = b"PK\3\4"
 _LOCAL_HEADER: Final = 30  # bytes of a zip local header before the name
 
@@ -152,6 +155,12 @@ def _stored_bytes(data: memoryview, entry: zipfile.ZipInfo) -> memoryview | None
 
 
 def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
+    entry = archive.getinfo(name)
+    if entry.file_size > _MAX_INFLATION * max(entry.compress_size, _SMALL_RECORD):
+        raise WeightError(
+            f"{path}: refused: record {name} inflates {entry.compress_size} bytes to {entry.file_size}; save it again "
+            "with torch.save, which does not compress"
+        )
     try:
         return archive.read(name)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:

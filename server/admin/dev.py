@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from pagoda.common.config.env import is_secret
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.http.body import RequestBody, read_body
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
-from pagoda.server.redact import HIDDEN, Redactor
+from pagoda.server.redact import without_secrets
 
 
 class AbortRequest(RequestBody):
@@ -32,6 +29,12 @@ router = APIRouter(tags=["development"])
 async def reset_prefix_cache(request: Request) -> dict[str, bool]:
     """Clear the prefix cache; running requests keep their blocks."""
     return {"success": await server_of(request).llm().reset_prefix_cache()}
+
+
+@router.post("/incident_snapshot")
+async def incident_snapshot(request: Request) -> dict[str, str]:
+    """Write an incident snapshot of the engine; return its path on the server's machine. See `pagoda replay`."""
+    return {"path": await server_of(request).llm().take_snapshot()}
 
 
 @router.post("/reset_mm_cache", response_model=None)
@@ -115,7 +118,7 @@ async def server_info(request: Request, config_format: str = "text") -> dict[str
     state = server_of(request)
     if config_format not in ("text", "json"):
         raise RequestError("config_format", "config_format must be text or json")
-    settings = {"engine": _as_json("", state.engine.config), "server": _as_json("", state.config)}
+    settings = {"engine": without_secrets("", state.engine.config), "server": without_secrets("", state.config)}
     return {"vllm_config": settings if config_format == "json" else _as_text(settings)}
 
 
@@ -124,23 +127,6 @@ async def get_world_size(request: Request) -> dict[str, int]:
     """Number of devices of all data-parallel replicas."""
     parallel = server_of(request).engine.config.parallel
     return {"world_size": parallel.tensor_parallel_size * parallel.data_parallel_size}
-
-
-def _as_json(name: str, value: Any) -> Any:
-    """Convert a setting to JSON types. Secrets, and strings that look like secrets, are masked."""
-    if is_secret(name) and value:
-        return HIDDEN
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _as_json(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(str(key), each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_as_json("", each) for each in value]
-    if isinstance(value, Enum):
-        return value.name
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return Redactor()(str(value))
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:

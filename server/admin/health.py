@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -14,9 +12,6 @@ import pagoda
 from pagoda.common.errors import EngineDeadError
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
-
-PROBES: Final = frozenset({"/health", "/ready", "/ping"})
-"""Paths of health probes: a 503 of theirs is logged without a traceback."""
 
 router = APIRouter(tags=["health"])
 
@@ -55,7 +50,7 @@ metrics_router = APIRouter(tags=["metrics"])
 @metrics_router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format, or in OpenMetrics if the Accept header lists it."""
-    text, content_type = server_of(request).metrics.exposition(request.headers.get("accept", ""))
+    text, content_type = await server_of(request).exposition(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type, "vary": "accept"})
 
 
@@ -65,4 +60,4 @@ load_router = APIRouter(tags=["load"])  # --enable-server-load-tracking
 @load_router.get("/load")
 async def load(request: Request) -> dict[str, int]:
     """Number of in-flight generation requests, for load balancers."""
-    return {"server_load": server_of(request).running}
+    return {"server_load": await server_of(request).num_running()}

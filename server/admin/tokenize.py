@@ -103,7 +103,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if isinstance(body, TokenizeChatRequest):
         ids = (await render(state, body.conversation())).token_ids
     else:
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        ids = await state.engine.text_threads.run(len(body.prompt), tokenizer.encode, body.prompt, special)
     namer = tokenizer if body.return_token_strs else None
     return await asyncio.to_thread(tokenized, ids, state.llm().max_model_len, namer)
 

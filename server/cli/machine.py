@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from pagoda.common.config.memory import available_bytes, total_bytes
+
 GIB: Final = 2**30
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -57,19 +59,8 @@ def cpu_quota() -> float | None:
 
 
 def memory() -> tuple[int, int]:
-    """Return total and free bytes of the machine, or of its control group."""
-    total, free = (_kib(name) for name in ("MemTotal", "MemAvailable"))
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            group_limit, group_used = int(_text(_CGROUP / limit)), int(_text(_CGROUP / used))
-        except ValueError:
-            continue
-        if group_limit < total:
-            return group_limit, min(free, group_limit - group_used)
-    return total, free
+    """Return the total and free bytes that this process may use."""
+    return total_bytes(), available_bytes()
 
 
 def gpus() -> tuple[list[str], str]:
@@ -168,10 +159,6 @@ def field(path: Path, name: str) -> str | None:
     return next(
         (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), None
     )
-
-
-def _kib(name: str) -> int:
-    return int((field(Path("/proc/meminfo"), name) or "0").split()[0]) * 1024
 
 
 def _text(path: Path) -> str:

@@ -88,6 +88,10 @@ COMMANDS: Final = {
         "pagoda.server.cli.convert",
     ),
     "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.doctor"),
+    "replay": Command(
+        "Step the scheduler through an incident snapshot that a server wrote (--incident-dir).",
+        "pagoda.server.cli.replay",
+    ),
     "collect-env": Command(
         "Print information about the environment, for bug reports.", "pagoda.server.cli.collect_env"
     ),

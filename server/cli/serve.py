@@ -16,25 +16,31 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.env import ALLOW_RUNTIME_LORA_UPDATING
 from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
+from pagoda.server.cli import api_servers
+from pagoda.server.cli.api_servers import WatchSignals
 from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
+from pagoda.server.memory import trim_memory
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats
 from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 from pagoda.server.settings.resolve import check_machine
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from pagoda.server.async_llm import AsyncLLM
     from pagoda.server.http.server import HttpServer
     from pagoda.server.http.state import ServerState
@@ -42,6 +48,8 @@ if TYPE_CHECKING:
 
 
 BACKLOG: Final = 2048
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
 
@@ -57,12 +65,26 @@ def add_arguments(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (returns 0) or an engine failure (1). Raises the error that prevents the start."""
+    """Serve until a signal or an engine failure. Raises the error that prevents the start.
+
+    Returns 0 after a signal if all requests could finish, 1 if some were cut or the engine failed.
+    """
     start_time = time.monotonic()
-    _, engine_config, config = _prepared(args)
-    if config.headless:
-        return run_headless(engine_config)
-    listener = bind(config)
+    try:
+        with _stopping_on_signals():
+            _, engine_config, config = _prepared(args)
+            if config.headless:
+                return run_headless(engine_config)
+            with _listening(config) as listener:
+                if config.api_server_count > 1:
+                    return _run_servers(engine_config, config, listener, start_time)
+                return _run_server(engine_config, config, listener, start_time)
+    except _Stopped:
+        logger.info("stopped before the server was ready")
+        return 0
+
+
+def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
     client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
     try:
         from pagoda.server.async_llm import AsyncLLM
@@ -70,9 +92,16 @@ def run(args: argparse.Namespace) -> int:
         llm = AsyncLLM(engine_config, wait=False, client=client)
         return _serve(llm, config, listener, start_time)
     finally:
+        _ignore_signals()  # one more would leave the engine, its folder or the socket behind
         client.close()
-        listener.close()
-        _remove_socket(config)
+
+
+def _run_servers(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
+    logger.info("listening on %s, loading %s", _address(listener, config), engine_config.model.model)
+    try:
+        return api_servers.run_api_servers(engine_config, config, listener, _on_signals, start_time)
+    finally:
+        _ignore_signals()
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -87,7 +116,7 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
         bind(config).close()
         _remove_socket(config)
         check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
-        _application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+        application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
     return settings, check_engine(engine_config, "server", settings.sources)
 
 
@@ -112,15 +141,38 @@ def _configured(settings: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
     engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()
     check_headless(engine.parallel, server.headless)
+    check_processes(engine, server)
     check_formats(engine, server)
     return engine, server
+
+
+def check_processes(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raise ConfigError for features that change the state of one API server process only, where there are several."""
+    if server.api_server_count == 1:
+        return
+    if engine.model.enable_sleep_mode:
+        raise ConfigError(
+            "--api-server-count",
+            "requests of one process cannot be stopped by another; drop it, or --enable-sleep-mode",
+        )
+    for flag, given in (
+        ("--restart-engine", engine.runtime.restart_engine),
+        ("--exit-on-stuck-engine", engine.runtime.exit_on_stuck_engine),
+    ):
+        if given:
+            raise ConfigError(flag, "needs one API server process; drop it or --api-server-count")
+    if ALLOW_RUNTIME_LORA_UPDATING.read():
+        raise ConfigError(
+            "--api-server-count",
+            f"adapters are loaded by one process; unset {ALLOW_RUNTIME_LORA_UPDATING.name}, or use 1",
+        )
 
 
 # Headless: a host other than host 0.
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT."""
+    """SIGTERM or SIGINT, before an event loop handles them."""
 
 
 def check_headless(parallel: ParallelConfig, headless: bool) -> None:
@@ -149,16 +201,20 @@ def run_headless(config: EngineConfig) -> int:
     except _Stopped:
         logger.info("stopping")
     finally:
+        _ignore_signals()
         client.close(timeout=0)
     return 0
 
 
 @contextlib.contextmanager
 def _stopping_on_signals() -> Iterator[None]:
+    """Raise _Stopped in the main thread on a signal; only there may it be used."""
+
     def stop(number: int, frame: FrameType | None) -> None:
+        _ignore_signals()
         raise _Stopped
 
-    usual = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    usual = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -166,13 +222,31 @@ def _stopping_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 # The listening socket.
+
+
+@contextlib.contextmanager
+def _listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """A listening socket, closed at the end; a unix socket is removed from its folder. Raises ConfigError."""
+    listener = bind(config)
+    if is_open(config):
+        logger.warning("anybody who reaches %s may send requests: set --api-key", _address(listener, config))
+    try:
+        yield listener
+    finally:
+        listener.close()
+        _remove_socket(config)
 
 
 def bind(config: ServerConfig) -> socket.socket:
     """Return a listening socket. Raises ConfigError if the address is in use or invalid."""
     if config.uds is not None:
-        return _bind_unix(config.uds)
+        return bind_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.address or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -193,11 +267,20 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _bind_unix(path: str) -> socket.socket:
+def is_open(config: ServerConfig) -> bool:
+    """Return True if other machines may send requests without a key."""
+    return not config.api_key and config.uds is None and config.address not in ("127.0.0.1", "localhost", "::1")
+
+
+def bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        listener.bind(path)
+        mask = os.umask(0o177)  # mode 0600 from the first moment
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -226,8 +309,17 @@ def _remove_socket(config: ServerConfig) -> None:
 # The server.
 
 
-def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, ServerState]:
-    """Return the HTTP server and the state that its routes share. Raises ConfigError."""
+def application(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    *,
+    wrap: Callable[[ASGIApp], ASGIApp] | None = None,
+    at_once: int | None = None,
+) -> tuple[HttpServer, ServerState]:
+    """Return the HTTP server and the state that its routes share. Raises ConfigError.
+
+    `wrap`: returns an application around the server's; `at_once`: see HttpServer.
+    """
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
     from pagoda.server.http.server import http_server
@@ -235,33 +327,46 @@ def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, Serve
 
     metrics = llm.metrics = Metrics(llm.names[0], llm.config.parallel.data_parallel_size, llm.config.lora.slots)
     state = ServerState(llm, config, metrics)
-    return http_server(create_app(state), config), state
+    app = create_app(state)
+    server = (
+        http_server(app, config, wrap=wrap) if at_once is None else http_server(app, config, wrap=wrap, at_once=at_once)
+    )
+    return server, state
 
 
 def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
-    server, state = _application(llm, config)
+    from pagoda.server.http.connections import raise_descriptor_limit
+
+    raise_descriptor_limit(config.max_connections)
+    server, state = application(llm, config)
+    logger.info("listening on %s, loading %s", _address(listener, config), state.engine.config.model.model)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_until_stopped(server, state, listener, start_time))
+        return runner.run(until_stopped(server, state, [listener], _on_signals, lambda: _log_ready(state, start_time)))
 
 
-async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, start_time: float) -> int:
-    """Run the HTTP server and watch the engine. Returns 0 after a signal, 1 after an engine failure."""
-    http = asyncio.ensure_future(server.serve(sockets=[listener]))
-    stop = asyncio.Event()
-    _on_signals(server, stop)
-    logger.info("listening on %s, loading %s", _address(listener, state.config), state.engine.config.model.model)
+async def until_stopped(
+    server: HttpServer,
+    state: ServerState,
+    listeners: list[socket.socket],
+    watch_signals: WatchSignals,
+    on_ready: Callable[[], None],
+) -> int:
+    """Run the HTTP server and watch the engine. Returns 0 after a signal if no request was cut, else 1."""
+    http = asyncio.ensure_future(server.serve(sockets=listeners))
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    watch_signals(stop, hurry)
     stopped = asyncio.ensure_future(stop.wait())
-    engine_watch = asyncio.ensure_future(_watch_engine(state, start_time))
+    engine_watch = asyncio.ensure_future(_watch_engine(state, on_ready))
     try:
         await asyncio.wait({http, stopped, engine_watch}, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
-            logger.info("stopping; %d requests are running", state.running)
-            await _first_of(state.drain(), http)
+            logger.info("stopping; %d requests are in progress", server.num_requests)
+            await _first_of(state.drain(lambda: server.num_requests, hurry), http)
         server.should_exit = True
         await http
         if engine_watch.done() and (error := engine_watch.exception()) is not None:
             raise error
-        return 0 if stopped.done() else 1
+        return 0 if stopped.done() and not _num_cut(server, state) else 1
     finally:
         for task in (engine_watch, stopped):
             task.cancel()
@@ -269,17 +374,27 @@ async def _until_stopped(server: HttpServer, state: ServerState, listener: socke
         state.engine.shutdown()
 
 
-async def _watch_engine(state: ServerState, start_time: float) -> None:
-    """Wait for the engine to be ready, then for its failure, and raise it."""
+def _num_cut(server: HttpServer, state: ServerState) -> int:
+    """Return the number of requests that the stop ended, after logging it."""
+    cut = state.stopping.num_called + server.num_cut
+    if cut:
+        logger.warning(
+            "%d requests were cut when the server stopped; a longer --shutdown-timeout (now %g s) lets them finish",
+            *(cut, state.config.shutdown_timeout),
+        )
+    return cut
+
+
+async def _watch_engine(state: ServerState, on_ready: Callable[[], None]) -> None:
+    """Wait for the engine to be ready, call `on_ready`, then wait for its failure, and raise it."""
     await state.wait_until_ready()
     gc.collect()
     gc.freeze()  # later collections skip everything allocated so far
     gc.set_threshold(_GC_THRESHOLD)
-    info = state.engine.info
-    logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
-    logger.info("ready after %.1f s: %s", time.monotonic() - start_time, _phases(info.phases))
-    disabled = state.engine.config.observability.disable_log_stats
+    on_ready()
+    disabled = state.engine.config.observability.disable_log_stats or (state.peers is not None and state.peers.index)
     statistics = None if disabled else asyncio.ensure_future(state.log_stats())
+    trimming = asyncio.ensure_future(trim_memory())
     try:
         failure = await state.until_dead()
         if not state.config.keep_alive_on_engine_death:
@@ -287,8 +402,15 @@ async def _watch_engine(state: ServerState, start_time: float) -> None:
         logger.error("the engine died: %s; the server stays up (--keep-alive-on-engine-death)", failure)
         await asyncio.Event().wait()
     finally:
+        trimming.cancel()
         if statistics is not None:
             statistics.cancel()
+
+
+def _log_ready(state: ServerState, start_time: float) -> None:
+    info = state.engine.info
+    logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+    logger.info("ready after %.1f s: %s", time.monotonic() - start_time, _phases(info.phases))
 
 
 async def _first_of(coroutine: Coroutine[Any, Any, None], other: asyncio.Future[None]) -> None:
@@ -298,16 +420,16 @@ async def _first_of(coroutine: Coroutine[Any, Any, None], other: asyncio.Future[
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
-    """Drain on the first signal, exit at once on the second."""
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    """Set `stop` on the first signal, `hurry` on the second: requests in progress then end with an error at once."""
 
     def handle() -> None:
         if stop.is_set():
-            server.should_exit = server.force_exit = True
+            hurry.set()
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, handle)
 
 

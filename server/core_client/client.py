@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, Protocol, TypeAlias
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
-from pagoda.common.engine.messages import QUEUED_REQUESTS
-from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError, SleepError
+from pagoda.common.errors import EngineDeadError, EngineUnavailableError, RequestError, SleepError
 from pagoda.server.ipc_messages import (
     AdapterState,
     EngineInfo,
@@ -27,20 +28,29 @@ from pagoda.server.ipc_messages import (
     Ready,
     ResetDone,
     ResetPrefixCache,
+    Restarting,
     Sleep,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
     ToEngine,
     WakeUp,
 )
+from pagoda.server.processing.queue_use import NO_KEY, Load, OverLimitError, QueueLimits, QueueUse
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS: Final = 0.25
+"""Interval at which a client checks that its engine makes progress."""
 
 Listener = Callable[[FromEngine], None]
 """Called in the event loop for every message; the last message of a dead engine is Failed."""
 
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot
 """A command with a reply that has the same ticket."""
 
-Reply: TypeAlias = ResetDone | SleepState | AdapterState
+Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken
 
 
 class EngineClient(Protocol):
@@ -59,7 +69,16 @@ class EngineClient(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise EngineDeadError if the engine is dead, silent or stuck."""
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is silent, stuck or restarting."""
+        ...
+
+    def kill(self, cause: str) -> None:
+        """End an engine that is stuck, at once. Its last message is Failed with `cause`."""
+        ...
+
+    @property
+    def other_sequences(self) -> int:
+        """Number of unfinished sequences of the engine's other clients."""
         ...
 
     def close(self, timeout: float = 2.0) -> None:
@@ -80,6 +99,11 @@ class NoEngine:
 
     def check(self) -> None:
         raise _no_engine()
+
+    def kill(self, cause: str) -> None: ...
+    @property
+    def other_sequences(self) -> int:
+        return 0
 
     def close(self, timeout: float = 2.0) -> None: ...
 
@@ -117,27 +141,39 @@ class Supervisor:
                 pass
 
     def check(self) -> None:
-        """Raise EngineDeadError if the engine failed, is silent, or makes no progress."""
+        """Raise EngineDeadError if the engine failed, EngineUnavailableError if it is silent or makes no progress."""
         if self.failed is not None:
             raise EngineDeadError(self.failed.message)
         now = time.monotonic()
         if now - self._last_message > self._silence_timeout:
-            raise EngineDeadError(f"the engine has not answered for {now - self._last_message:.0f} s")
+            raise EngineUnavailableError(f"the engine has not answered for {now - self._last_message:.0f} s")
         if self.ready and self._busy and now - self._last_progress > self._step_timeout:
-            raise EngineDeadError(f"the engine has been in one step for {now - self._last_progress:.0f} s")
+            raise EngineUnavailableError(f"the engine has been in one step for {now - self._last_progress:.0f} s")
 
 
 class CoreClientAsync:
     """Sends one engine's commands and matches replies to calls, in the loop that `attach` was last called in.
 
-    `listener` gets every message except Failed. `on_death` is called once, before pending calls fail.
+    `listener` gets every message except Failed. `on_death` is called once, before pending calls fail. A stuck engine
+    is killed with `kills_stuck`; else `on_stuck` is called, and again when it is stuck after it continued.
     """
 
-    def __init__(self, client: EngineClient, listener: Listener, on_death: Callable[[EngineDeadError], None]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        listener: Listener,
+        on_death: Callable[[EngineDeadError], None],
+        on_stuck: Callable[[EngineUnavailableError], None] = lambda error: None,
+        *,
+        kills_stuck: bool = False,
+    ) -> None:
         self._client = client
-        self._listener, self._on_death = listener, on_death
+        self._listener, self._on_death, self._on_stuck = listener, on_death, on_stuck
+        self._kills_stuck = kills_stuck
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.TimerHandle | None = None
         self._dead: EngineDeadError | None = None
+        self._unavailable: EngineUnavailableError | None = None
         self._tickets = itertools.count()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
 
@@ -146,51 +182,73 @@ class CoreClientAsync:
         """Why the engine died; None while it lives."""
         return self._dead
 
-    def raise_if_dead(self) -> None:
-        """Raise EngineDeadError with the cause if the engine is dead."""
+    def raise_if_unavailable(self) -> None:
+        """Raise EngineDeadError with the cause if the engine is dead, EngineUnavailableError if stuck or restarting."""
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
+        if self._unavailable is not None:
+            raise EngineUnavailableError(str(self._unavailable))
 
     def wait_ready(self) -> EngineInfo:
         """Block until the engine is warm. Raises what kept it from starting."""
         return self._client.wait_ready()
 
     def attach(self) -> None:
-        """Receive the engine's messages in the running loop."""
+        """Receive the engine's messages in the running loop, and watch its progress there."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
             self._client.listen(loop, self._receive)
+            if self._watching is not None:
+                self._watching.cancel()
+            self._watching = loop.call_later(WATCH_SECONDS, self._watch, loop)
 
     def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError if the engine is dead."""
+        """Queue a command. Raises EngineDeadError if the engine is dead, EngineUnavailableError if it restarts."""
         try:
             self._client.send(command)
+        except EngineUnavailableError:
+            raise
         except EngineDeadError as error:
             self.die(error)
             raise
 
     def send_if_alive(self, command: ToEngine) -> None:
-        """Queue a command that a dead engine need not get."""
+        """Queue a command that a dead engine, or one that restarts, need not get."""
         if self._dead is None:
-            try:
-                self._client.send(command)
-            except EngineDeadError as error:
-                self.die(error)
+            with suppress(EngineDeadError):
+                self.send(command)
 
     async def call(self, command: Callable[[int], Command]) -> Reply:
         """Queue the command made with a new ticket and wait for its reply. Raises EngineDeadError."""
         self.attach()
-        self.raise_if_dead()
+        self.raise_if_unavailable()
         ticket = next(self._tickets)
         self.send(command(ticket))
         reply = self._replies[ticket] = asyncio.get_running_loop().create_future()
         return await reply
 
+    @property
+    def other_sequences(self) -> int:
+        """Number of unfinished sequences of the engine's other clients."""
+        return self._client.other_sequences
+
     def check(self) -> None:
-        """Raise EngineDeadError if the engine is dead, silent or stuck in a step."""
+        """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
         self.raise_if_dead()
         self._client.check()
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Accept requests again, at once: a health check that succeeds must not be followed by a refusal."""
+        if self._unavailable is not None:
+            logger.warning("the engine continues")
+            self._unavailable = None
+
+    def raise_if_dead(self) -> None:
+        """Raise EngineDeadError with the cause if the engine is dead."""
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
 
     def die(self, error: EngineDeadError) -> None:
         """Mark the engine dead, once, and fail pending calls."""
@@ -198,10 +256,37 @@ class CoreClientAsync:
             return
         self._dead = error
         self._on_death(error)
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: EngineDeadError) -> None:
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(EngineDeadError(str(error)))
+                reply.set_exception(type(error)(str(error)))
         self._replies.clear()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Act if the engine is dead or stuck, or continues; look again later."""
+        if self._dead is not None or loop is not self._loop:
+            return
+        try:
+            self._client.check()
+        except EngineUnavailableError as error:
+            self._take_stuck(error)
+        except EngineDeadError as error:
+            self.die(error)
+        else:
+            self._note_progress()
+        self._watching = loop.call_later(WATCH_SECONDS, self._watch, loop)
+
+    def _take_stuck(self, error: EngineUnavailableError) -> None:
+        if self._unavailable is not None:  # known, or restarting
+            return
+        self._unavailable = error
+        logger.error("%s", error)
+        if self._kills_stuck:
+            self._client.kill(str(error))
+        else:
+            self._on_stuck(error)
 
     def close(self, timeout: float = 2.0) -> None:
         """End the engine, by force after `timeout` seconds. Idempotent."""
@@ -211,19 +296,29 @@ class CoreClientAsync:
         if isinstance(message, Failed):
             self.die(EngineDeadError(message.message))
             return
+        if isinstance(message, Restarting):
+            self._unavailable = restarting(message.cause)
+            self._fail_calls(self._unavailable)
+        elif isinstance(message, Ready):
+            self._unavailable = None
         self._listener(message)
-        if isinstance(message, ResetDone | SleepState | AdapterState):
-            reply = self._replies.pop(message.ticket)
-            if not reply.done():
+        if isinstance(message, ResetDone | SleepState | AdapterState | SnapshotTaken):
+            reply = self._replies.pop(message.ticket, None)
+            if reply is not None and not reply.done():
                 reply.set_result(message)
+
+
+def restarting(cause: str) -> EngineUnavailableError:
+    """Return the error while an engine is replaced. `cause`: why it ended."""
+    return EngineUnavailableError(f"the engine is being restarted: {cause}")
 
 
 # Whether a request is taken now: limit of the queue, paused generation, memory that is asleep.
 
 
 class Admission:
-    """Decides whether a request is accepted. `count_sequences`: unfinished sequences, running and queued. `on_rejected`
-    is called with the limit that a request exceeds.
+    """Decides whether a request is accepted. `use`: returns what unfinished requests use, running and queued ones.
+    `on_rejected` is called with the limit that a request exceeds.
     """
 
     def __init__(
@@ -231,25 +326,31 @@ class Admission:
         config: SchedulerConfig,
         engine: CoreClientAsync,
         sleep: AsyncSleep,
-        count_sequences: Callable[[], int],
+        use: Callable[[], QueueUse],
         on_rejected: Callable[[str], None],
     ) -> None:
-        self._config, self._engine, self._sleep, self._count_sequences = config, engine, sleep, count_sequences
+        self.limits = QueueLimits(sequences=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
+        self._config, self._engine, self._sleep, self._use = config, engine, sleep, use
         self._on_rejected = on_rejected
 
-    def check(self, sequences: int) -> None:
-        """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold them."""
-        self._engine.raise_if_dead()
+    def check(self, load: Load, key: bytes = NO_KEY) -> None:
+        """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold the load.
+
+        `key`: the API key that the request came with.
+        """
+        self._engine.raise_if_unavailable()
         self._sleep.raise_if_asleep()
-        limit = self._config.max_num_queued_reqs
-        if limit is None:
-            return
-        if sequences > limit:
-            raise RequestError("n", f"n {sequences} is above the limit of {limit} sequences (--max-num-queued-reqs)")
-        unfinished = self._count_sequences()
-        if unfinished + sequences > limit:
-            self._on_rejected(QUEUED_REQUESTS)
-            raise QueueFullError(f"the server has {unfinished} of {limit} sequences in progress; try again")
+        with self.counting():
+            self.limits.check(self._use(), key, load, self._engine.other_sequences)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Report requests that are refused within this context for a limit."""
+        try:
+            yield
+        except OverLimitError as error:
+            self._on_rejected(error.reason)
+            raise
 
     def check_priority(self, priority: int) -> None:
         """Raise RequestError for a priority that the scheduling policy ignores."""
@@ -318,6 +419,10 @@ class AsyncSleep:
         """Restore the named parts, or all. Raises RequestError, ConfigError, SleepError, EngineDeadError."""
         checked = check_wake_up(self._config, tags)
         await self._change(lambda ticket: WakeUp(ticket, checked))
+
+    def reset(self) -> None:
+        """Count the engine as awake: it was restarted."""
+        self._asleep = ()
 
     def update(self, state: SleepState) -> None:
         """Take over the engine's state."""

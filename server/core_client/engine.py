@@ -1,9 +1,10 @@
 """Runs an engine: the loop of commands and steps, in a thread of this process or in a process of its own.
 
-    python -m pagoda.server.core_client.engine ADDRESS        (started by process_client, never by hand)
+    python -m pagoda.server.core_client.engine ADDRESS [CLIENTS]      (started by process_client, never by hand)
 
 The process reads its configuration as msgpack from stdin, which stays open: EOF means that the parent ended. Commands
-arrive on ADDRESS.in, messages are sent to ADDRESS.out. A failure is sent to the parent before the process ends.
+arrive on ADDRESS.in, messages are sent to ADDRESS.out, with several CLIENTS also to ADDRESS.out0 and so on (`shared`).
+A failure is sent before the process ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import logging
 import os
 import queue
 import signal
@@ -20,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -29,10 +32,13 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, Sleeper
+from pagoda.common.engine.incident.files import snapshot_of, write_snapshot
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
+from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, STACK_SIGNAL, bind_private
+from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
     Abort,
     AdapterState,
@@ -50,14 +56,20 @@ from pagoda.server.ipc_messages import (
     Shutdown,
     Sleep,
     SleepState,
+    SnapshotTaken,
     StepReply,
+    TakeSnapshot,
     ToEngine,
     WakeUp,
     decode_to_engine,
     encode,
     failure,
 )
+from pagoda.server.memory import MemoryTrimmer
+from pagoda.server.redact import without_secrets
 from pagoda.server.startup.engine import BuiltEngine, build_engine
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS: Final = 1.0
 
@@ -83,17 +95,26 @@ class Progress:
         self.busy = False
 
 
-def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
+def run_engine(
+    core: EngineCore,
+    inbox: Inbox,
+    send: Send,
+    progress: Progress,
+    sleeper: Sleeper | None = None,
+    incidents: IncidentWriter | None = None,
+) -> None:
     """Serve until Shutdown: handle all commands, run one step, send its outputs; block while there is no work.
 
-    `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive.
+    `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive. `incidents`: writes snapshots;
+    without it no TakeSnapshot may arrive.
     """
     while True:
         progress.busy = core.has_work
         for command in inbox.receive(wait=not progress.busy):
             match command:
-                case AddRequest(request):
-                    _add(core, request, send)
+                case AddRequest():
+                    for request in command.sequences() if command.others else (command.request,):
+                        _add(core, request, send)
                 case Abort(request_ids):
                     core.abort(request_ids)
                 case ResetPrefixCache(ticket):
@@ -108,6 +129,8 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, s
                         _step(core, send, progress)
                     progress.busy = False
                     send(_change_sleep(sleeper, command))
+                case TakeSnapshot(ticket):
+                    send(_take_snapshot(incidents, ticket))
                 case Shutdown():
                     return
         if core.has_work:
@@ -124,6 +147,14 @@ def _step(core: EngineCore, send: Send, progress: Progress) -> None:
 
 def _report_adapter(send: Send, ticket: int, error: RequestError | None) -> None:
     send(AdapterState(ticket, None if error is None else (error.field, str(error))))
+
+
+def _take_snapshot(incidents: IncidentWriter | None, ticket: int) -> SnapshotTaken:
+    assert incidents is not None, "the loop of a server has one"
+    try:
+        return SnapshotTaken(ticket, str(incidents.write("on demand")))
+    except OSError as error:
+        return SnapshotTaken(ticket, "", f"{error.filename}: {error.strerror}")
 
 
 def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
@@ -144,6 +175,58 @@ def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
         core.add_request(request)
     except RequestError as error:
         send(Refused(request.request_id, error.field, str(error)))
+
+
+# Incident snapshots: when the engine fails, on a signal, and on demand.
+
+
+def incident_folder(config: EngineConfig) -> Path:
+    """Return --incident-dir or its default."""
+    if config.runtime.incident_dir is not None:
+        return Path(config.runtime.incident_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda" / "incidents"
+
+
+class IncidentWriter:
+    """Writes snapshots of one engine. Thread-safe, as far as the engine's own thread does not need to take part."""
+
+    def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
+        self._config, self._built = config, built
+
+    def write(self, cause: str, error: BaseException | None = None) -> Path:
+        """Write a snapshot and return its path. Raises OSError."""
+        info = self._built.info
+        snapshot = snapshot_of(
+            self._built.core,
+            cause,
+            error=error,
+            config=without_secrets("", self._config),
+            engine={"backend": info.backend, "device": info.device, "dtype": info.dtype, "memory": info.memory},
+            tokens=self._config.runtime.incident_tokens,
+        )
+        path = write_snapshot(incident_folder(self._config), snapshot)
+        logger.warning("incident snapshot: %s (pagoda replay FILE steps through it)", path)
+        return path
+
+    def try_write(self, cause: str, error: BaseException | None = None) -> None:
+        """Write a snapshot; log why it cannot be written, if so. For an engine that has failed."""
+        try:
+            self.write(cause, error)
+        except Exception as failure:
+            logger.error("no incident snapshot: %r", failure)
+
+    def on_signal(self) -> None:
+        """From now on write a snapshot for each SNAPSHOT_SIGNAL, in a thread. Call it in the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.signal(SNAPSHOT_SIGNAL, lambda number, frame: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to by C code: the main thread may be stuck
+        threading.Thread(target=self._wait, args=(reader,), name="pagoda-incidents", daemon=True).start()
+
+    def _wait(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            if SNAPSHOT_SIGNAL in numbers:
+                self.try_write("on demand, by signal")
 
 
 # An engine in a thread.
@@ -192,6 +275,15 @@ class ThreadClient:
             self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
         self._supervisor.check()
 
+    @property
+    def other_sequences(self) -> int:
+        return 0
+
+    def kill(self, cause: str) -> None:
+        """Count the engine as dead; its thread ends after its current step."""
+        self._deliver(Failed("EngineDeadError", cause))
+        self._commands.put(Shutdown())
+
     def close(self, timeout: float = 2.0) -> None:
         """End the engine after its current step. Idempotent."""
         if not self._closed:
@@ -216,10 +308,12 @@ class ThreadClient:
             built.hosts.watch(lambda death: self._deliver(failure(death)))
         self._deliver(Ready(built.info))
         self._started.put(built.info)
+        incidents = IncidentWriter(self._config, built)
         try:
-            run_engine(built.core, self, self._deliver, self._progress, built.sleeper)
+            run_engine(built.core, self, self._deliver, self._progress, built.sleeper, incidents)
         except BaseException as error:
             traceback.print_exc()
+            incidents.try_write(str(error), error)
             self._deliver(failure(error))
         else:
             self._deliver(Failed("EngineDeadError", "the engine was shut down"))
@@ -249,9 +343,13 @@ class _SocketInbox:
                 return commands
 
 
-def serve(address: str, build: Build = build_engine) -> int:
-    """Build the engine of the configuration on stdin and run it. Return the exit status."""
+def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
+    """Build the engine of the configuration on stdin and run it. Return the exit status.
+
+    `clients`: number of SharedClients; 0: the parent sends the requests.
+    """
     faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     stdin = sys.stdin.buffer
@@ -260,24 +358,34 @@ def serve(address: str, build: Build = build_engine) -> int:
     threading.Thread(target=_end_with_parent, name="pagoda-parent", daemon=True).start()
     context = zmq.Context()
     progress = Progress()
+    addresses = [f"{address}.out", *(output_address(address, client) for client in range(clients))]
     threading.Thread(
-        target=_send_heartbeats, args=(context, address, progress), name="pagoda-heartbeat", daemon=True
+        target=_send_heartbeats, args=(context, addresses, progress), name="pagoda-heartbeat", daemon=True
     ).start()
     output_context = zmq.Context()  # separate, so that term() waits for the last message only
-    outputs = _connect(output_context, address)
+    outputs = [_connect(output_context, each) for each in addresses]
+    router = ClientRouter(
+        clients,
+        lambda client, message: outputs[client + 1].send(encode(message)),
+        lambda message: _send_all(outputs, message),
+    )
 
     def send(message: FromEngine) -> None:
-        outputs.send(encode(message))
+        if clients:
+            router.send(message)
+        else:
+            outputs[0].send(encode(message))
 
     try:
         commands = context.socket(zmq.PULL)
         commands.set_hwm(0)
-        commands.bind(f"{address}.in")
+        bind_private(commands, f"{address}.in")
+        inbox = SharedInbox(commands, router, decode_to_engine) if clients else _SocketInbox(commands)
         built = build(config, "server")
         try:
             if built.hosts is not None:
-                built.hosts.watch(lambda death: _send_failure(context, address, death))
-            _run(built, _SocketInbox(commands), send, progress)
+                built.hosts.watch(lambda death: _send_failure(context, addresses, death))
+            _run(config, built, inbox, send, progress)
         finally:
             built.backend.close()
     except BaseException as error:
@@ -286,32 +394,46 @@ def serve(address: str, build: Build = build_engine) -> int:
         send(failure(error))
         return 1
     finally:
-        outputs.close(linger=1000)
+        for each in outputs:
+            each.close(linger=1000)
         output_context.term()
     return 0
 
 
-def _run(built: BuiltEngine, inbox: _SocketInbox, send: Send, progress: Progress) -> None:
+def _run(config: EngineConfig, built: BuiltEngine, inbox: Inbox, send: Send, progress: Progress) -> None:
     gc.collect()
     gc.freeze()  # collections between steps then visit requests only
+    incidents = IncidentWriter(config, built)
+    incidents.on_signal()
     send(Ready(built.info))
     if isinstance(built.hosts, FollowingBackend):
         built.hosts.follow(built.sleeper)
-    else:
-        run_engine(built.core, inbox, send, progress, built.sleeper)
+        return
+    try:
+        run_engine(built.core, inbox, send, progress, built.sleeper, incidents)
+    except BaseException as error:
+        incidents.try_write(str(error), error)
+        raise
 
 
-def _send_failure(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:
+def _send_failure(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], death: EngineDeadError) -> None:
     """Report the engine's death. Thread-safe: the engine's own thread may be blocked."""
-    outputs = _connect(context, address)
-    outputs.send(encode(failure(death)))
-    outputs.close(linger=1000)
+    outputs = [_connect(context, each) for each in addresses]
+    _send_all(outputs, failure(death))
+    for each in outputs:
+        each.close(linger=1000)
+
+
+def _send_all(sockets: list[zmq.Socket[bytes]], message: FromEngine) -> None:
+    data = encode(message)
+    for socket in sockets:
+        socket.send(data)
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
-    socket.connect(f"{address}.out")
+    socket.connect(address)
     return socket
 
 
@@ -322,15 +444,17 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
-    socket = _connect(context, address)
+def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], progress: Progress) -> None:
+    sockets = [_connect(context, each) for each in addresses]
+    trimmer = MemoryTrimmer()
     while True:
-        socket.send(encode(Heartbeat(progress.steps, progress.busy)))
+        _send_all(sockets, Heartbeat(progress.steps, progress.busy))
+        trimmer.check()
         time.sleep(HEARTBEAT_SECONDS)
 
 
 if __name__ == "__main__":
-    status = serve(sys.argv[1])
+    status = serve(sys.argv[1], clients=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads

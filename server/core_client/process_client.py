@@ -7,7 +7,7 @@ which happens when this process ends; a thread here waits for the engine's exit.
 from __future__ import annotations
 
 import asyncio
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +39,7 @@ from pagoda.server.ipc_messages import (
     encode,
     raised,
 )
+from pagoda.server.private_folder import PrivateFolder
 
 ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.core_client.engine")
 
@@ -48,48 +49,84 @@ _MAX_MESSAGES: Final = 32
 _MAX_SOCKET_PATH: Final = 107
 """Bytes, on Linux."""
 
+_FOLDER_KIND: Final = "ipc"
+STACK_SIGNAL: Final = signal.SIGUSR2
+"""An engine process that gets it writes the stacks of its threads to stderr, even within native code."""
+
+SNAPSHOT_SIGNAL: Final = signal.SIGUSR1
+"""An engine process that gets it writes an incident snapshot, even while it is stuck in a step."""
+
+_LAST_SECONDS: Final = 1.0
+"""Time for a stuck engine to write its stacks and a snapshot before it is killed."""
+
 
 class ProcessClient:
-    """Implements EngineClient over two Unix sockets."""
+    """Implements EngineClient over two Unix sockets.
 
-    def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM) -> None:
-        self._supervisor = Supervisor(config.runtime)
-        self._folder = _private_folder(config.runtime.rpc_base_path)
+    `clients`: number of SharedClients that send the requests instead of this one, from other processes; this one gets
+    Ready, Failed and heartbeats.
+    """
+
+    _process: subprocess.Popen[bytes] | None = None  # None: another process started the engine
+
+    def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM, clients: int = 0) -> None:
+        self._private = _private_folder(config.runtime.rpc_base_path)
+        self._folder = self._private.path
+        self.address = f"ipc://{self._folder}/engine"
+        self._connect(Supervisor(config.runtime), f"{self.address}.out", f"{self.address}.in")
+        process = subprocess.Popen(
+            [*program, self.address, *([str(clients)] if clients else ())],
+            stdin=subprocess.PIPE,
+            env=child_env(),
+        )
+        self._process = process
+        self._send_config(process, config)
+        # Not __del__: a collected cycle may finalize the context before its sockets, and that blocks for ever.
+        self._release = weakref.finalize(
+            self, _end, process, self._supervisor, self._in, self._out, self._context, self._private
+        )
+        watched = (process, weakref.ref(self))  # weak: the client may be deleted before the engine ends
+        threading.Thread(target=_watch, args=watched, name="pagoda-watch", daemon=True).start()
+
+    def _connect(self, supervisor: Supervisor, outputs: str, commands: str) -> None:
+        """Bind the socket of the engine's messages and connect to that of its commands."""
+        self._supervisor = supervisor
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PULL)
         self._out.set_hwm(0)
-        self._out.bind(f"ipc://{self._folder}/engine.out")
+        bind_private(self._out, outputs)
         # The connecting side queues while the engine is not connected: it never blocks.
         self._in = self._context.socket(zmq.PUSH)
         self._in.set_hwm(0)
-        self._in.connect(f"ipc://{self._folder}/engine.in")
+        self._in.connect(commands)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
         self._closed = False
         self._resuming = False
-        self._process = subprocess.Popen(
-            [*program, f"ipc://{self._folder}/engine"],
-            stdin=subprocess.PIPE,
-            env=child_env(),
-        )
-        self._send_config(config)
-        # Not __del__: a collected cycle may finalize the context before its sockets, and that blocks for ever.
-        self._release = weakref.finalize(
-            self, _end, self._process, self._supervisor, self._in, self._out, self._context, self._folder
-        )
-        watched = (self._process, weakref.ref(self))  # weak: the client may be deleted before the engine ends
-        threading.Thread(target=_watch, args=watched, name="pagoda-watch", daemon=True).start()
+        self._kill_cause = ""
+        self._others = 0
+
+    @property
+    def failed(self) -> Failed | None:
+        """Why the engine died, as far as it is known."""
+        return self._supervisor.failed
+
+    @property
+    def other_sequences(self) -> int:
+        """Number of unfinished sequences of the engine's other clients, as of its last message."""
+        return self._others
 
     @property
     def pid(self) -> int:
         """The engine's process id."""
+        assert self._process is not None, "another process started the engine"
         return self._process.pid
 
     def wait_ready(self) -> EngineInfo:
         while True:
             if self._closed:
                 raise EngineDeadError("the engine was shut down while it was starting")
-            ended = self._process.poll() is not None
+            ended = self._status() is not None
             while (message := self._receive(0 if ended else 50)) is not None:
                 self._supervisor.note(message)
                 if isinstance(message, Ready):
@@ -102,14 +139,14 @@ class ProcessClient:
     def wait_end(self) -> None:
         """Block until the engine exits by itself. Raises the cause of its death."""
         while True:
-            ended = self._process.poll() is not None
-            while (message := self._receive(0 if ended else 200)) is not None:
+            status = self._status()
+            while (message := self._receive(200 if status is None else 0)) is not None:
                 self._supervisor.note(message)
             if self._supervisor.failed is not None:
                 raise raised(self._supervisor.failed)
-            if ended:
-                if self._process.returncode:
-                    raise raised(self._exit_failure())
+            if status:
+                raise raised(self._exit_failure())
+            if status is not None:
                 return
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
@@ -118,11 +155,11 @@ class ProcessClient:
         self._loop, self._listener = loop, listener
         loop.add_reader(self._out.FD, self._deliver)
         loop.call_soon(self._deliver)  # the socket's descriptor signals changes only
-        if self._process.poll() is not None:
+        if self._status() is not None:
             loop.call_soon(self._deliver_end)
 
     def send(self, command: ToEngine) -> None:
-        if self._closed or self._supervisor.failed is not None or self._process.poll() is not None:
+        if self._closed or self._supervisor.failed is not None or self._status() is not None:
             raise EngineDeadError((self._supervisor.failed or self._exit_failure()).message)
         self._in.send(encode(command))
 
@@ -130,9 +167,20 @@ class ProcessClient:
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         self._deliver()
-        if self._supervisor.failed is None and self._process.poll() is not None:
-            self._supervisor.note(self._exit_failure())
+        if self._status() is not None:
+            self._deliver_end()
         self._supervisor.check()
+
+    def kill(self, cause: str) -> None:
+        """End a stuck engine. The process that started it does so; in others nothing happens."""
+        if self._process is None:
+            return
+        self._kill_cause = cause
+        for number in (STACK_SIGNAL, SNAPSHOT_SIGNAL):
+            self._process.send_signal(number)
+        timer = threading.Timer(_LAST_SECONDS, self._process.kill)
+        timer.daemon = True
+        timer.start()
 
     def close(self, timeout: float = 2.0) -> None:
         if self._closed:
@@ -140,16 +188,20 @@ class ProcessClient:
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._out.FD)
-        if self._release.detach():
-            _end(self._process, self._supervisor, self._in, self._out, self._context, self._folder, timeout)
+        if self._process is not None and self._release.detach():
+            _end(self._process, self._supervisor, self._in, self._out, self._context, self._private, timeout)
 
-    def _send_config(self, config: EngineConfig) -> None:
+    def _status(self) -> int | None:
+        """Return the exit status of the engine's process; None while it runs, or if another process started it."""
+        return None if self._process is None else self._process.poll()
+
+    def _send_config(self, process: subprocess.Popen[bytes], config: EngineConfig) -> None:
         """Write the configuration to the engine's stdin and keep it open: EOF tells the engine that we ended."""
-        assert self._process.stdin is not None
+        assert process.stdin is not None
         text = msgspec.msgpack.encode(config)
         try:
-            self._process.stdin.write(len(text).to_bytes(4, "big") + text)
-            self._process.stdin.flush()
+            process.stdin.write(len(text).to_bytes(4, "big") + text)
+            process.stdin.flush()
         except BrokenPipeError:
             pass  # the process has ended already; wait_ready raises the cause
 
@@ -157,9 +209,12 @@ class ProcessClient:
         if timeout_ms and not self._out.poll(timeout_ms):
             return None
         try:
-            return decode_from_engine(self._out.recv(zmq.NOBLOCK))
+            message = decode_from_engine(self._out.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
+        if isinstance(message, StepReply):
+            self._others = message.others
+        return message
 
     def _deliver(self) -> None:
         """Deliver up to `_MAX_MESSAGES` messages; schedule the delivery of more."""
@@ -198,9 +253,15 @@ class ProcessClient:
             loop.call_soon_threadsafe(self._deliver_end)
 
     def _exit_failure(self) -> Failed:
-        status = self._process.poll()
+        status = self._status()
         why = "the engine was shut down" if status is None else f"the engine process {describe_exit(status)}"
-        return Failed("EngineDeadError", why)
+        return Failed("EngineDeadError", self._kill_cause or why)
+
+
+def bind_private(socket: zmq.Socket[bytes], address: str) -> None:
+    """Bind a unix socket that only this user may connect to."""
+    socket.bind(address)
+    Path(address.removeprefix("ipc://")).chmod(0o600)
 
 
 def _end(
@@ -209,7 +270,7 @@ def _end(
     commands: zmq.Socket[bytes],
     replies: zmq.Socket[bytes],
     context: zmq.Context[zmq.Socket[bytes]],
-    folder: Path,
+    folder: PrivateFolder,
     timeout: float = 2.0,
 ) -> None:
     """End the engine, by a signal where it is not ready or takes over `timeout` seconds; free sockets and folder."""
@@ -223,7 +284,7 @@ def _end(
     for socket in (commands, replies):  # a context with open sockets would block
         socket.close(linger=0)
     context.term()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
 
 
 def _ends_within(process: subprocess.Popen[bytes], timeout: float) -> bool:
@@ -244,22 +305,22 @@ def _watch(process: subprocess.Popen[bytes], watcher: weakref.ref[ProcessClient]
 
 def check_folder(config: RuntimeConfig) -> None:
     """Raise ConfigError if the engine's sockets cannot be created."""
-    _private_folder(config.rpc_base_path).rmdir()
+    _private_folder(config.rpc_base_path).remove()
 
 
-def _private_folder(base: str | None) -> Path:
-    """Create a folder with mode 0700 in `base`, with a path short enough for a socket. Raises ConfigError."""
+def _private_folder(base: str | None) -> PrivateFolder:
+    """Create a folder in `base`, with a path short enough for a socket. Raises ConfigError."""
     flag = "--rpc-base-path"
     try:
-        folder = Path(tempfile.mkdtemp(prefix="pagoda-", dir=base))
+        folder = PrivateFolder(_FOLDER_KIND, base)
     except OSError as error:
         raise ConfigError(flag, f"{base or tempfile.gettempdir()}: {error.strerror}; use a writable folder") from None
-    if len(bytes(folder / "engine.out")) <= _MAX_SOCKET_PATH:
+    if len(bytes(folder.path / "engine.out")) <= _MAX_SOCKET_PATH:
         return folder
-    folder.rmdir()
+    folder.remove()
     if base is not None:
         raise ConfigError(flag, f"{base}: too long for a socket; use a folder with a shorter path")
-    return Path(tempfile.mkdtemp(prefix="pagoda-", dir="/tmp"))
+    return PrivateFolder(_FOLDER_KIND, "/tmp")
 
 
 # Coalescing: queued steps are merged into one, with one output per sequence.

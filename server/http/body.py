@@ -30,19 +30,20 @@ from starlette.requests import ClientDisconnect, Request
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
+from pagoda.common.request_bounds import INT64_MAX, INT64_MIN, MAX_OBJECTS_OF_LIST, Bound, bound_of
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError
 
 BodyT = TypeVar("BodyT", bound="RequestBody")
-
-INT64_MIN: Final = -(2**63)
-INT64_MAX: Final = 2**63 - 1
 
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 
 
 async def read_body(request: Request, body_type: type[BodyT], config: ServerConfig) -> BodyT:
     """Read and parse the body. Raise HttpError (413, 415), RequestError or ClientDisconnectedError."""
-    return parse_body(request, body_type, await read_json(request, config), config)
+    raw = await read_json(request, config)
+    if len(raw) > SMALL:  # in a thread, which lets the event loop run between the Python parts of the validation
+        return await asyncio.to_thread(parse_body, request, body_type, raw, config)
+    return parse_body(request, body_type, raw, config)
 
 
 def parse_body(request: Request, body_type: type[BodyT], raw: bytes, config: ServerConfig) -> BodyT:
@@ -152,7 +153,7 @@ def _chunks(raw: bytes) -> Iterator[bytes]:
 # Validation schemas that stop at a list's first invalid item: pydantic reports every invalid item, which costs seconds
 # and hundreds of megabytes for a list of millions.
 
-MAX_LIST_OBJECTS: Final = 16_384
+MAX_LIST_OBJECTS: Final = MAX_OBJECTS_OF_LIST
 """Default maximum length of lists of objects: each item costs microseconds to validate and to render."""
 
 _SCALARS: Final = frozenset({"any", "bool", "float", "int", "literal", "str"})
@@ -173,22 +174,59 @@ _NO_SCHEMAS: Final = frozenset({"cls", "default", "metadata", "serialization"})
 """Keys of a core schema whose values are not validation schemas."""
 
 
-def bounded(schema: Any) -> Any:
-    """Return the core schema with fail-fast collections, bounded lists of objects, and fields that convert numbers."""
+def bounded(schema: Any, owner: str) -> Any:
+    """Return the core schema of the class `owner` with the bounds of its fields, with fail-fast collections and bounded
+    lists of objects, and with fields that convert numbers.
+    """
     if isinstance(schema, list | tuple):
-        return type(schema)(map(bounded, schema))
+        return type(schema)(bounded(each, owner) for each in schema)
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
     if not isinstance(kind, str):  # a mapping of names to schemas
-        return {name: bounded(each) for name, each in schema.items()}
-    copy = {key: value if key in _NO_SCHEMAS else bounded(value) for key, value in schema.items()}
+        return {name: bounded(each, owner) for name, each in schema.items()}
+    if kind == "model-fields" and schema.get("model_name") == owner:
+        fields = {name: _within(field, bound_of(owner, name)) for name, field in schema["fields"].items()}
+        schema = {**schema, "fields": fields}
+    copy = {key: value if key in _NO_SCHEMAS else bounded(value, owner) for key, value in schema.items()}
     if kind in _FAIL_FAST:
         copy["fail_fast"] = True
     if kind == "list" and copy.get("items_schema", {}).get("type", "any") not in _SCALARS:
         copy.setdefault("max_length", MAX_LIST_OBJECTS)
     if kind == "model-field":
         copy["schema"] = _converting(copy["schema"])
+    return copy
+
+
+_WRAPPED: Final = ("schema", "steps", "choices", "items_schema", "values_schema", "json_schema", "python_schema")
+"""Keys of a core schema with schemas of the same value or of its entries."""
+
+
+def _within(schema: Any, bound: Bound | None) -> Any:
+    """Return the schema of a field with its bounds, unless SamplingParams checks it."""
+    if bound is None or bound.sampled:
+        return schema
+    if isinstance(schema, list | tuple):
+        return type(schema)(_within(each, bound) for each in schema)
+    if not isinstance(schema, Mapping):
+        return schema
+    kind = schema.get("type")
+    if not isinstance(kind, str):  # choices by their tags
+        return {name: _within(each, bound) for name, each in schema.items()}
+    if kind in ("model", "definition-ref"):  # it has bounds of its own
+        return schema
+    copy = {key: _within(value, bound) if key in _WRAPPED else value for key, value in schema.items()}
+    limits: dict[str, float | None] = {}
+    if kind in ("int", "float"):
+        limits = {"gt" if bound.above else "ge": bound.low, "le": bound.high}
+    elif kind == "str":
+        limits = {"max_length": bound.characters}
+    elif kind in ("list", "dict"):
+        limits = {"max_length": bound.entries}
+    for name, limit in limits.items():
+        if limit is not None:
+            tightest = max if name in ("gt", "ge") else min
+            copy[name] = tightest(limit, copy.get(name, limit))
     return copy
 
 
@@ -290,7 +328,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler, /) -> CoreSchema:
-        schema: CoreSchema = bounded(handler(source))
+        schema: CoreSchema = bounded(handler(source), cls.__name__)
         return schema
 
     def own_name(self, field: str) -> str:

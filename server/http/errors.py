@@ -10,10 +10,12 @@ from typing import Any, Final
 from pagoda.common.errors import (
     AbortedError,
     EngineDeadError,
+    EngineUnavailableError,
     PagodaError,
     PluginError,
     QueueFullError,
     RequestError,
+    RequestTimeoutError,
     SleepError,
 )
 
@@ -29,6 +31,7 @@ _TYPES: Final = {
     431: "RequestHeaderFieldsTooLargeError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 
 
@@ -76,8 +79,10 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(404, str(error), "response_id")
         case QueueFullError():
             return HttpError(429, str(error))
-        case UnavailableError() | SleepError() | AbortedError():
+        case UnavailableError() | EngineUnavailableError() | SleepError() | AbortedError():
             return HttpError(503, str(error))
+        case RequestTimeoutError():
+            return HttpError(504, str(error))
         case EngineDeadError():
             return HttpError(500, f"the engine is dead: {error}")
         case PluginError():
@@ -105,6 +110,7 @@ _MESSAGES_TYPES: Final = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 

@@ -21,7 +21,7 @@ from pagoda.common.sampling_params import (
 )
 from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.client_hints import ClientHints
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
 
@@ -51,8 +51,6 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
 
 
 # Structured outputs, in OpenAI's fields, vLLM's and vLLM's former `guided_*`.
-
-MAX_CHOICES: Final = 65_536
 
 
 class TextFormat(RequestBody):
@@ -103,7 +101,7 @@ class StructuredOutputs(RequestBody):
 
     json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
@@ -150,7 +148,7 @@ class StructuredFields(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     grammar: str | None = Field(None, description="GBNF or Lark grammar, as structured_outputs.grammar.")
@@ -288,9 +286,6 @@ _PASSED_ON: Final = (
 """Fields that SamplingParams has under the same name; it checks their bounds."""
 
 
-MAX_TEMPERATURE: Final = 2.0
-"""Maximum temperature of OpenAI's APIs."""
-
 _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (),
     "best_of": (),
@@ -335,7 +330,7 @@ class SamplingFields(StructuredFields, ClientHints):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
@@ -347,7 +342,7 @@ class SamplingFields(StructuredFields, ClientHints):
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    truncate_prompt_tokens: Int64 | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(lambda value: {} if value == [] else value)] | None = None
     allowed_token_ids: list[Int64] | None = None
     bad_words: list[str] | None = Field(default_factory=list)
@@ -370,9 +365,7 @@ class SamplingFields(StructuredFields, ClientHints):
         None, description="Report log-probabilities of these tokens instead of the top ones; needs logprobs."
     )
     repetition_detection: RepetitionDetection | None = None
-    stream_interval: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = Field(
-        None, description="Tokens per chunk of a stream."
-    )
+    stream_interval: Int64 | None = Field(None, description="Tokens per chunk of a stream.")
     thinking_token_budget: Int64 | None = None
     best_of: Int64 | None = Field(
         None,

@@ -6,7 +6,6 @@ A file is `ID`, its content, and `ID.json`, its description, which is written la
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import msgspec
 
 from pagoda.common.errors import ConfigError
 from pagoda.server.http.errors import HttpError
+from pagoda.server.private_folder import PrivateFolder
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class FileStore:
     def __init__(self, folder: str | None, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: PrivateFolder | None = None
         self._folder = None if folder is None else Path(folder)
         self._files: dict[str, StoredFile] = {}  # oldest first
         self._size = 0  # bytes of all files, those being written included
@@ -61,8 +61,8 @@ class FileStore:
     def folder(self) -> Path:
         """The folder; a temporary one is created when it is first needed."""
         if self._folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="pagoda-files-")
-            self._folder = Path(self._temporary.name)
+            self._temporary = PrivateFolder("files")
+            self._folder = self._temporary.path
         return self._folder
 
     @property

@@ -13,21 +13,26 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
+from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
+from pagoda.common.request_bounds import MAX_N
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
-from pagoda.server.http.state import ServerState
+from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
-from pagoda.server.processing.inputs import Prompt, PromptType
+from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
+from pagoda.server.processing.queue_use import Load
 
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES: Final = MAX_N
 """Maximum completions of all prompts of one request."""
+
+_OWNER_DIGITS: Final = 16
+"""Hexadecimal digits of a key's digest that tell the keys apart in the engine."""
 
 MAX_TOKENS: Final = 1 << 20
 """Maximum tokens in all prompts of one pooling request."""
@@ -106,7 +111,10 @@ def _shown_ids(ids: Sequence[int], limit: int | None) -> str:
 
 
 class PromptBatch:
-    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique."""
+    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique.
+
+    `began`: when --request-timeout began, on the event loop's clock; None: now.
+    """
 
     def __init__(
         self,
@@ -115,22 +123,33 @@ class PromptBatch:
         params: SamplingParams | PoolingParams,
         priority: int,
         user: str | None,
+        began: float | None = None,
     ) -> None:
         self.request_id = request_id
         self._state = state
         self._llm = state.llm()
+        self._key = OWNER.get()
         self._priority = priority
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
         self._unfinished: list[str] = []  # ids in the engine
+        began = asyncio.get_running_loop().time() if began is None else began
+        seconds = state.config.request_timeout
+        self._deadline = began + seconds if seconds else None  # None: unlimited
         logs = self._llm.config.observability.enable_log_requests
         self._log = RequestLog(state.config, params, enabled=logs) if logs else None
 
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None, None]:
-        """A context in which the request counts as running. Leaving it aborts unfinished prompts."""
+        """A context in which the request counts as running. Leaving it aborts unfinished prompts.
+
+        Those in the engine fail with RequestTimeoutError when their time is over.
+        """
         self._state.running += 1
         reason: str | None = "error"
+        timer = None
+        if self._deadline is not None:
+            timer = asyncio.get_running_loop().call_at(self._deadline, self._expire)
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit, AbortedError):
@@ -141,12 +160,30 @@ class PromptBatch:
             raise
         finally:
             self._state.running -= 1
+            if timer is not None:
+                timer.cancel()
             if self._unfinished:
                 with suppress(EngineDeadError):
                     await self._llm.abort(self._unfinished)
             if reason is not None and self._log is not None:
                 for engine_id in self._unfinished:
                     self._log.log_abort(engine_id, reason)
+
+    def _expire(self) -> None:
+        self._llm.fail_requests(self._unfinished, self._timeout_error())
+
+    def _timeout_error(self) -> RequestTimeoutError:
+        seconds = self._state.config.request_timeout
+        return RequestTimeoutError(f"the request took longer than {seconds:g} s (--request-timeout) and was aborted")
+
+    @asynccontextmanager
+    async def _submitting(self) -> AsyncGenerator[None, None]:
+        """A context for what precedes the engine. Raise RequestTimeoutError when the time of the request is over."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                yield
+        except TimeoutError:
+            raise self._timeout_error() from None
 
 
 class Generation(PromptBatch):
@@ -166,6 +203,7 @@ class Generation(PromptBatch):
         model: str | None,
         priority: int = 0,
         user: str | None = None,
+        began: float | None = None,
     ) -> None:
         sequences = len(prompts) * params.n
         if sequences > MAX_SEQUENCES:
@@ -177,8 +215,9 @@ class Generation(PromptBatch):
         stops, limit = len(params.stop_strings), state.config.max_stop_strings
         if stops > limit:
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
-        super().__init__(state, request_id, params, priority, user)
-        self._prompts = prompts
+        super().__init__(state, request_id, params, priority, user, began)
+        self._prompts, self._sequences = prompts, sequences
+        self._origin = RequestOrigin(OWNER.get().hex()[:_OWNER_DIGITS], self._stem, len(prompts))
         self._params, self._adapter = params, state.adapter(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
@@ -191,7 +230,8 @@ class Generation(PromptBatch):
         """
         log = self._log if self._log is not None and self._log.logs_outputs else None
         async with self._running():
-            streams = await self._start()
+            async with self._submitting():
+                streams = await self._start()
             self.accepted.set()
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
@@ -213,13 +253,22 @@ class Generation(PromptBatch):
         if self._log is not None:
             for engine_id, prompt in zip(self._ids, self._prompts):
                 self._log.log_prompt(engine_id, prompt, self._user)
+        self._llm.check_load(Load(self._sequences), self._key)  # of all prompts, before the first one runs
         streams = []
         for engine_id, prompt in zip(self._ids, self._prompts):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
             streams.append(
-                await self._llm.submit(engine_id, prompt, self._params, self._priority, adapter=self._adapter)
+                await self._llm.submit(
+                    engine_id,
+                    prompt,
+                    self._params,
+                    self._priority,
+                    adapter=self._adapter,
+                    origin=self._origin,
+                    key=self._key,
+                )
             )
             self._unfinished.append(engine_id)
         return streams
@@ -247,22 +296,23 @@ class PoolingBatch(PromptBatch):
         Raises RequestError, QueueFullError, or EngineDeadError with the cause when the engine dies.
         """
         async with self._running():
-            prompts = await asyncio.to_thread(make) if characters > LONG_TEXT else make()
-            self._check(prompts)
-            for index, prompt in enumerate(prompts):
-                await self._start(f"{self._stem}-{index}", prompt)
+            async with self._submitting():
+                threads = self._llm.text_threads
+                prompts = await threads.run(characters, make) if characters > LONG_TEXT else make()
+                self._check(prompts)
+                for index, prompt in enumerate(prompts):
+                    await self._start(f"{self._stem}-{index}", prompt)
             outputs = [await stream.get() for stream in self._streams]
             self._unfinished.clear()
             return outputs
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         """Raise RequestError for more prompts, tokens or numbers than one request may have."""
-        limit = self._llm.config.scheduler.max_num_queued_reqs
-        if limit is not None and len(prompts) > limit:
-            raise RequestError(
-                "prompt", f"{len(prompts)} texts are above the limit of {limit} sequences (--max-num-queued-reqs)"
-            )
         total = sum(len(prompt.token_ids) for prompt in prompts)
+        try:
+            self._llm.check_load(Load(len(prompts), total), self._key)
+        except RequestError as error:
+            raise RequestError("prompt", str(error)) from None
         if total > MAX_TOKENS:
             raise RequestError("prompt", f"the request has {total} tokens in all; at most {MAX_TOKENS} are allowed")
         info = self._llm.pooling_inputs.pooling
@@ -276,7 +326,7 @@ class PoolingBatch(PromptBatch):
     async def _start(self, request_id: str, prompt: Prompt) -> None:
         if self._log is not None:
             self._log.log_prompt(request_id, prompt, self._user)
-        self._streams.append(await self._llm.add_request(request_id, prompt, self._params, priority=self._priority))
+        self._streams.append(await self._llm.submit(request_id, prompt, self._params, self._priority, key=self._key))
         self._unfinished.append(request_id)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +43,8 @@ async def preview(
         "token_offsets": None,
     }
     if options.offsets:
-        shown["token_offsets"] = await asyncio.to_thread(_offsets, state, ready, params, options.special_tokens)
+        size, special = len(ready.text or ""), options.special_tokens
+        shown["token_offsets"] = await state.engine.text_threads.run(size, _offsets, state, ready, params, special)
     return shown
 
 

@@ -1,7 +1,7 @@
 """The uvicorn server and what surrounds the application in it.
 
-From the outside in: TLS with certificate reload, connections with limits on size and time, the root path, and ASGI
-middleware. Signals are left to the command.
+From the outside in: TLS with certificate reload, connections with limits (`connections`), the root path, and
+ASGI middleware. Signals are left to the command.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import logging
 import os
 import socket
 import ssl
+import time
 import uuid
-from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
-from functools import partial
 from hashlib import sha256
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import quote
 
 import uvicorn
@@ -28,38 +26,59 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.http.body import IGNORED_STATE, Ignored
+from pagoda.server.http.connections import (
+    ACCEPTED_AT_ONCE,
+    Acceptor,
+    BoundedProtocol,
+    Connections,
+    LimitedLog,
+    max_connections,
+)
 from pagoda.server.http.errors import HttpError, error_response
-from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, encode_json, id_header, json_response
-from pagoda.server.http.state import MAX_ID_LENGTH
+from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, id_header, json_response
+from pagoda.server.http.state import MAX_ID_LENGTH, OWNER
+
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS: Final = 2
 """How long the last responses may take to be sent at shutdown."""
 
+CUT_SECONDS: Final = 1
+"""How long requests may take to end after their connections were closed at shutdown."""
+
+_POLL_SECONDS: Final = 0.02
 _ACCESS_LOG: Final = "uvicorn.access"
+_ERROR_LOG: Final = "uvicorn.error"
 
 
-def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
-    """Return a server for the application. Raise ConfigError for invalid certificates."""
+def http_server(
+    app: FastAPI,
+    config: ServerConfig,
+    *,
+    wrap: Callable[[ASGIApp], ASGIApp] | None = None,
+    at_once: int = ACCEPTED_AT_ONCE,
+) -> HttpServer:
+    """Return a server for the application, which `wrap` may wrap. Raise ConfigError for invalid certificates."""
     check_tls(config)
+    served: ASGIApp = RootPath(app, config.prefix) if config.prefix else app
     settings = uvicorn.Config(
-        RootPath(app, config.prefix) if config.prefix else app,
+        served if wrap is None else wrap(served),
         loop="auto",
-        http=partial(BoundedProtocol, config),  # type: ignore[arg-type]
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
         log_level=config.uvicorn_log_level,
         access_log=not config.disable_uvicorn_access_log,
         server_header=False,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
         timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
@@ -68,7 +87,7 @@ def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
         ssl_ciphers=config.ssl_ciphers or "",  # empty: OpenSSL's own choice
     )
     settings.load()
-    return HttpServer(settings, config)
+    return HttpServer(settings, config, at_once)
 
 
 class RootPath:
@@ -106,30 +125,99 @@ def _paths(app: FastAPI) -> Iterator[str]:
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that stops when `should_exit` is set."""
+    """A uvicorn server that stops when `should_exit` is set. `at_once`: see Acceptor."""
 
-    def __init__(self, settings: uvicorn.Config, config: ServerConfig) -> None:
+    def __init__(self, settings: uvicorn.Config, config: ServerConfig, at_once: int = ACCEPTED_AT_ONCE) -> None:
         super().__init__(settings)
         self._config = config
+        self._at_once = at_once
+        self._connections = Connections()
+        self._acceptors: list[Acceptor] = []
+        self.private: socket.socket | None = None  # without TLS, whatever the others have
+        self.num_cut = 0  # requests whose response was not complete when the server stopped
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Do nothing: the command handles signals."""
         yield
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that are being answered."""
+        return len(self.server_state.tasks)
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until `should_exit` is set."""
         reloading = None
         if self._config.enable_ssl_refresh and self.config.ssl is not None:
             reloading = asyncio.ensure_future(reload_tls(self.config.ssl, self._config))
-        silent = _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.prefix)
-        logging.getLogger(_ACCESS_LOG).addFilter(silent)
+        filters: list[tuple[str, logging.Filter]] = [
+            (_ACCESS_LOG, _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.prefix)),
+            (_ERROR_LOG, _LimitedWarnings()),
+        ]
+        for name, each in filters:
+            logging.getLogger(name).addFilter(each)
         try:
             await super().serve(sockets)
         finally:
-            logging.getLogger(_ACCESS_LOG).removeFilter(silent)
+            for name, each in filters:
+                logging.getLogger(name).removeFilter(each)
             if reloading is not None:
                 reloading.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections on the sockets, which must be bound."""
+        limit = max_connections(self._config)
+        self._acceptors = [
+            Acceptor(
+                *(each, self._protocol, self._connections),
+                limit=limit,
+                handshake_seconds=self._config.timeout_headers,
+                tls=None if each is self.private else self.config.ssl,
+                at_once=self._at_once,
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, close those that wait, and others after their response, at the latest
+        FLUSH_SECONDS later; requests that this cuts are added to `num_cut`.
+        """
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for listener in sockets or ():
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if await self._finished(FLUSH_SECONDS):
+            return
+        self.num_cut = len(self.server_state.tasks)
+        for connection in list(self.server_state.connections):
+            connection.cut()  # type: ignore[union-attr]
+        if await self._finished(CUT_SECONDS):
+            return
+        logger.warning("%d requests did not end; they are cancelled", len(self.server_state.tasks))
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    async def _finished(self, seconds: float) -> bool:
+        """Return whether all connections and requests end within `seconds`."""
+        end = time.monotonic() + seconds
+        while self.server_state.connections or self.server_state.tasks:
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+        return True
+
+    def _protocol(self, only_probes: bool) -> BoundedProtocol:
+        return BoundedProtocol(
+            *(self._config, self._connections),
+            only_probes=only_probes,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+        )
 
 
 class _SilentPaths(logging.Filter):
@@ -143,6 +231,21 @@ class _SilentPaths(logging.Filter):
         """Return whether to log. uvicorn's args: client, method, path with query, HTTP version, status."""
         args = record.args
         return not (isinstance(args, tuple) and len(args) > 2 and str(args[2]).partition("?")[0] in self._paths)
+
+
+class _LimitedWarnings(logging.Filter):
+    """Passes errors, except of cancelled requests, and once in a while warnings, which invalid requests cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log = LimitedLog()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record."""
+        if record.levelno == logging.WARNING:
+            self._log.warn(record.getMessage())
+            return False
+        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 # TLS.
@@ -217,217 +320,6 @@ def _os_message(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-# Connections with limits. uvicorn's httptools protocol has none: its parser buffers a header of any size, and an idle
-# connection is never closed.
-
-MIN_BODY_RATE: Final = 1024
-"""Minimum average rate of a body in bytes per second, after a grace period of --timeout-body."""
-
-LINGER_SECONDS: Final = 2.0
-"""How long input is discarded after an early response, so that the client can read the response."""
-
-UNREAD_SECONDS: Final = 300.0
-"""How long a response waits for a client that does not read."""
-
-MAX_PIPELINED: Final = 64
-"""Maximum number of requests of a connection queued behind an earlier one."""
-
-
-class _Reading(Enum):
-    HEAD = "head"
-    BODY = "body"
-    NOTHING = "nothing"  # between requests
-
-
-class _RefusedError(Exception):
-    """Raised in a parser callback to end the parsing."""
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Requests that exceed a limit get 408, 431 or 503 unless a response has begun."""
-
-    def __init__(self, limits: ServerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._limits = limits
-        self._reading = _Reading.HEAD
-        self._head_bytes = 0
-        self._body_bytes = 0
-        self._body_began = self._body_moved = 0.0
-        self._timer: TimerHandle | None = None
-        self._timed: _Reading | None = None
-        self._unread: TimerHandle | None = None
-        self._refusal: HttpError | None = None
-        self._discards = False
-
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Refuse the connection if there are too many."""
-        super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self._discards = True
-            self._answer(HttpError(503, "the server has too many connections (--max-connections); try again"))
-            transport.close()
-        else:
-            self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self.resume_writing()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse the data and check the size of the request head."""
-        if self._discards:
-            return
-        if self._reading is _Reading.NOTHING:
-            self._reading, self._head_bytes = _Reading.HEAD, 0
-        before = self._reading, self._body_bytes
-        if self._reading is _Reading.HEAD:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if before[0] is _Reading.BODY:  # trailers and chunk extensions
-            self._head_bytes = self._head_bytes + len(data) if (self._reading, self._body_bytes) == before else 0
-        if self._head_bytes > self._limits.h11_max_incomplete_event_size:
-            self._refuse(self._large_head())
-        self._watch()
-
-    def on_message_begin(self) -> None:
-        """Start reading a request head."""
-        super().on_message_begin()
-        self._reading = _Reading.HEAD
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Check the number of headers, and of trailers of a chunked body."""
-        super().on_header(name, value)
-        if len(self.headers) > self._limits.h11_max_header_count:
-            limit = self._limits.h11_max_header_count
-            self._refusal = HttpError(431, f"the request has more than {limit} headers (--h11-max-header-count)")
-            raise _RefusedError
-
-    def on_headers_complete(self) -> None:
-        """Check the size of the head, then start reading the body."""
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self._limits.h11_max_incomplete_event_size:
-            self._refusal = self._large_head()
-            raise _RefusedError
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._refusal = HttpError(503, f"more than {MAX_PIPELINED} requests are queued on this connection")
-            raise _RefusedError
-        super().on_headers_complete()
-        self._reading, self._head_bytes, self._body_bytes = _Reading.BODY, 0, 0
-        self._body_began = self._body_moved = self.loop.time()
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._body_bytes += len(body)
-        self._body_moved = self.loop.time()
-
-    def on_message_complete(self) -> None:
-        """Start the keep-alive timer if the request was answered before it was complete."""
-        super().on_message_complete()
-        self._reading, self._head_bytes = _Reading.NOTHING, 0
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._stop_timer()
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
-
-    def on_response_complete(self) -> None:
-        """Close the connection soon if the rest of the request has not been sent."""
-        super().on_response_complete()
-        if self._reading is _Reading.BODY and not self._answering and not self.transport.is_closing():
-            self._start_timer(LINGER_SECONDS, self.transport.close)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is invalid or that a callback refused."""
-        self._refuse(self._refusal or HttpError(400, f"{msg.rstrip('.')}: the request is not valid HTTP/1.1"))
-
-    def pause_writing(self) -> None:
-        """Start the timer of a client that does not read."""
-        super().pause_writing()
-        if self._unread is None:
-            self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """Cancel the timer of a client that does not read."""
-        super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _large_head(self) -> HttpError:
-        limit = self._limits.h11_max_incomplete_event_size
-        return HttpError(431, f"the request head is larger than {limit} bytes (--h11-max-incomplete-event-size)")
-
-    def _watch(self) -> None:
-        """Run a timer while a request is incomplete; most arrive complete and need none."""
-        if self._discards or self.transport.is_closing() or self._reading is self._timed:
-            return
-        if self._reading is _Reading.HEAD:
-            self._start_timer(self._limits.timeout_headers, self._head_is_late, _Reading.HEAD)
-        elif self._reading is _Reading.BODY and self._answering:
-            self._start_timer(self._limits.timeout_body, self._check_body, _Reading.BODY)
-        elif self._reading is _Reading.NOTHING:
-            self._stop_timer()
-
-    def _head_is_late(self) -> None:
-        if self._answering:  # trailing bytes after a request, as some clients send
-            self._start_timer(self._limits.timeout_headers, self._head_is_late, _Reading.HEAD)
-        elif not self._head_bytes:
-            self.transport.close()
-        else:
-            seconds = self._limits.timeout_headers
-            self._refuse(HttpError(408, f"the request head took longer than {seconds:g} s (--timeout-headers)"))
-
-    def _check_body(self) -> None:
-        """Refuse a stalled or slow body. Time during which the server paused reading does not count."""
-        now, seconds = self.loop.time(), self._limits.timeout_body
-        if self.flow.read_paused or self.cycle.waiting_for_100_continue:
-            self._body_began, self._body_moved, self._body_bytes = now, now, 0
-        late = now - self._body_moved >= seconds
-        if late or self._body_bytes < MIN_BODY_RATE * (now - self._body_began - seconds):
-            why = f"stalled for {seconds:g} s" if late else f"is slower than {MIN_BODY_RATE} bytes per second"
-            self._refuse(HttpError(408, f"the request body {why} (--timeout-body)"))
-        else:
-            self._start_timer(self._body_moved + seconds - now, self._check_body, _Reading.BODY)
-
-    def _refuse(self, error: HttpError) -> None:
-        """Close the connection, with an error response unless a response has begun."""
-        if self._discards or self.transport.is_closing():
-            return
-        logger.debug("%s: %s", self.client, error.message)
-        self._discards = True
-        begun = False
-        if self._answering:
-            begun = self._reading is not _Reading.BODY or self.cycle.response_started or bool(self.pipeline)
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if begun:
-            self.transport.close()
-            return
-        self._answer(error)
-        self.flow.resume_reading()
-        self._start_timer(LINGER_SECONDS, self.transport.close)
-
-    def _answer(self, error: HttpError) -> None:
-        body = encode_json(error.as_dict())
-        head = STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-
-    def _start_timer(self, seconds: float, then: Callable[[], None], timed: _Reading | None = None) -> None:
-        self._stop_timer()
-        self._timer, self._timed = self.loop.call_later(max(seconds, 0.05), then), timed
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._timed = None
-
-
 # ASGI middleware: methods and slashes, API keys, X-Request-Id, x-pagoda-ignored, and direct sending of stream chunks.
 
 OPEN_PATHS: Final = frozenset({"/", "/docs", "/redoc", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
@@ -458,6 +350,7 @@ class ApiKeyMiddleware:
         owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
         if owner is not None:
             scope[OWNER_KEY] = owner
+            OWNER.set(owner)
         if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -513,6 +406,9 @@ IGNORED_HEADER: Final = "x-pagoda-ignored"
 MAX_HEADER_NAMES: Final = 32
 """Maximum number of names in one header; the number of further ones is appended."""
 
+MAX_HEADER_BYTES: Final = 2048
+"""Maximum size of the names in the header: proxies refuse responses with long headers."""
+
 _MAX_NAME: Final = 100
 _UNQUOTED: Final = "[]=.-_/:+@"
 """Characters of a name that are not percent-encoded in the header."""
@@ -521,8 +417,30 @@ _UNQUOTED: Final = "[]=.-_/:+@"
 def header_value(ignored: Iterable[Ignored]) -> str:
     """Return the distinct names of ignored parts as printable ASCII: `client_metadata, input[].phase, +3 more`."""
     names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
-    more = len(names) - MAX_HEADER_NAMES
-    return ", ".join(names[:MAX_HEADER_NAMES] + ([f"+{more} more"] if more > 0 else []))
+    shown: list[str] = []
+    left = MAX_HEADER_BYTES
+    for name in names[:MAX_HEADER_NAMES]:
+        left -= len(name) + 2
+        if left < 0:
+            break
+        shown.append(name)
+    more = len(names) - len(shown)
+    return ", ".join(shown + ([f"+{more} more"] if more > 0 else []))
+
+
+class TraceContextMiddleware:
+    """Makes the span of the `traceparent` header the parent of the request's; with --otlp-traces-endpoint."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with self._tracer.within(Headers(scope=scope)):
+            await self._app(scope, receive, send)
 
 
 class IgnoredPartsMiddleware:

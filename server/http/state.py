@@ -8,6 +8,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -18,7 +20,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.core import ASLEEP
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
-from pagoda.common.observe.logs import stats_line
+from pagoda.common.observe.logs import Totals, stats_line
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import read_chat_template, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
@@ -27,16 +29,29 @@ from pagoda.server.http.adapters import ServedAdapters
 from pagoda.server.http.conversation_store import ConversationStore
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.file_store import FileStore
+from pagoda.server.http.peers import ApiPeers, PeerReport
 from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
+from pagoda.server.processing.queue_use import NO_KEY, QueueLimits
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_LENGTH = 256
 
+OWNER: Final[ContextVar[bytes]] = ContextVar("OWNER", default=NO_KEY)
+"""Digest of the API key of the request that the current task answers; NO_KEY on servers without keys."""
+
+QUEUED_PER_RUNNING: Final = 8
+MIN_QUEUED_SEQUENCES: Final = 2048
+MIN_QUEUED_TOKENS: Final = 1 << 22
+"""Default limits of a server's queue, see `queue_limits`."""
+
 _SHOWN_ADAPTERS: Final = 20
+
+_LAST_WORDS_SECONDS: Final = 0.5
+"""Time at the end of --shutdown-timeout for sending errors to the requests that it cuts."""
 
 
 class StopSignal:
@@ -45,10 +60,12 @@ class StopSignal:
     def __init__(self) -> None:
         self._is_set = False
         self._callbacks: set[Callable[[], None]] = set()
+        self.num_called = 0  # callbacks: what the signal ended
 
     def set(self) -> None:
         self._is_set = True
         for callback in list(self._callbacks):
+            self.num_called += 1
             callback()
 
     @contextmanager
@@ -56,6 +73,7 @@ class StopSignal:
         """Call `callback` if the signal is set within this context, or has been set before."""
         self._callbacks.add(callback)
         if self._is_set:
+            self.num_called += 1
             asyncio.get_running_loop().call_soon(callback)
         try:
             yield
@@ -82,6 +100,7 @@ class ServerState:
         self.running = 0  # HTTP requests in the engine
         self._llm = llm
         self.adapters = ServedAdapters(llm, config.lora_modules)
+        self.peers: ApiPeers | None = None  # with several API server processes
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -101,6 +120,7 @@ class ServerState:
             raise self._llm.dead_error
         if not self._llm.is_running:
             raise UnavailableError("the model is still loading")
+        self._llm.raise_if_unavailable()
         return self._llm
 
     def tokenizer(self) -> Tokenizer | None:
@@ -187,25 +207,67 @@ class ServerState:
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish its cache configuration as a metric. Raises if it does not start."""
         info = await self._llm.wait_until_ready()
+        tokenizer = self.tokenizer()
+        if tokenizer is not None:
+            await asyncio.to_thread(self._llm.templates.start, self.chat_template or tokenizer.chat_template)
+        self._llm.limit_queue(queue_limits(self._llm.config, info, len(set(self.config.api_key))))
         await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))
 
+    def report(self, metrics: bool) -> PeerReport:
+        """Return what this process reports to the server's other API processes."""
+        totals = self.metrics.totals()
+        return PeerReport(
+            running=self.running,
+            prompted=totals.prompt_tokens,
+            generated=totals.generation_tokens,
+            metrics=self.metrics.snapshot() if metrics else [],
+        )
+
+    async def num_running(self) -> int:
+        """Return the number of HTTP requests in the engine, of all API processes."""
+        if self.peers is None:
+            return self.running
+        return sum(report.running for report in await self.peers.reports(metrics=False))
+
+    async def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics of all API processes and their content type, see Metrics.exposition."""
+        if self.peers is None:
+            return self.metrics.exposition(accept)
+        reports = await self.peers.reports(metrics=True)
+        return self.metrics.exposition(accept, [report.metrics for report in reports])
+
+    async def _totals(self) -> Totals:
+        totals = self.metrics.totals()
+        if self.peers is None:
+            return totals
+        reports = await self.peers.reports(metrics=False)
+        prompted, generated = (sum(report.prompted for report in reports), sum(report.generated for report in reports))
+        return replace(totals, prompt_tokens=prompted, generation_tokens=generated)
+
     async def log_stats(self) -> None:
         """Log throughput and load every --log-stats-interval seconds, forever."""
-        before = self.metrics.totals()
+        before = await self._totals()
         while True:
             await asyncio.sleep(self._llm.config.observability.log_stats_interval)
-            now = self.metrics.totals()
+            now = await self._totals()
             line = stats_line(before, now, self._llm.stats)
             if line is not None:
                 logger.info("%s", line)
             before = now
 
-    async def drain(self) -> None:
-        """Refuse new requests, wait up to --shutdown-timeout for the running ones, then set `stopping`."""
+    async def drain(self, in_progress: Callable[[], int] = lambda: 0, hurry: asyncio.Event | None = None) -> None:
+        """Refuse new requests, wait for those in progress, then set `stopping`, which ends the others with an error.
+
+        It is set in time for the errors to be sent by --shutdown-timeout, or as soon as `hurry` is set. `in_progress`:
+        HTTP requests that are being answered.
+        """
         self.draining = True
-        deadline = time.monotonic() + self.config.shutdown_timeout
-        while self.running and time.monotonic() < deadline and not self._llm.errored:
+        timeout = self.config.shutdown_timeout
+        deadline = time.monotonic() + timeout - min(_LAST_WORDS_SECONDS, timeout / 10)
+        while (in_progress() or self.running) and time.monotonic() < deadline and not self._llm.errored:
+            if hurry is not None and hurry.is_set():
+                break
             await asyncio.sleep(0.02)
         self.stopping.set()
 
@@ -214,6 +276,17 @@ class ServerState:
         while not self._llm.errored:
             await asyncio.sleep(0.1)
         return self._llm.dead_error
+
+
+def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> QueueLimits:
+    """Return the limits of a server's queue: those that are set, else by what the engine runs."""
+    scheduler, limits = config.scheduler, info.limits
+    running = limits.max_num_seqs * config.parallel.data_parallel_size
+    return QueueLimits(
+        sequences=scheduler.max_num_queued_reqs or max(QUEUED_PER_RUNNING * running, MIN_QUEUED_SEQUENCES),
+        tokens=scheduler.max_num_queued_tokens or max(2 * limits.max_model_len, MIN_QUEUED_TOKENS),
+        key_share=scheduler.max_key_share if num_keys > 1 else 1.0,
+    )
 
 
 def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -612,7 +613,10 @@ async def _answer(
 ) -> Response:
     params = body.params(state.llm().info.sampling_defaults)
     try:
-        prompts = [await prepare(state, conversation, params) for conversation in conversations]
+        prompts = []
+        for conversation in conversations:
+            prompts.append(await prepare(state, conversation, params))
+            await asyncio.sleep(0)  # let other requests run between the conversations of a batch
         for prompt in prompts:
             body.check_context(len(prompt.token_ids))
         note_ignored(request, prompts[0].ignored, body.own_name)

@@ -303,7 +303,8 @@ async def prompt_of(
     """Return the engine prompt of a text or of token ids. Raise RequestError."""
     salt = {"cache_salt": body.cache_salt}
     if body.suffix:
-        return await asyncio.to_thread(_fill_prompt, state, body, prompt, params)
+        size = len(prompt) + len(body.suffix)
+        return await state.engine.text_threads.run(size, _fill_prompt, state, body, prompt, params)
     if not isinstance(prompt, str):
         body.check_context(len(prompt))
         return {"prompt_token_ids": prompt} | salt
@@ -313,7 +314,8 @@ async def prompt_of(
     if tokenizer is None:
         raise RequestError("prompt", "the tokenizer is disabled (--skip-tokenizer-init); give token ids")
     special = body.add_special_tokens is not False
-    ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, max_prompt_tokens(state.llm().info), special)
+    context = max_prompt_tokens(state.llm().info)
+    ids = await state.engine.text_threads.run(len(prompt), encode_kept, tokenizer, prompt, params, context, special)
     body.check_context(len(ids))
     return Prompt(prompt, ids, body.cache_salt)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import cached_property
@@ -157,6 +158,7 @@ class BeamGeneration:
         self._priority = priority
         self._user = user
         self.request_id = request_id
+        self._began = asyncio.get_running_loop().time()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output with all beams) at the end. Raises as Generation.outputs does."""
@@ -190,6 +192,7 @@ class BeamGeneration:
             model=self._model,
             priority=self._priority,
             user=self._user,
+            began=self._began,
         )
         outputs = await generation.final_outputs()
         if any(output.outputs[0].finish_reason == "abort" for output in outputs):

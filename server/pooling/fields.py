@@ -18,7 +18,7 @@ from pydantic import Field, WithJsonSchema
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.chat_prompt import Conversation
-from pagoda.server.http.body import INT64_MAX, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.body import Int64, RequestBody, hint, unsupported
 from pagoda.server.http.fields import PROMPTS_SCHEMA, check_template_kwargs, is_prompts, is_token_ids
 from pagoda.server.outputs import Array, RawPoolingOutput, ScoringRequestOutput
 from pagoda.server.processing.inputs import Side, TextOptions
@@ -121,7 +121,7 @@ class PoolingFields(RequestBody):
 
     model: str | None = None
     user: str | None = Field(None, description="End user, for the request log; does not affect the response.")
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    truncate_prompt_tokens: Int64 | None = None
     truncation_side: Side | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Int64 | None = 0

@@ -14,7 +14,7 @@ from pydantic import Field, WithJsonSchema
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.sampling_params import MAX_LOGPROB_IDS, RequestOutputKind, SamplingParams
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Int64, RequestBody, parse_body, read_body, read_json, unsupported
 from pagoda.server.http.fields import check_template_kwargs
@@ -197,7 +197,7 @@ class GenerativeScoringRequest(RequestBody):
         Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS)]
         | Annotated[list[list[Int64]], Field(min_length=1, max_length=MAX_ITEMS)]
     )
-    label_token_ids: list[Int64] = Field(min_length=1, max_length=MAX_LOGPROB_IDS)
+    label_token_ids: list[Int64] = Field(min_length=1)
     apply_softmax: bool = Field(True, description="Normalize over the labels; false: over the whole vocabulary.")
     item_first: bool = False
     add_special_tokens: bool = True
@@ -218,7 +218,8 @@ async def generative_scoring(request: Request) -> Response:
     model = state.model_name(body.model)
     state.llm()
     request_id = request_id_of(request, body, "generative-scoring")
-    prompt_ids = await asyncio.to_thread(_prompts, state.tokenizer(), body)
+    size = len(body.query) + sum(map(len, body.items))
+    prompt_ids = await state.engine.text_threads.run(size, _prompts, state.tokenizer(), body)
     params = SamplingParams(
         max_tokens=1,
         temperature=0.0,

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final, Protocol
+from typing import Final
 
 from pagoda.common.config.groups.model import LoRAConfig
-from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
+from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterRequest
 from pagoda.common.errors import RequestError
 
 NO_PINS: Final = "adapters cannot be pinned: requests wait for a slot; raise --max-loras to keep more"
-
-
-class AdapterRequest(Protocol):
-    """An adapter as callers of the Python API give it: vLLM's LoRARequest."""
-
-    @property
-    def lora_name(self) -> str: ...
-
-    @property
-    def lora_int_id(self) -> int: ...
-
-    @property
-    def lora_path(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

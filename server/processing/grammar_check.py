@@ -6,27 +6,25 @@ A grammar that takes too long or crashes the process is refused; the next one ge
 from __future__ import annotations
 
 import asyncio
-import os
-import select
-import signal
-import subprocess
 import sys
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Final
 
 import msgspec
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.messages import GRAMMAR_CHECKS, KEY_SHARE
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.child import child_env
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.processing.grammar_worker import READY, Words
+from pagoda.server.processing.grammar_worker import Words
+from pagoda.server.processing.queue_use import NO_KEY, OverLimitError
+from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
@@ -34,14 +32,73 @@ SECONDS: Final = 5.0
 """Maximum compile time of a grammar, in seconds of processor time: a busy machine refuses none."""
 ELAPSED_SECONDS: Final = 60.0
 """Maximum time until the process answers, on however busy a machine."""
-START_SECONDS: Final = 60.0
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
-"""Maximum queued grammars; further ones are refused at once."""
+"""Maximum number of grammars in line; requests with further ones get HTTP 429."""
 
 
-class _TooLongError(Exception):
-    pass
+class FairLine:
+    """A line for what is served one at a time, in turn over the API keys that wait.
+
+    At most `max_waiting` wait, the one that is served included. `what`: the plural of what is served, for errors.
+    """
+
+    def __init__(self, max_waiting: int, what: str) -> None:
+        self._max_waiting, self._what = max_waiting, what
+        self._lines: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()  # next key first
+        self._counts: dict[bytes, int] = {}  # waiting and served, by key
+        self._busy = False
+
+    def __len__(self) -> int:
+        return sum(self._counts.values())
+
+    @asynccontextmanager
+    async def turn(self, key: bytes, max_of_key: int) -> AsyncGenerator[None, None]:
+        """Wait for the turn of a key's request, which lasts as long as the context. Raise OverLimitError if the line,
+        or the part of it that the key may use, is full.
+        """
+        if len(self) >= self._max_waiting:
+            raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
+        if self._counts.get(key, 0) >= max_of_key:
+            raise OverLimitError(
+                KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
+            )
+        self._counts[key] = self._counts.get(key, 0) + 1
+        try:
+            await self._wait(key)
+            try:
+                yield
+            finally:
+                self._next()
+        finally:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+
+    async def _wait(self, key: bytes) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(key, deque()).append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # cancelled just after its turn came
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """Give the turn to the next key's first waiter."""
+        while self._lines:
+            key, line = self._lines.popitem(last=False)
+            waiter = line.popleft()
+            if line:
+                self._lines[key] = line  # behind the other keys
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._busy = False
 
 
 class GrammarCheck:
@@ -54,39 +111,54 @@ class GrammarCheck:
         seconds: float = SECONDS,
         elapsed: float = ELAPSED_SECONDS,
     ) -> None:
-        self._make_vocabulary = make_vocabulary
-        self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
+        self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._words: bytes | None = None
+        self._worker = ChildWorker(
+            (*program, str(seconds)), elapsed, lambda: _words(make_vocabulary()), name="grammar check"
+        )
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._waiting = 0
-        self._closed = False
+        self._line = FairLine(MAX_WAITING, "new grammars")
+        self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise RequestError if the grammar does not compile."""
+    async def check(self, grammar: Grammar, key: bytes = NO_KEY, max_of_key: int = MAX_WAITING) -> None:
+        """Raise RequestError if the grammar does not compile, QueueFullError if too many are in line.
+
+        `key`: the API key of the request, which may have `max_of_key` grammars in line. Requests with a grammar that
+        is in line already wait for its result, in no line.
+        """
         name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
-        if name in self._passed:
-            self._passed.move_to_end(name)
-            return
-        if self._waiting >= MAX_WAITING:
-            raise refused("too many new grammars at once; try again in a few seconds")
-        self._waiting += 1
-        try:
-            error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
-        finally:
-            self._waiting -= 1
+        while (result := self._results.get(name)) is not None:
+            await asyncio.wait({result})
+            if (error := result.result()) is not None:  # None: the request that compiled it was cancelled
+                break
+        else:
+            error = await self._check_new(name, grammar, key, max_of_key)
         if error:
             raise refused(error)
-        self._passed[name] = None
-        if len(self._passed) > MAX_PASSED:
-            self._passed.popitem(last=False)
+
+    async def _check_new(self, name: bytes, grammar: Grammar, key: bytes, max_of_key: int) -> str:
+        """Return the error of a grammar, empty if there is none."""
+        if name in self._passed:
+            self._passed.move_to_end(name)
+            return ""
+        result = self._results[name] = asyncio.get_running_loop().create_future()
+        error: str | None = None
+        try:
+            async with self._line.turn(key, max_of_key):
+                error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
+        finally:
+            del self._results[name]
+            result.set_result(error)
+        if not error:
+            self._passed[name] = None
+            if len(self._passed) > MAX_PASSED:
+                self._passed.popitem(last=False)
+        return error
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._end()
+        self._worker.close()
 
     def _try(self, grammar: Grammar) -> str:
         """Return the error of a grammar, empty if there is none. Runs in the thread."""
@@ -94,89 +166,18 @@ class GrammarCheck:
             data = msgspec.msgpack.encode(grammar)
         except ValueError:  # half of a surrogate pair
             return "the grammar has invalid characters (lone surrogates)"
-        process = self._start()
         try:
-            reply = _call(process, data, self._elapsed)
-        except _TooLongError:
-            self._end()
+            return self._worker.call(data).decode("utf-8", "replace")
+        except WorkerTimeoutError:
             return f"not compiled within {self._elapsed:g} s; make it simpler, or try again on a less busy server"
-        if reply is None:
-            self._end()
-            if process.returncode == -signal.SIGPROF:
+        except WorkerEndedError as error:
+            if error.out_of_time:
                 return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
             return "the grammar is too large or nested too deeply to compile; make it simpler"
-        return reply.decode("utf-8", "replace")
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Return the running process. Raises RequestError."""
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        if self._words is None:
-            vocabulary = self._make_vocabulary()
-            self._words = msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
-        self._process = subprocess.Popen(
-            [*self._program, str(self._seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=child_env(),
-        )
-        if self._closed:  # closed since this call was queued
-            self._end()
-            raise RuntimeError("the grammar check is closed")
-        try:
-            ready = _call(self._process, self._words, START_SECONDS)
-        except _TooLongError:
-            ready = None
-        if ready != READY:
-            self._end()
-            raise RuntimeError("the grammar check's process did not start")
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
 
 
-def _call(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
-    """Send a frame and return the reply; None if the process ended. Raises _TooLongError."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    until = time.monotonic() + seconds
-    try:
-        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, until)
-        size = _receive(process.stdout.fileno(), 4, until)
-        return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), until)
-    except BrokenPipeError:
-        return None
-
-
-def _send(descriptor: int, data: bytes, until: float) -> None:
-    left = memoryview(data)
-    os.set_blocking(descriptor, False)
-    while left:
-        _, writable, _ = select.select([], [descriptor], [], max(0.0, until - time.monotonic()))
-        if not writable:
-            raise _TooLongError
-        left = left[os.write(descriptor, left) :]
-
-
-def _receive(descriptor: int, size: int, until: float) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
-        if not readable:
-            raise _TooLongError
-        piece = os.read(descriptor, size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return data
+def _words(vocabulary: Vocabulary) -> bytes:
+    return msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
 
 
 def structured_of(config: EngineConfig, info: EngineInfo) -> Structured | None:

@@ -2,34 +2,28 @@
 
     python -P -m pagoda.server.processing.grammar_worker SECONDS        (started by grammar_check, never by hand)
 
-Length-prefixed frames are read from stdin and written to stdout: the vocabulary once, then one grammar at a time. The
-reply is the grammar's error, or empty. SIGPROF ends the process in a grammar that takes more than SECONDS of processor
-time, and EOF between two. Grammars compile on a smaller stack than the engine's:
-what passes here does not overflow there.
+The first frame has the vocabulary, each further one a grammar. The reply is the grammar's error, or empty. Grammars
+compile on a smaller stack than the engine's: what passes here does not overflow there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from pagoda.common.engine.structured_output.compiler import load_library
 from pagoda.common.engine.structured_output.grammar import Grammar, GrammarEngine, GrammarError, Library, Vocabulary
+from pagoda.server.processing.worker import Handler, serve
 
 STACK_BYTES: Final = 2 << 20
-MEMORY_BYTES: Final = 6 << 30
-"""Limit of the address space; a vocabulary and its tables take under 1 GiB."""
-
-READY: Final = b"ready"
+MEMORY_BYTES: Final = 1 << 30
+"""Memory for the tables of a vocabulary and all grammars; tables of 256k tokens take a quarter of it."""
 
 
 class Words(msgspec.Struct, frozen=True):
@@ -38,18 +32,6 @@ class Words(msgspec.Struct, frozen=True):
     tokens: tuple[bytes, ...]
     special: frozenset[int]
     ends: tuple[int, ...]
-
-
-def write_frame(stream: BinaryIO, data: bytes) -> None:
-    """Write a frame and flush."""
-    stream.write(len(data).to_bytes(4, "big") + data)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read the next frame; None at EOF."""
-    size = stream.read(4)
-    return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
 
 
 def longest_first(words: Words) -> Callable[[str], list[int]]:
@@ -69,31 +51,20 @@ def longest_first(words: Words) -> Callable[[str], list[int]]:
     return encode
 
 
-def serve(seconds: float) -> None:
-    """Check grammars until EOF, each in at most so many seconds of processor time."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # libraries may print
-    first = read_frame(sys.stdin.buffer)
-    if first is None:
-        return
-    words = msgspec.msgpack.decode(first, type=Words)
+def handler(setup: bytes) -> Handler:
+    """Return what checks the grammars of a vocabulary."""
+    words = msgspec.msgpack.decode(setup, type=Words)
     vocabulary = Vocabulary(words.tokens, words.special, words.ends, longest_first(words))
     libraries: dict[GrammarEngine, Library] = {}
-    write_frame(replies, READY)
-    while (data := read_frame(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        error = _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(replies, error.encode())
+    return lambda data: _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries).encode()
 
 
 def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEngine, Library]) -> str:
-    """Return the error of a grammar, empty if there is none."""
-    errors: list[str] = []
+    """Return the error of a grammar, empty if there is none. Whatever the compiler raises is one."""
+    error = "the grammar cannot be compiled"
 
     def check() -> None:
+        nonlocal error
         try:
             if grammar.engine not in libraries:
                 libraries[grammar.engine] = load_library(grammar.engine, vocabulary)
@@ -105,16 +76,18 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
                 raise GrammarError(matcher.error)
             if not bits.any():
                 raise GrammarError("no token sequence matches the grammar")
-        except GrammarError as error:
-            errors.append(str(error) or "the grammar cannot be compiled")
+        except GrammarError as raised:
+            error = str(raised) or error
+        else:
+            error = ""
 
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=check)
     thread.start()
     thread.join()
-    return errors[0] if errors else ""
+    return error
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        serve(float(sys.argv[1]))
+        serve(handler, float(sys.argv[1]), MEMORY_BYTES)

@@ -6,6 +6,7 @@ refusal is a RequestError that names the field.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
-from pagoda.common.engine.lora.adapter import Adapter
+from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
@@ -31,6 +32,7 @@ from pagoda.common.engine.structured_output.grammar import (
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
+from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS, MAX_SALT_CHARACTERS
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer
@@ -41,16 +43,14 @@ from pagoda.server.plugins import param_checks
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
+from pagoda.server.processing.queue_use import Load
+from pagoda.server.processing.template_renderer import TemplateRenderer
 
-MAX_COPIED: Final = 1 << 24
-"""Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
+LISTED_PER_TOKEN: Final = 65_536
+"""Biased, banned and allowed tokens that cost as much as a generated token, in each of its steps."""
 
-MAX_COPIED_BYTES: Final = 1 << 28
-"""Maximum bytes of the copies of a request's prompt_embeds, beyond the first."""
-
-
-MAX_CHARS: Final = 1 << 20
-"""Maximum characters of a grammar."""
+COMPARED_PER_TOKEN: Final = 1024
+"""Likewise tokens of banned words of several tokens, which are compared with the newest tokens."""
 
 _DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
@@ -113,6 +113,17 @@ class TextOptions:
         return max(1, max_tokens - reserved) if keep == -1 else keep
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """The caller's request that a prompt is of."""
+
+    owner: str = ""  # the key that sent it, or rather a digest; "": the server has no keys
+    group: str = ""  # the same for all its prompts; "": it has one
+    prompts: int = 1
+
+
+ALONE: Final = RequestOrigin()
+
 PLAIN: Final = TextOptions()
 """Special tokens as the tokenizer adds them, nothing truncated."""
 
@@ -166,6 +177,15 @@ class PreparedRequest:
     children: list[EngineRequest]
     arrival_time: float  # Unix seconds
     arrival: float  # monotonic seconds
+    lora_request: AdapterRequest | None = None  # as the caller of the Python API gave it, for outputs
+    trace_parent: Any = None  # an opentelemetry Context, with --otlp-traces-endpoint
+
+    @property
+    def load(self) -> Load:
+        """What the request uses of the queue."""
+        prompt, sequences = self.prompt, len(self.children)
+        encoded = 0 if prompt.encoder is None else len(prompt.encoder.token_ids)
+        return Load(sequences, sequences * (len(prompt.token_ids) + encoded))
 
 
 # Requests.
@@ -193,7 +213,10 @@ def with_text(prompt: PromptType, text: str | None) -> PromptType:
 
 
 class InputProcessor:
-    """Turns prompts and params into engine requests for one model, generating or pooling."""
+    """Turns prompts and params into engine requests for one model, generating or pooling.
+
+    `max_cost`: maximum `request_cost`; None: no limit.
+    """
 
     def __init__(
         self,
@@ -201,8 +224,10 @@ class InputProcessor:
         info: EngineInfo,
         tokenizer: Tokenizer | None,
         structured: StructuredOutputsConfig = _DEFAULT_STRUCTURED_OUTPUTS,
+        max_cost: int | None = None,
     ) -> None:
-        self._info = info
+        self.templates = TemplateRenderer()
+        self._info, self._max_cost = info, max_cost
         self._constraints = OutputConstraints(structured, tokenizer, info.answers.reasoning)
         self._tokenizer = tokenizer
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
@@ -260,11 +285,12 @@ class InputProcessor:
         text: TextOptions | None = None,
         arrival_time: float | None = None,
         adapter: Adapter | None = None,
+        origin: RequestOrigin = ALONE,
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, its params verified once. Raises RequestError.
 
         `text`: how to tokenise; None: as the params say. `arrival_time`: Unix seconds; None: now. `adapter`: the LoRA
-        adapter of the request, of generating models.
+        adapter of the request, of generating models. `origin`: the caller's request that the prompt is of.
         """
         now, arrival = time.time(), time.monotonic()
         if arrival_time is None:
@@ -282,7 +308,7 @@ class InputProcessor:
             ready = self.parse(prompt, text or TextOptions.of_sampling(params))
             self._check_prompt(ready)
             self._check_params(ready, params)
-            children = self._children(request_id, ready, params, priority, arrival, adapter)
+            children = self._children(request_id, ready, params, priority, arrival, adapter, origin)
         return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
 
     def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
@@ -338,6 +364,8 @@ class InputProcessor:
         salt, text = prompt.get("cache_salt"), prompt.get("prompt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError("cache_salt", "cache_salt must be a non-empty string")
+        if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
+            raise RequestError("cache_salt", f"cache_salt must have at most {MAX_SALT_CHARACTERS} characters")
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
         if prompt.get("prompt_embeds") is not None:
@@ -357,7 +385,12 @@ class InputProcessor:
         if template is not None:
             messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
             text = render_chat(
-                tokenizer, messages, template=template.source, add_generation_prompt=False, **template.keywords
+                tokenizer,
+                messages,
+                template=template.source,
+                renderer=self.templates.render,
+                add_generation_prompt=False,
+                **template.keywords,
             )
             return self._encoded(text, options, keep)
         if self.pooling.pairs == "concatenated":
@@ -435,6 +468,7 @@ class InputProcessor:
         priority: int,
         arrival: float,
         adapter: Adapter | None,
+        origin: RequestOrigin,
     ) -> list[EngineRequest]:
         max_tokens = self._info.limits.max_model_len - len(prompt.token_ids)
         max_tokens = max_tokens if self._max_output is None else min(max_tokens, self._max_output)
@@ -449,15 +483,20 @@ class InputProcessor:
             verify=False,
         )
         ends = eos | frozenset(params.stop_token_ids or ())
-        _check_copies(params.n, prompt, len(ends), rules)
-        embeds = prompt.embeds
+        if params.max_tokens is not None:
+            max_tokens = min(params.max_tokens, max_tokens)
+        embeds, encoder = prompt.embeds, prompt.encoder
+        token_ids = prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count
+        prompt_tokens = len(token_ids) + (0 if encoder is None else len(encoder.token_ids))
+        if self._max_cost is not None:
+            _check_cost(params.n * origin.prompts, prompt_tokens, max_tokens, rules, self._max_cost)
         ids = [request_id] if params.n == 1 else [f"{index}_{request_id}" for index in range(params.n)]
         return [
             EngineRequest(
                 request_id=child_id,
-                prompt_token_ids=prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count,
+                prompt_token_ids=token_ids,
                 rules=params.rules_of(index, rules),
-                max_tokens=max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens),
+                max_tokens=max_tokens,
                 stop_token_ids=ends,
                 eos_token_ids=frozenset() if params.ignore_eos else self._main_eos,
                 priority=priority,
@@ -467,8 +506,10 @@ class InputProcessor:
                 grammar=grammar,
                 thinking=thinking,
                 prompt_embeds=None if embeds is None else embeds.rows,
-                encoder_token_ids=None if prompt.encoder is None else prompt.encoder.token_ids,
+                encoder_token_ids=None if encoder is None else encoder.token_ids,
                 adapter=adapter,
+                owner=origin.owner,
+                group=origin.group or (request_id if params.n > 1 else ""),
             )
             for index, child_id in enumerate(ids)
         ]
@@ -535,19 +576,33 @@ def _check_encoder_count(limit: int, count: int) -> None:
         )
 
 
-def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> None:
-    tokens = len(prompt.token_ids) + ends + (0 if prompt.encoder is None else len(prompt.encoder.token_ids))
-    size = 0 if prompt.embeds is None else len(prompt.embeds.rows)
-    if (n - 1) * size > MAX_COPIED_BYTES:
-        raise RequestError(
-            "n", f"n {n} answers with {size} bytes of prompt_embeds each are above {MAX_COPIED_BYTES}; lower n"
-        )
-    lists = len(rules.allowed_token_ids or ()) + len(rules.logit_bias) + sum(map(len, rules.bad_words))
-    if n * (tokens + lists) > MAX_COPIED:
-        raise RequestError(
-            "n",
-            f"n {n} answers with {tokens + lists} tokens of prompt and lists each are above {MAX_COPIED}; lower n",
-        )
+def request_cost(sequences: int, prompt_tokens: int, max_tokens: int, rules: SamplingRules) -> int:
+    """Return the cost of a request in tokens. `sequences`: n x prompts, each with such a prompt."""
+    listed = len(rules.allowed_token_ids or ()) + len(rules.logit_bias) + len(rules.bad_words)
+    compared = sum(len(word) - 1 for word in rules.bad_words)
+    per_token = 1 + listed / LISTED_PER_TOKEN + compared / COMPARED_PER_TOKEN
+    return math.ceil(sequences * (prompt_tokens + max_tokens * per_token))
+
+
+def _check_cost(sequences: int, prompt_tokens: int, max_tokens: int, rules: SamplingRules, limit: int) -> None:
+    """Raise RequestError if a request costs more than `limit` tokens. It names the field that contributes most."""
+    cost = request_cost(sequences, prompt_tokens, max_tokens, rules)
+    if cost <= limit:
+        return
+    alone = request_cost(1, prompt_tokens, max_tokens, rules)
+    plain = request_cost(1, prompt_tokens, max_tokens, SamplingRules())
+    lists = {
+        "logit_bias": len(rules.logit_bias),
+        "allowed_token_ids": len(rules.allowed_token_ids or ()),
+        "bad_words": sum(map(len, rules.bad_words)),
+    }
+    field = max(lists, key=lists.__getitem__) if alone > 2 * plain else "n" if sequences > 1 else "max_tokens"
+    raise RequestError(
+        field,
+        f"the request costs up to {cost} tokens ({sequences} sequences of {prompt_tokens} prompt tokens and up to "
+        f"{max_tokens} generated ones, with what logit_bias, allowed_token_ids and bad_words add), above the limit of "
+        f"{limit} (--max-request-cost); lower {field}",
+    )
 
 
 # Tokenising: the text is cut, not the special tokens around it, except by `encode_kept`.
@@ -734,6 +789,6 @@ def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig,
         text = xgrammar_text(params)
     else:
         text = guidance_text(params, special)
-    if len(text) > MAX_CHARS:
-        raise refused(f"the grammar has {len(text)} characters; at most {MAX_CHARS} are allowed")
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise refused(f"the grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
     return Grammar(text, config.engine)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
 from pagoda.common.engine.messages import (
     EngineOutput,
+    EngineRequest,
     FinishedRequest,
     FinishedSequence,
     FirstToken,
@@ -40,37 +41,61 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
+from pagoda.server.processing.queue_use import NO_KEY, QueueUse
+
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import RequestTrace, Tracer
 
 _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
 
 
+class PendingLogprobs:
+    """The logprobs of a long prompt as the engine sent them. Converting them takes microseconds per candidate."""
+
+    def __init__(
+        self, entries: list[PositionLogprobs], position: Callable[[PositionLogprobs], LogprobsOnePosition]
+    ) -> None:
+        self._entries, self._position = entries, position
+
+    def convert(self) -> PromptLogprobs:
+        """Return them as callers read them."""
+        return [None, *map(self._position, self._entries)]
+
+
+LONG_PROMPT: Final = 256
+"""Positions from which the logprobs of a prompt are converted in a thread, where there is an event loop."""
+
+
 class OutputProcessor:
     """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence. What happens
-    to requests is added to `events`, for metrics.
+    to requests is added to `events`, for metrics; those that end are recorded by `tracer`. `pending`: where logprobs of
+    long prompts are put by request id, instead of being converted.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stream_interval: int = 1, events: RequestEvents | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+        events: RequestEvents | None = None,
+        pending: dict[str, PendingLogprobs] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._pending, self._tracer = pending, tracer
         self._tokenizer = tokenizer
         self._interval = stream_interval
         self._events = events
         self._requests: dict[str, RunningRequest] = {}
         self._sequences: dict[str, SequenceState] = {}  # by engine request id
         self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
+        self._pooled_again: set[str] = set()  # ids of those that an earlier engine did not finish
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._pooling
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._pooling)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return len(self._sequences) + len(self._pooling)
 
     @property
     def request_ids(self) -> list[str]:
@@ -106,6 +131,8 @@ class OutputProcessor:
                     ready.append(_pooling_output(prepared, output, output.pooled, now))
                     if self._events is not None:
                         _add_pooled(self._events, prepared, "stop", now, output)
+                    if self._tracer is not None:
+                        self._tracer.record(_pooling_trace(prepared, output, now))
                 continue
             request = sequence.request
             known = len(sequence.token_ids)
@@ -163,15 +190,41 @@ class OutputProcessor:
             self._sequences.pop(child_id, None)
         return children
 
-    def fail(self) -> None:
-        """Forget all requests: the engine is dead."""
-        now = time.monotonic()
-        for child_id, sequence in list(self._sequences.items()):
-            self._finish(child_id, sequence, "error")
-        for prepared in self._pooling.values():
-            if self._events is not None:
-                _add_pooled(self._events, prepared, "error", now)
-        self._pooling.clear()
+    def fail(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests that the engine cannot finish. Return the engine requests of their unfinished sequences."""
+        children: list[str] = []
+        for request_id in request_ids:
+            if (prepared := self._pooling.pop(request_id, None)) is not None:
+                children.append(request_id)
+                if self._events is not None:
+                    _add_pooled(self._events, prepared, "error", time.monotonic())
+            if (request := self._requests.get(request_id)) is not None:
+                unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+                for sequence in unfinished:
+                    child_id = request.prepared.children[sequence.index].request_id
+                    self._finish(child_id, sequence, "error")
+                    children.append(child_id)
+        return children
+
+    def lost(self) -> list[str]:
+        """Return the ids of the requests that another engine cannot run: a caller may have read something of them, or
+        they were run again before, and may be what ends engines.
+        """
+        generating = [request_id for request_id, each in self._requests.items() if each.is_sent or each.is_again]
+        return generating + [request_id for request_id in self._pooling if request_id in self._pooled_again]
+
+    def start_again(self) -> None:
+        """Forget what unfinished sequences generated; nothing of it was sent."""
+        self._pooled_again = set(self._pooling)
+        for child_id, sequence in self._sequences.items():
+            self._sequences[child_id] = sequence.request.start_again(sequence.index, self._tokenizer)
+
+    @property
+    def children(self) -> list[EngineRequest]:
+        """The engine requests of all unfinished sequences and pooling requests."""
+        sequences = self._sequences.values()
+        generating = [sequence.request.prepared.children[sequence.index] for sequence in sequences]
+        return generating + [prepared.children[0] for prepared in self._pooling.values()]
 
     def parent_of(self, child_id: str) -> str | None:
         """Return the id of the caller's request that an engine request belongs to; None if it is unknown."""
@@ -190,8 +243,11 @@ class OutputProcessor:
             return  # another sequence was first
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            position = request.sequences[0].position
-            request.prompt_logprobs = [None, *(position(entry) for entry in output.prompt_logprobs)]
+            pending = PendingLogprobs(output.prompt_logprobs, request.sequences[0].position)
+            if self._pending is not None and len(output.prompt_logprobs) > LONG_PROMPT:
+                self._pending[request.prepared.request_id] = pending
+            else:
+                request.prompt_logprobs = pending.convert()
 
     def _finish(self, child_id: str, sequence: SequenceState, reason: str) -> None:
         request = sequence.request
@@ -201,6 +257,8 @@ class OutputProcessor:
             _add_finished(self._events, sequence, reason)
         if not request.running:
             del self._requests[request.prepared.request_id]
+            if self._tracer is not None:
+                self._tracer.record(_generation_trace(request, reason))
 
 
 def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Pooled, now: float) -> RawPoolingOutput:
@@ -211,6 +269,53 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
         output.num_cached_tokens,
         scheduled_ts=output.scheduled,
         finished_ts=now,
+    )
+
+
+# What is reported to traces.
+
+
+def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
+    """Return the trace of a request whose last sequence ended for this reason."""
+    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+
+    prepared, metrics = request.prepared, request.metrics
+    params = prepared.params
+    assert isinstance(params, SamplingParams)
+    return RequestTrace(
+        request_id=prepared.request_id,
+        parent=prepared.trace_parent,
+        arrival_time=metrics.arrival_time,
+        arrival=metrics.arrival_ts,
+        queued=metrics.queued_ts,
+        scheduled=metrics.scheduled_ts,
+        first_token=metrics.first_token_ts,
+        last_token=metrics.last_token_ts,
+        prompt_tokens=_num_prompt_tokens(prepared),
+        completion_tokens=metrics.num_generation_tokens,
+        finish_reasons=tuple(each.finish_reason or reason for each in request.sequences),
+        n=len(request.sequences),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_tokens=prepared.children[0].max_tokens,
+    )
+
+
+def _pooling_trace(prepared: PreparedRequest, output: EngineOutput, now: float) -> RequestTrace:
+    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+
+    return RequestTrace(
+        request_id=prepared.request_id,
+        parent=prepared.trace_parent,
+        arrival_time=prepared.arrival_time,
+        arrival=prepared.arrival,
+        queued=prepared.arrival,
+        scheduled=output.scheduled,
+        first_token=now,
+        last_token=now,
+        prompt_tokens=_num_prompt_tokens(prepared),
+        completion_tokens=0,
+        finish_reasons=("stop",),
     )
 
 
@@ -313,7 +418,16 @@ def _num_prompt_tokens(prepared: PreparedRequest) -> int:
 class RunningRequest:
     """A caller's generation request and its n sequences."""
 
-    __slots__ = ("kind", "metrics", "num_cached_tokens", "prepared", "prompt_logprobs", "running", "sequences")
+    __slots__ = (
+        "is_again",
+        "kind",
+        "metrics",
+        "num_cached_tokens",
+        "prepared",
+        "prompt_logprobs",
+        "running",
+        "sequences",
+    )
 
     def __init__(
         self,
@@ -324,6 +438,7 @@ class RunningRequest:
     ) -> None:
         self.prepared = prepared
         self.kind = kind
+        self.is_again = False  # an earlier engine did not finish it
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.sequences = [SequenceState(self, params, index, tokenizer) for index in range(len(prepared.children))]
@@ -335,12 +450,28 @@ class RunningRequest:
         )
         self.running = len(self.sequences)
 
+    @property
+    def is_sent(self) -> bool:
+        """True if a caller may have read something of it."""
+        return self.kind is not _FINAL_ONLY and any(each.token_ids for each in self.sequences)
+
+    def start_again(self, index: int, tokenizer: Tokenizer | None) -> SequenceState:
+        """Replace a sequence by one without tokens, and return it."""
+        self.is_again = True
+        assert isinstance(self.prepared.params, SamplingParams)
+        sequence = self.sequences[index] = SequenceState(self, self.prepared.params, index, tokenizer)
+        self.metrics.answers[index] = sequence.metrics
+        return sequence
+
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """Return the output that the caller reads now, with these completions."""
         prompt, prompt_logprobs = self.prepared.prompt, self.prompt_logprobs
         encoder = prompt.encoder
         if self.kind is _DELTA:
             self.prompt_logprobs = None
+        if (lora_request := self.prepared.lora_request) is not None:
+            for completion in outputs:
+                completion.lora_request = lora_request
         return RequestOutput(
             request_id=self.prepared.request_id,
             prompt=prompt.text,
@@ -349,6 +480,7 @@ class RunningRequest:
             outputs=outputs,
             finished=not self.running,
             metrics=self.metrics,
+            lora_request=lora_request,
             encoder_prompt=None if encoder is None else encoder.text,
             encoder_prompt_token_ids=None if encoder is None else encoder.token_ids,
             num_cached_tokens=self.num_cached_tokens,
@@ -520,6 +652,8 @@ class RequestStream(Generic[OutputT]):
     def __init__(self, kind: RequestOutputKind) -> None:
         self._aggregates = kind is RequestOutputKind.DELTA
         self._pending: OutputT | None = None
+        self._logprobs: PendingLogprobs | None = None
+        self._converted: PromptLogprobs | None = None
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None  # waits for the next output
 
@@ -530,6 +664,10 @@ class RequestStream(Generic[OutputT]):
         else:
             self._pending = output
         self._wake()
+
+    def put_logprobs(self, pending: PendingLogprobs) -> None:
+        """Add the logprobs of the prompt to the next output, and to later ones unless they are deltas."""
+        self._logprobs = pending
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, after the pending output."""
@@ -544,7 +682,17 @@ class RequestStream(Generic[OutputT]):
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         output, self._pending = self._pending, None
+        if isinstance(output, RequestOutput) and (self._logprobs is not None or self._converted is not None):
+            await self._add_logprobs(output)
         return output
+
+    async def _add_logprobs(self, output: RequestOutput) -> None:
+        if self._logprobs is not None:
+            pending, self._logprobs = self._logprobs, None
+            self._converted = await asyncio.to_thread(pending.convert)
+        output.prompt_logprobs = self._converted
+        if self._aggregates:
+            self._converted = None
 
     def _wake(self) -> None:
         reader, self._reader = self._reader, None
@@ -555,9 +703,11 @@ class RequestStream(Generic[OutputT]):
 class AsyncRequests:
     """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int, tracer: Tracer | None = None) -> None:
         self.events = RequestEvents()
-        self._processor = OutputProcessor(tokenizer, stream_interval, self.events)
+        self.use = QueueUse()
+        self._logprobs: dict[str, PendingLogprobs] = {}
+        self._processor = OutputProcessor(tokenizer, stream_interval, self.events, self._logprobs, tracer)
         self._streams: dict[str, RequestStream[Any]] = {}
 
     def __len__(self) -> int:
@@ -568,14 +718,10 @@ class AsyncRequests:
         """Ids of all unfinished requests."""
         return list(self._streams)
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return self._processor.num_sequences
-
-    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
-        """Track a request and return its stream. Raises RequestError if its id is in use."""
+    def add(self, prepared: PreparedRequest, key: bytes = NO_KEY) -> RequestStream[Any]:
+        """Track a request and return its stream. `key`: its API key. Raises RequestError if its id is in use."""
         self._processor.add(prepared)
+        self.use.add(prepared.request_id, key, prepared.load)
         stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
         return stream
 
@@ -585,9 +731,12 @@ class AsyncRequests:
         for output in ready:
             stream = self._streams.get(output.request_id)
             if stream is not None:
+                if self._logprobs and (pending := self._logprobs.pop(output.request_id, None)) is not None:
+                    stream.put_logprobs(pending)
                 stream.put(output)
                 if output.finished:
                     del self._streams[output.request_id]
+                    self.use.remove([output.request_id])
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
@@ -606,6 +755,13 @@ class AsyncRequests:
                 stream.fail(AbortedError("the request was aborted before it finished"))
         return children
 
+    def fail(self, request_ids: Iterable[str], error: Exception) -> list[str]:
+        """End requests, whose streams fail with `error`. Return the engine requests to abort."""
+        ids = list(request_ids)
+        for stream in filter(None, map(self._streams.get, ids)):
+            stream.fail(error)
+        return self._end(ids)[1]
+
     def drop(self, request_id: str) -> list[str]:
         """Forget a request whose stream is no longer read. Return the engine requests to abort."""
         return self._end([request_id])[1]
@@ -616,20 +772,38 @@ class AsyncRequests:
         if request_id is None:
             return []
         stream = self._streams.pop(request_id, None)
+        self.use.remove([request_id])
         if stream is not None:
             stream.fail(error)
         return self._processor.drop(request_id)
 
-    def die(self, error: EngineDeadError) -> None:
-        """Fail all requests: the engine is dead."""
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(str(error)))
-        self._streams.clear()
-        self._processor.fail()
+    def fail_all(self, error: EngineDeadError) -> list[str]:
+        """Fail all requests. Return the engine requests to abort, should the engine continue."""
+        return self._fail(list(self._streams), error)
+
+    def fail_lost(self, error: EngineDeadError) -> None:
+        """Fail the requests that another engine cannot run; the others are to be run again, once (`children`)."""
+        self._fail(self._processor.lost(), error)
+        self._processor.start_again()
+
+    @property
+    def children(self) -> list[EngineRequest]:
+        """The engine requests of all unfinished sequences and pooling requests."""
+        return self._processor.children
+
+    def _fail(self, request_ids: Sequence[str], error: EngineDeadError) -> list[str]:
+        for request_id in request_ids:
+            self._logprobs.pop(request_id, None)
+            if (stream := self._streams.pop(request_id, None)) is not None:
+                stream.fail(type(error)(str(error)))
+        self.use.remove(request_ids)
+        return self._processor.fail(request_ids)
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Return their last outputs and the engine requests to abort."""
         ended = self._processor.abort(request_ids)
         for request_id in request_ids:
             self._streams.pop(request_id, None)
+            self._logprobs.pop(request_id, None)
+        self.use.remove(request_ids)
         return ended

@@ -12,6 +12,7 @@ from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.drafter_family import (
     DrafterFamily,
     drafter_of,
+    implied_method,
     language_drafter,
     mtp_drafter,
     read_speculators,
@@ -70,6 +71,8 @@ def resolve_drafter(
             own_config, quantization = _config_of(own)
             if (speculators := read_speculators(own_config)) is not None:
                 method, own_config, stated = speculators.method, speculators.config, speculators.num_tokens
+            elif method == "draft_model":
+                method = implied_method(own_config, own.names)
             if method == _MTP:
                 raise ModelError("method mtp reads the model's own checkpoint; drop model")
             found = _drafter_of(method, own_config, own.names, target)
@@ -113,13 +116,14 @@ def _drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], 
 
 def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
     """Raise ConfigError for what drafter models are not combined with."""
-    parallel = config.parallel
-    if parallel.data_parallel_size > 1 or parallel.tensor_parallel_size > 1 or parallel.nnodes > 1:
+    tensor, stated = config.parallel.tensor_parallel_size, settings.draft_tensor_parallel_size
+    if stated not in (None, tensor):
         raise ConfigError(
-            FLAG, f"method {settings.method} runs on one device; drop --tensor-parallel-size and --data-parallel-size"
+            FLAG,
+            f"draft_tensor_parallel_size is {stated}: a drafter is sharded as the model is; drop it",
         )
-    if (settings.draft_tensor_parallel_size or 1) > 1:
-        raise ConfigError(FLAG, "draft_tensor_parallel_size: a drafter runs on one device; drop it")
+    if settings.enforce_eager and not config.compilation.enforce_eager:
+        raise ConfigError(FLAG, "enforce_eager: a drafter runs as the model does; drop it, or use --enforce-eager")
     if settings.quantization is not None:
         raise ConfigError(FLAG, "quantization: a drafter's weights are read as its checkpoint has them; drop it")
     if config.model.enable_sleep_mode:

@@ -205,7 +205,7 @@ def resolve(
     if drafter is not None:
         limits = replace(limits, max_drafts=drafter.num_tokens, device_drafts=True)
         if family is not None and drafter.family.only:
-            family = replace(family, ignored=(*family.ignored, f"{drafter.family.only}*"))
+            family = replace(family, ignored=(*family.ignored, f"{drafter.family.only}*", *drafter.family.unread))
     hybrid = not config.scheduler.disable_hybrid_kv_cache_manager
     dtype, dtype_reason = _dtype(config.model.dtype, hf_config, backend, pooling=runner is not None)
     generation = read_generation(config.model, checkpoint, hf_config)
@@ -292,8 +292,6 @@ def _check_lora(config: EngineConfig, *, pooling: bool) -> None:
         raise ConfigError(
             "--enable-lora", "pooling models have no LoRA adapters; merge the adapter into the checkpoint"
         )
-    if lora.enable_lora and config.parallel.data_parallel_size > 1:
-        raise ConfigError("--enable-lora", "replicas have no LoRA adapters; use --data-parallel-size 1")
     if not lora.enable_lora and lora != LoRAConfig():
         logger.warning("--max-loras, --max-lora-rank and the other settings of LoRA: no effect without --enable-lora")
 
@@ -328,7 +326,7 @@ def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
         check_batch_invariant(backend)
     speculative = config.extension.speculative
     if speculative is not None and speculative.runs_on_device:
-        check_drafters(backend, speculative.method)
+        check_drafters(backend, speculative.method, config.parallel)
     structured = config.structured_outputs
     if structured.is_engine_explicit and not is_installed(structured.engine):
         raise ConfigError(

@@ -486,7 +486,8 @@ def _generation_core(
     """Return the step loop; `num_blocks`: of each copy of the model."""
     if copies == 1:
         return generation_core(backend, layout, limits, num_blocks, make_scheduler, structured, store)
-    return sharded_core(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler, structured)
+    shards = cast(ShardedBackend, backend)
+    return sharded_core(shards, layout, limits, num_blocks, copies, make_scheduler, structured, store)
 
 
 def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...]) -> Limits:

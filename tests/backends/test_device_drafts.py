@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
+import support.jax_devices
 from support.backend_options import make_options
 from support.naive_drafters import naive_guesses, random_drafter
 from support.reference_driver import random_weights, tiny_spec
@@ -16,7 +19,7 @@ from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
-from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import GUESSED, StepPlan, StepResult
@@ -33,8 +36,10 @@ from pagoda.common.models.drafters import (
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, ModelSpec
 
-BACKENDS = ["reference", "torch_cuda"]
+BACKENDS = ["reference", "torch_cuda", "jax_tpu"]
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=5, block_size=8)
+assert support.jax_devices.DEVICES > 1
+JAX_LIMITS = replace(LIMITS, max_num_batched_tokens=16)  # fewer step shapes
 SPEC = tiny_spec(window=6)
 NORM = Norm(1e-5)
 
@@ -119,10 +124,35 @@ def requests(names: Sequence[str]) -> list[EngineRequest]:
     ]
 
 
+@cache
+def loaded_jax(drafter: DrafterSpec, drafts: int) -> tuple[Any, KvLayout]:
+    """A backend for all engines with that drafter, so that programs are compiled once; only those that are used."""
+    limits = replace(JAX_LIMITS, max_drafts=drafts, device_drafts=True)
+    layout = kv_layout(SPEC, limits.block_size, drafter=drafter.caches)
+    backend = load_backend("jax_tpu").create(make_options(SPEC, limits=limits, layout=layout, drafter=drafter))
+    weights = dict(random_weights(SPEC))
+    own = weights if drafter == LanguageDrafter(SPEC) else random_drafter(drafter)
+    backend.load(weights.items())
+    backend.load_drafter(own.items())
+    backend.init_cache((80,) * len(layout.pools))
+    return backend, layout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_backends() -> Iterator[None]:
+    yield
+    loaded_jax.cache_clear()
+
+
 def make_core(
     backend_name: str, drafter: DrafterSpec | None, own=None, spec: ModelSpec = SPEC, blocks: int = 80, **settings
 ) -> EngineCore:
-    drafts = settings.pop("max_drafts", 3) if drafter is not None else 0
+    drafts = 0 if drafter is None else 3
+    if backend_name == "jax_tpu":
+        assert drafter is not None
+        backend, layout = loaded_jax(drafter, drafts)
+        limits = replace(JAX_LIMITS, max_drafts=drafts, device_drafts=True, **settings)
+        return generation_core(backend, layout, limits, (blocks,) * len(layout.pools))
     limits = replace(LIMITS, max_drafts=drafts, device_drafts=drafter is not None, **settings)
     layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
     device = {"device": CPU} if backend_name == "torch_cuda" else {}
@@ -209,7 +239,7 @@ def test_outputs_are_those_without_drafts_and_guesses_as_defined(backend: str, n
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_target_guesses_for_itself_and_all_drafts_are_right(backend: str):
     weights = dict(random_weights(SPEC))
-    ran = run(make_core(backend, LanguageDrafter(SPEC), weights, max_drafts=4), ["greedy"])
+    ran = run(make_core(backend, LanguageDrafter(SPEC), weights), ["greedy"])
     assert ran.accepted == ran.drafted > 10
 
 
@@ -217,7 +247,7 @@ def test_the_target_guesses_for_itself_and_all_drafts_are_right(backend: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_preempted_requests_keep_their_outputs(backend: str, kind: str, plain: Run):
     groups = len(kv_layout(SPEC, LIMITS.block_size, drafter=DRAFTERS[kind].caches).groups)
-    ran = run(make_core(backend, DRAFTERS[kind], blocks=9 * groups, max_drafts=4))
+    ran = run(make_core(backend, DRAFTERS[kind], blocks=9 * groups))
     assert ran.preemptions > 0
     assert ran.short > 0
     assert ran.tokens == plain.tokens

@@ -18,9 +18,9 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import allowed_bits
 from pagoda.common.engine.step import StepPlan, TokenMasks
 
 SPEC = tiny_spec(window=6)

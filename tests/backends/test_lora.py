@@ -11,11 +11,26 @@ from support.adapted_models import logprobs_of, merged, random_adapter, run, wei
 from support.reference_driver import Driver, tiny_spec
 
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    ShortConvolution,
+)
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec, Moe
-from pagoda.common.weights.lora.weights import LoraOptions
+from pagoda.common.weights.lora.weights import LoraOptions, adaptable
+from pagoda.common.weights.quantization.on_the_fly import quantize
+from pagoda.common.weights.quantization.tensors import Int8
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+ALL_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch_cuda", "jax_tpu"])
 TOLERANCE = {"rtol": 0, "atol": 3e-5}
 SLOTS, RANK = 9, 16
 PROMPTS = {row: [(7 * row + 3 * at) % 96 for at in range(1 + row * 2 % 7)] for row in range(SLOTS + 1)}
@@ -37,14 +52,34 @@ def interleaved() -> ModelSpec:
 
 
 def shared_expert() -> ModelSpec:
-    """A mixture with a shared expert: attention, the shared expert and what is around the layers are adapted."""
+    """A mixture with a shared expert: both it and the routed ones are adapted."""
     spec = tiny_spec(moe=True)
     ffn = spec.layers[0].ffn
     assert isinstance(ffn, Moe)
     return replace(spec, layers=tuple(replace(each, ffn=replace(ffn, shared=ffn.expert)) for each in spec.layers))
 
 
+def with_mixers(*mixers: Mixer) -> ModelSpec:
+    spec = tiny_spec()
+    return replace(spec, layers=tuple(replace(spec.layers[0], mixers=(mixer,)) for mixer in mixers))
+
+
 SPECS = {"dense": tiny_spec(window=3), "tied": tied(), "interleaved": interleaved(), "mixture": shared_expert()}
+RMS = Norm(1e-6)
+LATENT = LatentAttention(4, 12, 20, 12, 6, 0.3, Rope(1e4, 8), RMS, gate_per_head=True)
+DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, norm=RMS)
+KIMI = KimiDelta(heads=4, head_dim=8, taps=4, norm=RMS, rank=6)
+LIGHTNING = LightningAttention(head_dim=8, scale=0.3, slopes=(0.5, 0.25, 0.125, 0.0625), norm=RMS, groups=2)
+MIXERS: dict[str, tuple[Mixer, ...]] = {
+    "latents": (LATENT, replace(LATENT, query_rank=None, gate_per_head=False)),
+    "delta rules": (DELTA, KIMI, replace(KIMI, rank=None)),
+    "state spaces": (
+        Mamba2(heads=4, head_dim=6, groups=2, state_dim=8, taps=4, norm=RMS),
+        Mamba(channels=24, state_dim=8, step_rank=3, taps=4, part_norm=RMS),
+    ),
+    "other recurrences": (LIGHTNING, ShortConvolution(channels=24, taps=3)),
+}
+SPECS |= {name: with_mixers(*mixers) for name, mixers in MIXERS.items()}
 
 
 def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, **make) -> Driver:
@@ -68,6 +103,7 @@ def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) 
     spec = SPECS[name]
     driver = make_driver(spec, backend)
     matrices = driver.backend.adaptable()
+    assert matrices.keys() == adaptable(spec).keys()
     only = [("",), ("q", "v"), ("",), ("o", "down"), ("embed",), ("head",), ("",), ("gate", "up", "k"), ("",)]
     adapters = [random_adapter(matrices, [16, 8, 1][slot % 3], slot, only[slot]) for slot in range(SLOTS)]
     for slot, adapter in enumerate(adapters):
@@ -85,15 +121,22 @@ def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) 
     assert np.abs(plain - together[0][1]).max() > 0.1, "the adapter changes something"
 
 
-def test_adapters_of_quantised_weights() -> None:
+@ALL_BACKENDS
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_adapters_of_quantised_weights(backend: str, name: str) -> None:
     """The weights are integers times a power of two, the largest of each row 127, which 8 bits hold exactly."""
-    spec, exact = SPECS["dense"], []
-    for name, values in weights_of(spec):
+    spec, exact, stored = SPECS[name], [], []
+    for parameter, values in weights_of(spec):
         numbers = np.clip(np.round(values * 128), -127, 127)
-        if numbers.ndim == 2:
-            numbers[:, 0] = 127
-        exact.append((name, (numbers / 512).astype(np.float32)))
-    driver = make_driver(spec, "torch_cuda", quantization="int8_per_channel_weight_only", given=exact)
+        if numbers.ndim > 1:
+            numbers[..., 0] = 127
+        exact.append((parameter, (numbers / 512).astype(np.float32)))
+        packs = numbers.ndim > 1 and parameter.startswith("layers.") and not parameter.endswith("router")
+        stored.append((parameter, quantize(exact[-1][1], Int8("channel")) if packs else exact[-1][1]))
+    if backend == "reference":  # quantised by its checkpoint, not at load
+        driver = make_driver(spec, backend, given=stored)
+    else:
+        driver = make_driver(spec, backend, quantization="int8_per_channel_weight_only", given=exact)
     adapter = random_adapter(driver.backend.adaptable(), 16, 0)
     driver.backend.load_adapter(2, adapter)
     found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 2})
@@ -155,11 +198,12 @@ class Interpreted(Device):
         return True
 
 
-def test_steps_through_the_interpreted_kernels() -> None:
+@pytest.mark.parametrize("name", ["tied", "mixture"])
+def test_steps_through_the_interpreted_kernels(name: str) -> None:
     """Tensors of real steps are as the kernels want them."""
     import support.triton_interpreter  # noqa: F401
 
-    spec = replace(SPECS["tied"], layers=SPECS["tied"].layers[:1])
+    spec = replace(SPECS[name], layers=SPECS[name].layers[:1])
     driver = make_driver(spec, "torch_cuda", slots=2, device=Interpreted(CPU.torch, CPU.chip, "interpreter"))
     matrices = driver.backend.adaptable()
     adapters = [random_adapter(matrices, 16, 0), random_adapter(matrices, 8, 1, ("q", "down", "head"))]

@@ -3,7 +3,6 @@ import pytest
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (
-    MAX_IDS,
     NOT_YET,
     RepetitionDetectionParams,
     RequestOutputKind,
@@ -123,7 +122,7 @@ def test_every_honoured_field_has_an_effect(name):
         ("detokenize", "yes"), ("skip_special_tokens", 0), ("output_kind", 1),
         ("logit_bias", {"a": 1.0}), ("logit_bias", {1: float("nan")}), ("logit_bias", {1: 100.5}),
         ("logit_bias", {-1: 1.0}), ("logit_bias", [1]), ("logit_bias", {1: None}),
-        ("allowed_token_ids", []), ("allowed_token_ids", [-3]), ("allowed_token_ids", [0] * (MAX_IDS + 1)),
+        ("allowed_token_ids", []), ("allowed_token_ids", [-3]), ("allowed_token_ids", [0] * (2**20 + 1)),
         ("bad_words", [""]), ("bad_words", [3]),
         ("logprob_token_ids", [-1]), ("logprob_token_ids", [1] * 300), ("stream_interval", 0), ("stream_interval", 1.5),
         ("repetition_detection", {}), ("repetition_detection", RepetitionDetectionParams(2, 0, 1)),

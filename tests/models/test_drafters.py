@@ -27,6 +27,10 @@ CASES = {
     "grouped heads": tiny.Tiny(
         "glm4-moe-mtp", "Glm4MoeForCausalLM", {**tiny.ROUTED, "attention_bias": True, "head_dim": 16, **ONE}
     ),
+    "indexer": tiny.Tiny("deepseek32-mtp", "DeepseekV32ForCausalLM", ONE, tiny.SPARSE_LATENT),
+    "first of two": tiny.Tiny(
+        "deepseek3-mtp-two", "DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 2}, tiny.LATENT
+    ),
     "hidden state first": next(case for case in tiny.TINY if case.name == "mimo"),
 }
 INPUTS = {
@@ -98,6 +102,8 @@ def add_layer(folder: Path, oracle: Path, *, listed: bool) -> tuple[Tensor, ...]
     if not listed:
         added[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         added[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if config["num_nextn_predict_layers"] == 2:
+        added |= {f"model.layers.{last + 2}.{name}": torch.zeros_like(value) for name, value in layer.items()}
     save_file({**tensors, **added}, folder / "model.safetensors")
     inputs = tuple(layer.pop(f"{name}.weight") for name in INPUTS[listed])
     oracle.mkdir()
@@ -106,8 +112,9 @@ def add_layer(folder: Path, oracle: Path, *, listed: bool) -> tuple[Tensor, ...]
     config["num_hidden_layers"] += 1
     if config.get("first_k_dense_replace") == last + 1:
         config["first_k_dense_replace"] += 1
-    if "layer_types" in config:
-        config["layer_types"].append(config["layer_types"][-1])
+    for types in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if types in config:
+            config[types].append(config[types][-1])
     (oracle / "config.json").write_text(json.dumps(config))
     return inputs
 

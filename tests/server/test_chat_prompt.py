@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParam
 from pagoda.server import chat_prompt
 from pagoda.server.chat_prompt import ChatPrompt, Conversation, NamedTool, prepare
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
+from pagoda.server.processing import template_renderer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
@@ -102,13 +104,15 @@ def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None
 
 
 @pytest.mark.parametrize("long", ["content", "tool_calls", "tools", "documents", "keywords"])
-def test_long_conversations_are_rendered_in_a_thread(
+def test_long_conversations_are_rendered_among_long_ones_and_tokenised_in_a_thread(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lanes: list[str] = []
     threads: list[threading.Thread] = []
-    render = chat_prompt._render_now
+    render, encode = chat_prompt._render_now, chat_prompt.encode_kept
+    monkeypatch.setattr(chat_prompt, "_render_now", lambda *args: lanes.append(args[-1]) or render(*args))
     monkeypatch.setattr(
-        chat_prompt, "_render_now", lambda *args: threads.append(threading.current_thread()) or render(*args)
+        chat_prompt, "encode_kept", lambda *args: threads.append(threading.current_thread()) or encode(*args)
     )
     monkeypatch.setattr(chat_prompt, "LONG_CONVERSATION", 400)
     loop = server.call(_this_thread())
@@ -128,7 +132,36 @@ def test_long_conversations_are_rendered_in_a_thread(
     ):
         with suppress(RequestError):  # this template shows no documents
             server.call(prepare(server.state, conversation, SamplingParams()))
-    assert [thread is loop for thread in threads] == [False, True]
+    assert lanes == ["long", "short"]
+    assert threads[-1] is loop
+    assert long != "content" or threads[0] is not loop
+
+
+BOMB = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ RESULT }}"
+BOMBS = {
+    "tojson": {"chat_template": BOMB.replace("RESULT", "n.x | tojson")},
+    "string": {"chat_template": BOMB.replace("RESULT", "[n.x, 1] | string")},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_bomb_leaves_health_and_other_chats_alone(name: str) -> None:
+    with live_server(trust_request_chat_template=True, chat_template="{{ messages[0].content }}") as server:
+        server.state.engine.templates._program = (*template_renderer.PROGRAM, "1.5")
+        body = {"messages": [SHORT], "max_tokens": 2}
+        answers: list[tuple[int, Any]] = []
+        bomb = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body | BOMBS[name])))
+        bomb.start()
+        slowest = 0.0
+        while bomb.is_alive():
+            began = time.monotonic()
+            assert server.get("/health")[0] == 200
+            assert server.post("/v1/chat/completions", body)[0] == 200
+            slowest = max(slowest, time.monotonic() - began)
+        ((status, answer),) = answers
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert slowest < 1.5  # a rendering in this process would have held it as long as the bomb takes
+        assert server.post("/v1/chat/completions", body | {"chat_template": "x"})[0] == 200
 
 
 SHORT = {"role": "user", "content": "a"}

@@ -2,128 +2,26 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.tiny_folder import CONFIG, tensors, write_model
+from support.drafter_folders import DRAFTERS, METHODS, eagle, medusa, mlp_speculator, speculators
+from support.tiny_folder import write_model
 
-from pagoda import LLM, SamplingParams
+from pagoda import LLM, EngineArgs, SamplingParams
 from pagoda.backends.registry import check_drafters
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.drafter_family import implied_method
+from pagoda.server.settings.drafter import open_drafter
 
 PROMPTS = ["The capital of", "abababab", "x"]
 SETTINGS: dict[str, Any] = {"backend": "reference", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
 SETTINGS |= {"kv_cache_memory_bytes": 1 << 24, "enforce_eager": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def save(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def random_of(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndarray]:
-    noise = np.random.default_rng(seed)
-    return {
-        name: noise.normal(scale=shape[-1] ** -0.5, size=shape).astype(np.float32) for name, shape in shapes.items()
-    }
-
-
-WIDTH, VOCAB = CONFIG["hidden_size"], CONFIG["vocab_size"]
-LAYER = {name.removeprefix("model."): value for name, value in tensors({**CONFIG, "num_hidden_layers": 1}).items()}
-
-
-def eagle(folder: Path, **config: Any) -> Path:
-    weights = {name: value for name, value in LAYER.items() if name.startswith("layers.")}
-    del weights["layers.0.input_layernorm.weight"]
-    weights |= random_of({"fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)})
-    return save(folder, {**CONFIG, "num_hidden_layers": 1, **config}, weights)
-
-
-def eagle3_weights(attention: str) -> dict[str, np.ndarray]:
-    weights = {
-        name.replace("layers.0.", attention): value for name, value in LAYER.items() if name.startswith("layers.")
-    }
-    wide = {
-        name: (value.shape[0], 2 * WIDTH)
-        for name, value in weights.items()
-        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
-    }
-    weights |= random_of({**wide, "fc.weight": (WIDTH, 3 * WIDTH), "lm_head.weight": (100, WIDTH)})
-    norms = {f"{attention}hidden_norm.weight", "norm.weight"}
-    weights |= {name: np.ones(WIDTH, np.float32) for name in norms}
-    known = np.zeros(VOCAB, np.bool_)
-    known[2:202:2] = True
-    return weights | {"d2t": np.arange(2, 102), "t2d": known}
-
-
-def eagle3(folder: Path, **config: Any) -> Path:
-    whole = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 100, "architectures": ["LlamaForCausalLMEagle3"]}
-    whole |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, **config}
-    return save(folder, whole, eagle3_weights("midlayer."))
-
-
-def speculators(folder: Path, **config: Any) -> Path:
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 2}
-    whole = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": {**CONFIG, "num_hidden_layers": 1},
-        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [proposal]},
-        "draft_vocab_size": 100,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
-        **config,
-    }
-    return save(folder, whole, eagle3_weights("layers.0."))
-
-
-def medusa(folder: Path, **config: Any) -> Path:
-    whole = {"model_type": "medusa", "hidden_size": WIDTH, "vocab_size": VOCAB, "num_heads": 3, "num_hidden_layers": 2}
-    shapes: dict[str, tuple[int, ...]] = {f"lm_heads.{head}.weight": (VOCAB, WIDTH) for head in range(3)}
-    for head in range(3):
-        for layer in range(2):
-            name = f"blocks.{head}.layers.{layer}"
-            shapes |= {f"{name}.weight": (WIDTH, WIDTH), f"{name}.bias": (WIDTH,)}
-    return save(folder, {**whole, **config}, random_of(shapes))
-
-
-def first_medusa(folder: Path, **config: Any) -> Path:
-    whole = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}
-    shapes: dict[str, tuple[int, ...]] = {f"{head}.1.weight": (VOCAB, WIDTH) for head in range(3)}
-    for head in range(3):
-        shapes |= {f"{head}.0.linear.weight": (WIDTH, WIDTH), f"{head}.0.linear.bias": (WIDTH,)}
-    return save(folder, {**whole, **config}, random_of(shapes))
-
-
-def mlp_speculator(folder: Path, **config: Any) -> Path:
-    whole = {"model_type": "mlp_speculator", "emb_dim": WIDTH, "inner_dim": 24, "vocab_size": VOCAB, "n_predict": 3}
-    whole |= {"tie_weights": True, "scale_input": True, "top_k_tokens_per_head": [5, 3, 2], "n_candidates": 5}
-    shapes: dict[str, tuple[int, ...]] = {"speculator.proj.0.weight": (24, WIDTH)}
-    for stage in range(3):
-        name = "speculator.{}." + f"{stage}.weight"
-        shapes |= {name.format("emb"): (VOCAB, 24), name.format("head"): (VOCAB, 24), name.format("ln"): (24,)}
-        shapes |= {f"speculator.ln.{stage}.bias": (24,)}
-        if stage:
-            shapes[name.format("proj")] = (24, 24)
-    return save(folder, {**whole, **config}, random_of(shapes))
-
-
-DRAFTERS = {
-    "draft_model": lambda folder: write_model(folder, seed=0),
-    "eagle": eagle,
-    "eagle3": eagle3,
-    "speculators": speculators,
-    "medusa": medusa,
-    "first medusa": first_medusa,
-    "mlp_speculator": mlp_speculator,
-}
-METHODS = {"speculators": "draft_model", "first medusa": "medusa"}
 
 
 def outputs(llm: LLM) -> list[list[int]]:
@@ -149,6 +47,19 @@ def test_outputs_are_those_without_a_drafter(kind: str, target: Path, plain: lis
     assert outputs(llm) == plain
 
 
+@pytest.mark.parametrize("kind", sorted(DRAFTERS.keys() - {"speculators"}))
+def test_a_checkpoint_given_without_a_method_implies_it(kind: str, target: Path, tmp_path: Path):
+    settings = {"model": str(DRAFTERS[kind](tmp_path / kind)), "num_speculative_tokens": 2}
+    config = EngineArgs(str(target), speculative_config=settings, **SETTINGS).create_engine_config()
+    checkpoint = open_drafter(config, config.extension.speculative)
+    assert implied_method(checkpoint.config(), checkpoint.names) == METHODS.get(kind, kind)
+
+
+def test_a_drafter_needs_no_method(target: Path, plain: list[list[int]], tmp_path: Path):
+    llm = LLM(model=str(target), speculative_config={"model": str(mlp_speculator(tmp_path))}, **SETTINGS)
+    assert outputs(llm) == plain
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "vocabulary": ("draft_model", {"vocab_size": 300}, {}, ConfigError, "has 300 tokens, the model's 257"),
     "width": ("eagle", {"hidden_size": 64}, {}, ConfigError, "hidden_size is 64, but the model's is 32"),
@@ -158,7 +69,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
     "key of the format": ("speculators", {"fuses": 1}, {}, ConfigError, "key fuses is unknown"),
     "too many": ("medusa", {}, {"num_speculative_tokens": 4}, ConfigError, "the drafter guesses 3 tokens"),
     "number": ("eagle", {}, {"num_speculative_tokens": None}, ConfigError, "needs num_speculative_tokens"),
-    "ranks": ("medusa", {}, {"draft_tensor_parallel_size": 2}, ConfigError, "a drafter runs on one device"),
+    "ranks": (
+        "medusa",
+        {},
+        {"draft_tensor_parallel_size": 2},
+        ConfigError,
+        "is sharded as the model is",
+    ),
     "quantisation": ("medusa", {}, {"quantization": "fp8"}, ConfigError, "as its checkpoint has them"),
 }
 
@@ -183,6 +100,12 @@ def test_a_drafter_without_a_tensor_is_refused(target: Path, tmp_path: Path):
         LLM(model=str(target), speculative_config=settings, **SETTINGS)
 
 
+def test_an_eager_drafter_of_a_model_that_is_not_is_refused(target: Path, tmp_path: Path):
+    settings = {"method": "medusa", "model": str(medusa(tmp_path)), "enforce_eager": True}
+    with pytest.raises(ConfigError, match="enforce_eager: a drafter runs as the model does; drop it, or use --enforce"):
+        LLM(model=str(target), speculative_config=settings, **SETTINGS | {"enforce_eager": False})
+
+
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"enable_prompt_embeds": True}])
 def test_settings_without_drafter_models_are_refused(changes: dict[str, Any], target: Path, tmp_path: Path):
     settings = {"method": "medusa", "model": str(medusa(tmp_path))}
@@ -191,8 +114,22 @@ def test_settings_without_drafter_models_are_refused(changes: dict[str, Any], ta
 
 
 def test_backends_without_drafter_models_refuse_them_by_name():
-    with pytest.raises(ConfigError, match=r"method eagle: jax_tpu runs no drafter models; use --backend torch_cuda"):
-        check_drafters("jax_tpu", "eagle")
+    with pytest.raises(ConfigError, match=r"method eagle: simulated runs no drafter models; use --backend jax_tpu or"):
+        check_drafters("simulated", "eagle", ParallelConfig())
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "named"),
+    [
+        ("torch_cuda", {"tensor_parallel_size": 2}, "torch_cuda runs drafters on one device; drop --tensor-parallel"),
+        ("reference", {"data_parallel_size": 2}, "reference runs drafters on one device; drop --data-parallel-size"),
+        ("jax_tpu", {"nnodes": 2}, "jax_tpu runs drafters on one host; drop --nnodes"),
+        ("jax_tpu", {"tensor_parallel_size": 2, "data_parallel_size": 2}, None),
+    ],
+)
+def test_devices_of_a_drafter(backend: str, sizes: dict[str, int], named: str | None):
+    with nullcontext() if named is None else pytest.raises(ConfigError, match=named):
+        check_drafters(backend, "eagle", ParallelConfig(**sizes))
 
 
 def test_the_speculators_format_states_the_number_of_drafts(target: Path, tmp_path: Path):

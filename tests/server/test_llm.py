@@ -227,6 +227,16 @@ def test_chat_renders_the_models_template(llm: LLM) -> None:
     assert caught.value.field == "tools[0].function"
 
 
+def test_chat_refuses_a_template_without_an_end(llm: LLM) -> None:
+    doubled = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="chat template needs") as caught:
+        llm.chat(messages, chat_template=doubled + "{{ n.x | string }}")
+    assert caught.value.field == "messages"
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.prompt == "user: hi;assistant:"
+
+
 def test_chat_shows_tools_to_the_model(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2)
     conversation = [{"role": "user", "content": "hi"}]

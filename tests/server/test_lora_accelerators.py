@@ -13,7 +13,7 @@ from lora_fixtures import CASES, FOLDER, SMALL, base_model
 from support.adapters import llama_modules, write_adapter
 
 from pagoda import LLM, SamplingParams
-from pagoda.common.errors import ConfigError
+from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.vllm_compat.request_types import LoRARequest
 
 MODULES = llama_modules(32, 48, 4, 2, 2)
@@ -101,21 +101,50 @@ def test_adapters_take_turns_in_two_slots(engine: MakeEngine, backend: str, tmp_
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
 
 
-def test_ranks_share_adapters(engine: MakeEngine, tmp_path: Path) -> None:
-    """Two ranks, each with its part of the matrices, give the logits of one."""
-    base_model(CASES["embeddings"]).save_pretrained(tmp_path / "base")
-    saved = json.loads((FOLDER / "embeddings" / "logits.json").read_text())
-    llm = engine(tmp_path / "base", backend="torch_cuda", tensor_parallel_size=2)
-    request = LoRARequest("embeddings", 1, str(FOLDER / "embeddings"))
-    (output,) = llm.generate({"prompt_token_ids": saved["prompt"]}, EVERYTHING, use_tqdm=False, lora_request=request)
+def test_replicas_share_the_slots(engine: MakeEngine, tmp_path: Path) -> None:
+    """Two copies of the model, with three slots for both and six adapters: each answer is that of the adapter alone."""
+    base_model(CASES["all_linear"]).save_pretrained(tmp_path / "base")
+    adapters = [
+        LoRARequest(f"a{seed}", seed + 1, str(write_adapter(tmp_path / str(seed), MODULES, rank=1 + seed, seed=seed)))
+        for seed in range(6)
+    ]
+    params = SamplingParams(max_tokens=6, temperature=0, detokenize=False, ignore_eos=True)
+    chosen = [adapters[index % 6] if index % 4 else None for index in range(24)]
+    prompts = [{"prompt_token_ids": [1 + index % 5, *range(3, 9)]} for index in range(24)]
+    replicas = engine(tmp_path / "base", backend="jax_tpu", data_parallel_size=2, max_num_seqs=2)
+    together = replicas.generate(prompts, params, use_tqdm=False, lora_request=chosen)
+    assert replicas.llm_engine.stats.recompiles == 0
+    assert len(replicas.llm_engine.stats.replicas) == 2
+    single = engine(tmp_path / "base", backend="reference", max_loras=1, max_num_seqs=1)
+    for prompt, request, output in zip(prompts, chosen, together):
+        (alone,) = single.generate(prompt, params, use_tqdm=False, lora_request=request)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
+    bad = LoRARequest("none", 9, str(tmp_path / "none"))
+    with pytest.raises(RequestError, match="no such folder"):
+        replicas.generate(prompts[0], params, use_tqdm=False, lora_request=bad)
+    assert replicas.generate(prompts[0], params, use_tqdm=False)[0].finished
+
+
+@pytest.mark.setting("--fully-sharded-loras")
+@pytest.mark.parametrize("fully", [False, True])
+@pytest.mark.parametrize("name", ["embeddings", "experts"])
+@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+def test_ranks_share_adapters(engine: MakeEngine, backend: str, name: str, fully: bool, tmp_path: Path) -> None:
+    """Two ranks, each with its part of the matrices, give the logits of one, beside a sequence without an adapter."""
+    base_model(CASES[name]).save_pretrained(tmp_path / "base")
+    saved = json.loads((FOLDER / name / "logits.json").read_text())
+    sizes = {"tensor_parallel_size": 2, "max_lora_rank": 32, "max_num_batched_tokens": 16}
+    llm = engine(tmp_path / "base", backend=backend, fully_sharded_loras=fully, **sizes)
+    requests = [None, LoRARequest(name, 1, str(FOLDER / name))]
+    prompts = [{"prompt_token_ids": saved["prompt"]}] * 2
+    plain, output = llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
     np.testing.assert_allclose(logits(output), np.array(saved["logits"]), atol=3e-5)
+    assert np.abs(logits(plain) - np.array(saved["logits"])).max() > 0.1
 
 
 @pytest.mark.parametrize(
     ("backend", "settings", "words"),
     [
-        ("torch_cuda", {"fully_sharded_loras": True}, "--fully-sharded-loras: torch_cuda shards B of"),
-        ("jax_tpu", {"fully_sharded_loras": True}, "--fully-sharded-loras: jax_tpu shards B of"),
         ("jax_tpu", {"lora_dtype": "float16"}, "--lora-dtype: jax_tpu does not support float16"),
         ("jax_tpu", {"batch_invariant": True}, "--batch-invariant: jax_tpu has other programs for adapters"),
     ],

@@ -107,6 +107,21 @@ def test_adapters_take_turns_in_two_slots(folders: dict[str, Path], adapters: li
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids, request
 
 
+def test_outputs_name_the_callers_request(folders: dict[str, Path], adapters: list[LoRARequest]) -> None:
+    llm = engine(folders["all_linear"])
+    prompts = [{"prompt_token_ids": [1, 2, 3]}] * 2
+    first, second = llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=[adapters[0], None])
+    assert first.lora_request is adapters[0]
+    assert first.outputs[0].lora_request is adapters[0]
+    assert second.lora_request is None
+    assert second.outputs[0].lora_request is None
+    llm.llm_engine.add_request("x", prompts[0], EVERYTHING, lora_request=adapters[1])
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+    assert {output.lora_request for output in outputs} == {adapters[1]}
+
+
 def test_a_new_version_is_read_in_place(folders: dict[str, Path], tmp_path: Path) -> None:
     """Its prefixes are not those of the version before."""
     llm = engine(folders["all_linear"])

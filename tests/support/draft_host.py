@@ -8,8 +8,8 @@ import numpy as np
 from support.reference_driver import Driver
 from support.scripted_masks import allowed
 
+from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import allowed_bits
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenMasks
 
 HISTORY = 3

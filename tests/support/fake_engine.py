@@ -134,4 +134,4 @@ PROGRAM = (sys.executable, "-P", __file__)
 if __name__ == "__main__":
     from pagoda.server.core_client import engine
 
-    os._exit(engine.serve(sys.argv[1], build))
+    os._exit(engine.serve(sys.argv[1], build, int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -104,6 +104,16 @@ class LiveServer:
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
         return self.request("GET", path, None, headers)
+
+    def sent(self, path: str, body: Any, headers: Mapping[str, str]) -> socket.socket:
+        """A connection on which a body was posted and nothing was read."""
+        text = json.dumps(body).encode()
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}content-length: {len(text)}\r\n\r\n".encode() + text
+        )
+        return connection
 
     def raw(self, method: str, path: str, body: Any) -> socket.socket:
         """A connection on which a request was sent and nothing was read."""

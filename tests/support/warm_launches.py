@@ -21,15 +21,17 @@ SERVED = 60
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 400, "max_num_seqs": 70, "block_size": 16}
 
 
-def compiled(name: str, quantization: str | None = None, **limits: int) -> tuple[list[str], list[str]]:
+def compiled(
+    name: str, quantization: str | None = None, drafter: str | None = None, **limits: int
+) -> tuple[list[str], list[str]]:
     """(kernels compiled until the engine is warm, those compiled while it serves) for a model of `models`.
 
     `quantization`: a value of --quantization, or of matrices as checkpoints hold them a name of `STORED`. `limits`:
-    fields of Limits other than those of LIMITS.
+    fields of Limits other than those of LIMITS. `drafter`: a name of `drafters`.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, json.dumps([name, quantization, LIMITS | limits])],
+        [sys.executable, __file__, json.dumps([name, quantization, drafter, LIMITS | limits])],
         env=environment,
         capture_output=True,
         text=True,
@@ -114,6 +116,35 @@ def models() -> dict[str, Any]:
     }
 
 
+def drafters(spec: Any) -> dict[str, Any]:
+    """Name -> drafter of a model."""
+    from pagoda.common.models.drafters import (
+        AttendedInputs,
+        FeatureDrafter,
+        HeadsDrafter,
+        JoinedInputs,
+        LanguageDrafter,
+        StagesDrafter,
+    )
+    from pagoda.common.models.mixers import Attention
+    from pagoda.common.models.rope import Rope
+
+    norm, last = spec.final_norm, spec.layers[-1]
+    model = replace(spec, layers=(last,))
+    attention = Attention(8, 2, 32, 0.2, Rope(1e4, 32), beside_embedding=True)
+    attended = AttendedInputs(attention, norm, norm)
+    layer = replace(last, mixers=(), norms=replace(last.norms, before_mixer=None))
+    return {
+        "draft_model": LanguageDrafter(model),
+        "mtp": FeatureDrafter(model, JoinedInputs(norm, norm, blank_first=True), spec.width),
+        "eagle3": FeatureDrafter(
+            replace(spec, layers=(layer,)), attended, 3 * spec.width, (0, 1, 1), head_vocab=403, own_head=True
+        ),
+        "medusa": HeadsDrafter(spec.vocab, spec.width, 3, 1),
+        "mlp_speculator": StagesDrafter(spec.vocab, spec.width, 48, 3),
+    }
+
+
 def some_rules(rng: Any) -> Any:
     """What a request may ask for, now and then."""
     from pagoda.common.engine.sampling import SamplingRules
@@ -157,12 +188,15 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
             left -= drafts[index]
         drafts[:drafted] = sorted(drafts[:drafted])
         size = np.array(lengths, np.int32) + np.array(drafts, np.int32)
-        context = np.array([rng.integers(n == 1, limits.max_model_len - n) for n in lengths], np.int32)
+        guessed = limits.max_drafts if limits.device_drafts else 0
+        context = np.array([rng.integers(n == 1, limits.max_model_len - n - guessed) for n in lengths], np.int32)
         context[(rng.random(len(size)) < 0.3) & (size > 1)] = 0
         known = context + size
         starts = (RowStart(row, np.zeros(n, np.int32), n, some_rules(rng)) for row, n in enumerate(known.tolist()))
-        pages = -(-int(known.max()) // limits.block_size)
+        pages = -(-int(known.max() + guessed) // limits.block_size)
         adapters = rng.integers(-1, limits.max_loras, len(size)).astype(np.int32) if limits.max_loras else None
+        samples = (rng.random(len(size)) < rng.choice([0.0, 0.8, 1.0])) | (np.array(drafts) > 0)
+        guesses = (rng.integers(0, guessed + 1, len(size)) * samples).astype(np.int32)
         yield StepPlan(
             step=step,
             starts=tuple(starts),
@@ -171,17 +205,19 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
             context=context,
             token_ids=np.zeros(int(size.sum()), np.int32),
             block_tables=tuple(np.zeros((len(size), pages), np.int32) for _ in range(groups)),
-            samples=(rng.random(len(size)) < rng.choice([0.0, 0.8, 1.0])) | (np.array(drafts) > 0),
+            samples=samples,
+            num_guesses=guesses if guesses.any() else None,
             num_drafts=np.array(drafts, np.int32) if any(drafts) else None,
             adapter_slots=adapters if step % 4 else None,
         )
 
 
-def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
+def main(name: str, quantization: str | None, drafting: str | None, stated: dict[str, int]) -> None:
     """In a process of its own."""
     import torch
     from support.adapted_models import random_adapter
     from support.backend_options import make_options
+    from support.naive_drafters import random_drafter
     from support.random_stored import STORED
     from support.reference_driver import random_weights
 
@@ -202,18 +238,23 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     torch.empty = lambda *shape, **how: empty(*shape, **how).fill_(0)
     torch.empty_like = lambda x, **how: empty_like(x, **how).fill_(0)
     new = watch_launches()
-    spec, limits = models()[name], Limits(**stated)
-    layout = kv_layout(spec, limits.block_size)
+    spec, limits = models()[name], Limits(**stated, device_drafts=drafting is not None)
+    drafter = None if drafting is None else drafters(spec)[drafting]
+    layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
     stored = None if quantization is None or quantization in METHODS else STORED[quantization]
     schemes = {} if stored is None else {each.name: stored.scheme for each in params(spec).values() if is_matrix(each)}
     quantised = {"schemes": schemes} if schemes else {"quantization": quantization}
     lora = LoraOptions(limits.max_loras, 64, "bfloat16") if limits.max_loras else None
-    options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", lora=lora, **quantised)
+    options = make_options(
+        spec, limits=limits, layout=layout, dtype="bfloat16", lora=lora, drafter=drafter, **quantised
+    )
     backend = create(options, Absent(CPU.torch, CPU.chip, "H100"))
     backend.load(
         (key, stored.tensor(*array.shape) if stored is not None and key in schemes else array)
         for key, array in random_weights(spec)
     )
+    if drafter is not None:
+        backend.load_drafter(random_drafter(drafter).items())
     backend.init_cache((2,) * len(layout.pools))
     backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU
     backend.warmup()

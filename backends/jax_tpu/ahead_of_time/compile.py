@@ -15,6 +15,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roof
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
 from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
+    Draft,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
@@ -31,6 +32,7 @@ from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tabl
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.model.model import Model, build_model
+from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
@@ -38,6 +40,8 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.quantization.tensors import Scheme
@@ -62,6 +66,10 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     tensor, data = parallel.tensor, parallel.data
     quantization, schemes = options.quantization, options.schemes
     spec = own_spec(options.spec, "pagoda compile")
+    if options.drafter is not None:
+        raise ConfigError(
+            "--speculative-config", "pagoda compile has no programs for drafter models; use method ngram or suffix"
+        )
     if options.batch_invariant:
         check_invariant(options)
     model = model_for(
@@ -105,6 +113,8 @@ def model_for(
     schemes: Mapping[str, Scheme] | None = None,
     *,
     batch_invariant: bool = False,
+    lora: LoraForm | None = None,
+    drafter: DrafterSpec | None = None,
 ) -> Model:
     """Return the model on the first `tensor` x `data` devices of the target, using Pallas kernels on TPUs.
 
@@ -122,7 +132,7 @@ def model_for(
         batch_invariant=batch_invariant,
     )
     formats = matrix_formats(quantization, spec, kernel.chip, schemes, tensor)
-    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats)
+    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats, lora, drafter)
 
 
 def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple[CompiledProgram, ...]:
@@ -180,7 +190,7 @@ def _largest(program_set: ProgramSet[Any]) -> list[Key]:
 
 def _size(key: Key) -> tuple[int, ...]:
     match key:
-        case Forward(shape) | ForwardEmbeds(shape):
+        case Forward(shape) | ForwardEmbeds(shape) | Draft(shape):
             return shape.tokens, shape.seqs, shape.pages
         case ScorePrompt(tokens) | PoolShape(tokens):
             return (tokens,)

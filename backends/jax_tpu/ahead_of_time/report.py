@@ -16,6 +16,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.roofline import PROMPT, Key, Roofline
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
+    Draft,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
@@ -253,6 +254,8 @@ def key_name(key: Key) -> str:
         case Forward(shape):
             drafts = f", {shape.width - 1} drafts" if shape.width > 1 else ""
             return f"step {shape.tokens} tokens, {shape.seqs} rows, {shape.pages} pages{drafts}"
+        case Draft(shape):
+            return f"{key_name(Forward(shape))}, drafter"
         case ForwardEmbeds(shape):
             return f"{key_name(Forward(shape))}, embeddings"
         case ScorePrompt(tokens, adapted):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pagoda.backends.jax_tpu.execution import program_keys
 from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
+    Draft,
     Forward,
     ForwardEmbeds,
     LogitsProgram,
@@ -120,6 +121,8 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
     """Return the minimum cost of one program. `load` matters to forward passes only."""
     vocab = padded(model.spec.vocab, model.tensor)
     match key:
+        case Draft():
+            raise AssertionError("drafter models are not compiled ahead of time")
         case Forward(shape) | ForwardEmbeds(shape):
             return _forward(model, shape, load)
         case ScorePrompt():

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu import sampling
+from pagoda.backends.jax_tpu.drafters.drafter import JaxDrafter
 from pagoda.backends.jax_tpu.execution.step_input import (
     MIN_POOL_TOKENS,
     KernelChoice,
@@ -25,12 +26,12 @@ from pagoda.backends.jax_tpu.execution.step_input import (
     packed_size,
 )
 from pagoda.backends.jax_tpu.model.layout import padded
-from pagoda.backends.jax_tpu.model.model import Leaves, Model, StepModel
+from pagoda.backends.jax_tpu.model.model import DraftInputs, Leaves, Model, StepModel
 from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
 from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
 from pagoda.backends.jax_tpu.weights.adapters import slot_shapes, write_slot
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import sampling_state
+from pagoda.common.engine import logit_edits, sampling_state
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import KINDS, Kind
 from pagoda.common.engine.shapes import ShapeLadder, StepShape, StepShapes
@@ -40,13 +41,23 @@ SCORE_TOKENS: Final = 64
 
 _VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
 
-LogitsFunction = Literal["penalise", "adjust", "ban_words", "mask", "logprobs"]
-LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = ("penalise", "adjust", "ban_words", "mask", "logprobs")
+LogitsFunction = Literal["penalise", "adjust", "adjust_all", "ban_words", "mask", "logprobs"]
+LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = (
+    "penalise",
+    "adjust",
+    "adjust_all",
+    "ban_words",
+    "mask",
+    "logprobs",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S * width, V]); donates the caches."""
+    """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S * width, V]); donates the caches.
+
+    With a drafter model there is a fourth result, its `DraftInputs`.
+    """
 
     shape: StepShape
 
@@ -56,6 +67,17 @@ class ForwardEmbeds:
     """`Forward` with a fifth argument: embeddings [T, D] for the tokens marked EMBEDDED.
 
     Compiled with --enable-prompt-embeds only, and not for decode-only shapes.
+    """
+
+    shape: StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The drafter model after `Forward` and `Sample`; donates caches and history.
+
+    (leaves, leaves of the drafter, caches, history, packed step, DraftInputs, tokens [S * width]) -> (caches, history,
+    guesses [S, K]).
     """
 
     shape: StepShape
@@ -130,6 +152,7 @@ FEW_COPIES: Final = 8
 Key = (
     Forward
     | ForwardEmbeds
+    | Draft
     | Sample
     | LogitsProgram
     | ScorePrompt
@@ -162,6 +185,7 @@ class StepProgramSet:
     rows: int  # request rows per shard
     mode: LogprobsMode = "raw_logprobs"
     embeds: bool = False  # steps may take embeddings in place of tokens
+    drafter: JaxDrafter | None = None
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -177,9 +201,10 @@ class StepProgramSet:
     def history(self) -> jax.ShapeDtypeStruct:
         """int32 [shards*rows+1, max_len+1]: token ids by row and position; the last row is padding.
 
-        An engine with drafts has another column: how many drafts the row's previous step rejected.
+        An engine with drafts has another column: how many drafts the row's previous step rejected. In front of it are
+        the newest guesses of the row, if a drafter model makes them.
         """
-        columns = self.model.max_len + len(self.shapes.widths)
+        columns = self.model.max_len + len(self.shapes.widths) + self.shapes.guesses
         return self._array((self.model.shards * self.rows + 1, columns), jnp.int32)
 
     @property
@@ -191,6 +216,7 @@ class StepProgramSet:
         """Yield the key of every program, the largest first."""
         shapes = sorted(self.shapes, reverse=True)
         yield from map(Forward, shapes)
+        yield from map(Draft, shapes if self.drafter is not None else ())
         yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
         yield from (ScorePrompt(*kind) for kind in sorted({(shape.tokens, shape.adapted) for shape in shapes}))
         if self.shapes.adapters:
@@ -217,7 +243,11 @@ class StepProgramSet:
         caches = tuple(cache.sharding for cache in self.model.caches(self.num_blocks))
         match key:
             case Forward() | ForwardEmbeds():
-                return caches, logits, logits
+                by_shard = named_sharding(self.model.mesh, "R")
+                left = () if self.drafter is None else (DraftInputs(by_shard, by_shard, logits),)
+                return caches, logits, logits, *left
+            case Draft():
+                return caches, everywhere, everywhere
             case CopyStates():
                 return caches
             case WriteAdapter():
@@ -241,7 +271,10 @@ class StepProgramSet:
             case Forward(shape):
                 packed = array((shards, packed_size(shape)), jnp.int32, "R.")
                 arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
-                return partial(model.forward, shape, drafts=drafts), (1,), arguments
+                captured = () if self.drafter is None else self.drafter.captured
+                return partial(model.forward, shape, drafts=drafts, captured=captured), (1,), arguments
+            case Draft(shape):
+                return self._draft_program(shape)
             case ForwardEmbeds(shape):
                 function, donated, arguments = self._program(Forward(shape))
                 embeds = array((shards * shape.tokens, model.spec.hidden_width), model.dtype, "R.")
@@ -261,14 +294,27 @@ class StepProgramSet:
                 pairs = array((shards, 2, count), jnp.int32, "R..")
                 return partial(model.copy_states, pool), (0,), (model.caches(self.num_blocks), pairs)
             case RecordDrafts(seqs):
-                return sampling.record_drafts, (0,), (history, self._rules(seqs))
+                return partial(sampling.record_drafts, self.shapes.guesses), (0,), (history, self._rules(seqs))
             case Sample(seqs, kind, width):
-                run: Callable[..., Any] = partial(sample_drafts, width) if drafts else sample
+                run: Callable[..., Any] = partial(sample_drafts, width, self.shapes.guesses) if drafts else sample
                 return_logits = self.mode.startswith("processed")
                 function = partial(run, kind, return_logits, model.kernel, model.mesh)
                 return function, (1,), (self._logits(seqs), history, self._rules(seqs))
             case LogitsProgram(name, seqs):
                 return self._logits_program(name, seqs)
+
+    def _draft_program(self, shape: StepShape) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
+        drafter, model, array, shards = self.drafter, self.model, self._array, self.model.shards
+        assert drafter is not None, "the engine has one"
+        packed = array((shards, packed_size(shape)), jnp.int32, "R.")
+        inputs = DraftInputs(
+            array((shards * shape.tokens,), jnp.int32, "R"),
+            array((shards * shape.seqs,), jnp.int32, "R"),
+            array((shards * shape.tokens, drafter.source_width), model.dtype, "R."),
+        )
+        tokens = array((shards * shape.seqs * shape.width,), jnp.int32)
+        arguments = (model.leaves, drafter.leaves, model.caches(self.num_blocks), self.history, packed, inputs, tokens)
+        return partial(drafter.draft, shape), (2, 3), arguments
 
     def _logits_program(
         self, name: LogitsFunction, seqs: int
@@ -282,9 +328,15 @@ class StepProgramSet:
                 return function, (), (logits, history, array((8, rows), jnp.int32), *shift_rows)
             case "adjust":
                 return sampling.adjust, (), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
+            case "adjust_all":
+                return (
+                    sampling.adjust_all,
+                    (),
+                    (logits, array(logits.shape[1:], jnp.float32), array((rows,), jnp.bool_)),
+                )
             case "ban_words":
                 words = array((2, sampling_state.MAX_WORDS), jnp.int32)
-                heads = array((4, sampling_state.MAX_WORD_HEADS), jnp.int32)
+                heads = array((4, logit_edits.MAX_WORD_HEADS), jnp.int32)
                 return _ban_words, (), (logits, history, words, heads, *shift_rows)
             case "mask":
                 return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))

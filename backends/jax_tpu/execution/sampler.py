@@ -24,15 +24,16 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, sorted_logprobs
+from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import (
     RowTable,
     SampledRows,
     additions,
     allowed,
-    allowed_bits,
     banned_words,
     by_sequence,
+    dense_additions,
     grammar_masks,
     penalties,
 )
@@ -92,14 +93,14 @@ class JaxSampler:
         self.rows = RowTable(max_rows)
         self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
         self.width, self._shards = programs.program_set.shapes.width, programs.program_set.model.shards
-        self._programs = programs
+        self._programs, self._has_drafter = programs, programs.program_set.drafter is not None
         # So that a row is not sampled by another program because another row has filters.
         self._one_kind = programs.program_set.model.kernel.batch_invariant
 
     def start(self, start: RowStart) -> None:
-        """Initialise a row. Its tokens are copied to the device only if its rules read them there."""
+        """Initialise a row. Its tokens are copied to the device only if its rules or a drafter read them there."""
         self.rows.start(start, self.vocab)
-        if start.rules.reads_history:
+        if start.rules.reads_history or self._has_drafter:
             tokens = np.zeros(self.history.shape[1], np.int32)
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[SetHistoryRow()](self.history, np.int32(start.row), tokens)
@@ -158,10 +159,15 @@ class JaxSampler:
         if edited:
             for entries in additions(edited, rows):
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
+            for edits, indices in dense_additions(edited):
+                assert edits.dense is not None, "that is what they are selected by"
+                values, chosen = np.zeros(logits.shape[1], np.float32), np.zeros(rows, np.bool_)
+                values[: self.vocab], chosen[indices] = edits.dense, True
+                logits = programs[LogitsProgram("adjust_all", seqs)](logits, values, chosen)
             for words, heads in banned_words(edited, rows):
                 program = programs[LogitsProgram("ban_words", seqs)]
                 logits = program(logits, self.history, words, heads, *shift_rows)
-        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width), logits.shape[1]):
+        if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width)):
             bits = allowed_bits({}, rows, logits.shape[1])
             bits[list(masks)] = np.stack(list(masks.values()))
             logits = programs[LogitsProgram("mask", seqs)](logits, bits)

@@ -71,12 +71,18 @@ def make_batch(
 ) -> tuple[StepShape, Int32]:
     """Return the smallest shape for every shard's plan, and the packed step int32 [shards, packed_size(shape)]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
-    longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
+    longest = max(map(_longest, plans.values()))
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
     drafts = any(plan.num_drafts is not None for plan in plans.values())
     adapted = any(map(is_adapted, plans.values()))
     shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only, drafts, adapted)
     return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
+
+
+def _longest(plan: StepPlan) -> int:
+    """Return the tokens of the longest sequence after the step, guesses included."""
+    ends = plan.context + np.diff(plan.query_start)
+    return int((ends if plan.num_guesses is None else ends + plan.num_guesses).max())
 
 
 def is_adapted(plan: StepPlan) -> bool:
@@ -109,7 +115,7 @@ def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
     ends = plan.context + lengths
     return pack_step(
         shape,
-        plan.token_ids,
+        plan.numbered_ids,
         plan.query_start,
         ends,
         plan.rows,
@@ -118,6 +124,7 @@ def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
         empty_row,
         plan.num_drafts,
         plan.adapter_slots,
+        plan.num_guesses,
     )
 
 
@@ -156,6 +163,7 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
         block_tables=tuple(table[order] for table in plan.block_tables),
         samples=plan.samples[order],
         num_drafts=None if plan.num_drafts is None else plan.num_drafts[order],
+        num_guesses=None if plan.num_guesses is None else plan.num_guesses[order],
         masked=None if plan.masked is None else np.flatnonzero(np.isin(order, plan.masked)).astype(np.int32),
         adapter_slots=None if plan.adapter_slots is None else plan.adapter_slots[order],
         embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],

@@ -17,7 +17,7 @@ from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.shapes import StepShape
-from pagoda.common.engine.step import PREVIOUS, Int32
+from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32
 from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.latent_attention import LatentLayout, latent_attention
@@ -175,15 +175,15 @@ class JaxHeadTerms:
 def packed_size(shape: StepShape) -> int:
     """Return the length of a step's packed array."""
     drafts = shape.seqs if shape.width > 1 else 0
-    adapters = shape.seqs if shape.adapted else 0
-    return shape.tokens + 3 * shape.seqs + 1 + 2 + drafts + adapters + shape.groups * shape.seqs * shape.pages
+    optional = drafts + (shape.seqs if shape.adapted else 0) + (shape.seqs if shape.guesses else 0)
+    return shape.tokens + 3 * shape.seqs + 1 + 2 + optional + shape.groups * shape.seqs * shape.pages
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step on the device. Sequences beyond `counts[1]` and tokens beyond `query_start[-1]` are padding."""
 
-    token_ids: jax.Array  # int32 [T]; PREVIOUS: the token sampled in the previous step, read from the history
+    token_ids: jax.Array  # int32 [T]; PREVIOUS, GUESSED - j: the row's sampled token, its guess j, of the history
     query_start: jax.Array  # int32 [S+1]: first token of each sequence
     kv_len: jax.Array  # int32 [S]: tokens of the sequence after this step
     rows: jax.Array  # int32 [S]: row of the history
@@ -195,13 +195,17 @@ class StepInput:
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
     adapter_slots: jax.Array | None = None  # int32 [S], or NO_ADAPTER; None: no sequence has an adapter
     adapter_mask: jax.Array | None = None  # bool [T, A], see `slot_mask`
+    guess_counts: jax.Array | None = None  # int32 [S]: guesses after each sequence; None: no drafter model
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
         """Split int32 [packed_size(shape)] in the order of `pack_step`."""
         drafts, adapters = shape.seqs if shape.width > 1 else 0, shape.seqs if shape.adapted else 0
-        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts, adapters)
-        token_ids, query_start, kv_len, rows, counts, num_drafts, slots, tables = jnp.split(packed, np.cumsum(sizes))
+        guesses = shape.seqs if shape.guesses else 0
+        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts, adapters, guesses)
+        token_ids, query_start, kv_len, rows, counts, num_drafts, slots, guess_counts, tables = jnp.split(
+            packed, np.cumsum(sizes)
+        )
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
         adapter_slots = slots if shape.adapted else None
         return cls(
@@ -215,6 +219,7 @@ class StepInput:
             kernel,
             shape,
             adapter_slots=adapter_slots,
+            guess_counts=guess_counts if shape.guesses else None,
         )
 
     def with_adapters(self, slots: int, rank: int) -> StepInput:
@@ -358,9 +363,22 @@ class StepInput:
         return RecurrentBatch(self.query_start, self.page_tables[cache_index[0]][:, 0], is_first, self.counts)
 
     def resolve_ids(self, history: jax.Array) -> jax.Array:
-        """Return token ids int32 [T] with PREVIOUS replaced from the history [rows+1, length]."""
-        sampled = history[self.rows[self.seq_ids], self.positions]
-        return jnp.where(self.token_ids == PREVIOUS, sampled, self.token_ids)
+        """Return token ids int32 [T] with PREVIOUS and guesses replaced from the history [rows+1, length]."""
+        rows = self.rows[self.seq_ids]
+        token_ids = resolve_guesses(self.token_ids, rows, history, self.shape.guesses)
+        return jnp.where(token_ids == PREVIOUS, history[rows, self.positions], token_ids)
+
+
+def resolve_guesses(token_ids: jax.Array, rows: jax.Array, history: jax.Array, guesses: int) -> jax.Array:
+    """Return token ids int32 [n] with guess j of the row in place of GUESSED - j. rows int32 [n]: of the history.
+
+    `guesses`: columns of the history that have them, in front of the last one (see `StepProgramSet.history`).
+    """
+    if not guesses:
+        return token_ids
+    first = history.shape[1] - 1 - guesses
+    guessed = history[rows, first + jnp.clip(GUESSED - token_ids, 0, guesses - 1)]
+    return jnp.where(token_ids <= GUESSED, guessed, token_ids)
 
 
 def slot_mask(slots: jax.Array, rank: int, count: int) -> jax.Array:
@@ -379,6 +397,7 @@ def pack_step(
     empty_row: int,
     num_drafts: Int32 | None = None,
     adapter_slots: Int32 | None = None,
+    num_guesses: Int32 | None = None,
 ) -> Int32:
     """Pack a step: int32 [packed_size(shape)]. Padding sequences have no tokens, row `empty_row`, the null block."""
     packed = np.zeros(packed_size(shape), np.int32)
@@ -400,6 +419,9 @@ def pack_step(
     if shape.adapted:
         packed[start : start + shape.seqs] = NO_ADAPTER
         packed[start : start + seqs] = NO_ADAPTER if adapter_slots is None else adapter_slots
+        start += shape.seqs
+    if shape.guesses:
+        packed[start : start + seqs] = 0 if num_guesses is None else num_guesses
         start += shape.seqs
     tables = packed[start:].reshape(shape.groups, shape.seqs, shape.pages)
     for table, pages in zip(tables, page_tables):

@@ -80,7 +80,10 @@ def _to_device(values: npt.NDArray[np.float32], like: jax.Array) -> jax.Array:
 def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     """Return the largest absolute K and V of each cache, float32 [n, 2]; zeros for caches of another kind."""
     kernel = replace(model.kernel, cache_dtype=model.dtype.name)
-    unquantised = build_model(model.spec, model.layout, model.mesh, model.dtype, model.max_len, kernel, model.formats)
+    unquantised = build_model(
+        *(model.spec, model.layout, model.mesh, model.dtype, model.max_len, kernel, model.formats),
+        drafter=model.drafter,
+    )
     by_path = dict(zip(model.paths, leaves))
     tokens, groups = min(TOKENS, model.max_len), len(model.layout.groups)
     pages = -(-tokens // kernel.page_size)
@@ -104,7 +107,8 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
         maxima = step(tuple(by_path[path] for path in unquantised.paths), caches, all_shards)
     stacks = {array: np.asarray(stack) for array, stack in maxima.items()}
     index, largest = unquantised.cache_index, np.zeros((len(model.spec.caches), 2), np.float32)
-    for number, (arrays, layer, group) in enumerate(zip(index.arrays, index.index, index.group)):
+    own = zip(range(len(largest)), index.arrays, index.index, index.group)  # without those of a drafter
+    for number, arrays, layer, group in own:
         if arrays[0] in stacks:
             largest[number] = stacks[arrays[0]][layer, blocks[group].ravel()].max(0)
     return largest

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
+from pagoda.backends.jax_tpu.drafters.drafter import JaxDrafter
 from pagoda.backends.jax_tpu.execution.step_input import MIN_POOL_TOKENS, POOL_TILE
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, KvStack, LatentStack, scratch_depths
 from pagoda.backends.jax_tpu.model.model import Model, StepModel, build_model
-from pagoda.backends.jax_tpu.parallel import DATA, MODEL, available_bytes, device_memory
+from pagoda.backends.jax_tpu.parallel import DATA, MODEL, device_memory
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.errors import ConfigError
@@ -53,6 +55,7 @@ def plan_memory(
     config: CacheConfig,
     room: int | None = None,
     num_blocks: tuple[int, ...] | None = None,
+    drafter: JaxDrafter | None = None,
 ) -> MemoryPlan:
     """Return bytes per device and the number of KV blocks.
 
@@ -62,6 +65,9 @@ def plan_memory(
     adapters = model.adapter_bytes if isinstance(model, Model) else 0
     weights, block = weight_bytes(model) - adapters, model.block_bytes
     activations = activation_bytes(model, limits)
+    if drafter is not None:
+        weights += weight_bytes(drafter)
+        activations += limits.max_num_batched_tokens * drafter.source_width * model.dtype.itemsize
     if num_blocks is not None:
         pass
     elif config.num_gpu_blocks_override is not None:
@@ -93,7 +99,7 @@ def _is_cpu(model: StepModel) -> bool:
     return platform == "cpu"
 
 
-def weight_bytes(model: StepModel) -> int:
+def weight_bytes(model: StepModel | JaxDrafter) -> int:
     """Return the bytes of all parameters on one device."""
     shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in model.leaves if leaf.sharding is not None)
     return sum(prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, model.leaves))
@@ -362,7 +368,8 @@ def with_devices(model: Model, tensor: int) -> Model:
     """Return the model sharded over `tensor` abstract devices, to compute its sizes. Raise ConfigError if invalid."""
     mesh = cast(Mesh, AbstractMesh((1, tensor), (DATA, MODEL)))
     return build_model(
-        model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.formats
+        *(model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.formats),
+        drafter=model.drafter,
     )
 
 

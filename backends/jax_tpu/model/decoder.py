@@ -6,11 +6,13 @@ repeats. Runs inside `shard_map`: every array is a device's local piece.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from flax import nnx
 
 from pagoda.backends.jax_tpu.execution.step_input import PoolInput, StepInput, slot_mask
@@ -162,6 +164,30 @@ class JaxDecoder(nnx.Module):
 
         `embeds` [T, D]: scaled embeddings that replace the table's for tokens marked EMBEDDED.
         """
+        hidden, caches, _ = self._run(token_ids, step, caches, embeds)
+        return hidden, caches
+
+    def hidden_and_captured(
+        self, token_ids: jax.Array, step: StepInput, caches: Caches, captured: tuple[int, ...]
+    ) -> tuple[jax.Array, Caches, jax.Array]:
+        """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
+        layers = sorted(set(captured))
+        slots = np.full(len(self.spec.layers), len(layers), np.int32)
+        slots[layers] = np.arange(len(layers))
+        inputs = jnp.zeros((len(layers) + 1, len(token_ids), self.spec.width), self.embed[...].dtype)
+        hidden, caches, kept = self._run(token_ids, step, caches, None, LayerInputs(slots, inputs))
+        assert kept is not None, "it was given"
+        return hidden, caches, jnp.concatenate([kept.inputs[layers.index(layer)] for layer in captured], -1)
+
+    def _run(
+        self,
+        token_ids: jax.Array,
+        step: AnyStep,
+        caches: Caches,
+        embeds: jax.Array | None,
+        kept_inputs: LayerInputs | None = None,
+    ) -> tuple[jax.Array, Caches, LayerInputs | None]:
+        """Return hidden states, caches, and the inputs of layers if they are kept."""
         positions = step.positions
         if self.lora is not None and isinstance(step, StepInput):
             step = step.with_adapters(self.lora.slots, self.lora.rank)
@@ -175,9 +201,9 @@ class JaxDecoder(nnx.Module):
         kept: dict[int, jax.Array] = {}
         for segment in self.segments:
             x = self._blended(segment.first, x, kept)
-            x, caches = segment(x, caches, rotations, step, parts, read)
+            x, caches, kept_inputs = segment(x, caches, rotations, step, parts, read, kept_inputs)
         x = x if self.stream_ends is None else self.stream_ends.join(x)
-        return apply_norm(self.final_norm, x), caches
+        return apply_norm(self.final_norm, x), caches, kept_inputs
 
     def _blended(self, index: int, x: jax.Array, kept: dict[int, jax.Array]) -> jax.Array:
         """X [T, D] -> the input of layer `index`. `kept`: those that later layers blend in, which this adds to."""
@@ -241,6 +267,14 @@ class JaxDecoder(nnx.Module):
         return apply_norm(self.embed_norm, x)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """The inputs of some layers, which a drafter reads."""
+
+    slots: npt.NDArray[np.int32]  # [L] index in `inputs` of each layer; C, the last one, of those that nothing reads
+    inputs: jax.Array  # [C + 1, T, D]
+
+
 class SegmentLayers(nnx.Module):
     """A repeating block of layers, each with its parameters stacked over the repeats."""
 
@@ -275,27 +309,36 @@ class SegmentLayers(nnx.Module):
         step: AnyStep,
         parts: jax.Array | None,
         read: BlockInputs,
-    ) -> tuple[jax.Array, Caches]:
-        """X [T, D] -> [T, D], or several streams [A, T, D], and the caches. `parts` [T, L, P]: see `JaxLayerParts`."""
+        kept: LayerInputs | None = None,
+    ) -> tuple[jax.Array, Caches, LayerInputs | None]:
+        """X [T, D] -> [T, D], or several streams [A, T, D], and the caches. `parts` [T, L, P]: see `JaxLayerParts`.
+
+        `kept`: where the inputs of some layers are written to.
+        """
         indices = tuple(tuple(jnp.asarray(each, jnp.int32) for each in mixers) for mixers in self.indices)
         repeats = jnp.arange(self.repeats, dtype=jnp.int32)
         split: list[tuple[Any, ...]] = [nnx.split(layer, ParameterStack, ...) for layer in self.layers]
 
-        def block(carry: tuple[jax.Array, Caches], inputs: tuple) -> tuple[tuple[jax.Array, Caches], None]:
-            x, caches = carry
+        slots = None if kept is None else jnp.asarray(kept.slots)
+
+        def block(carry: tuple[Any, ...], inputs: tuple) -> tuple[tuple[Any, ...], None]:
+            x, caches, layer_inputs = carry
             states, indices, repeat = inputs
             current = replace(step, repeat=repeat)
             for position, (graph, stacked, _) in enumerate(split):
                 layer = nnx.merge(graph, stacked, states[position])
-                part = None
+                number, part = self.first + repeat * len(split) + position, None
+                if slots is not None:
+                    layer_inputs = jax.lax.dynamic_update_index_in_dim(layer_inputs, x, slots[number], 0)
                 if parts is not None:
-                    number = self.first + repeat * len(split) + position
                     part = jax.lax.dynamic_index_in_dim(parts, number, 1, keepdims=False)
                 index = indices[position]
                 x, caches = layer(x, caches, self.arrays[position], index, repeat, rotations, current, part, read)
-            return (x, caches), None
+            return (x, caches, layer_inputs), None
 
-        return jax.lax.scan(block, (x, caches), (tuple(state for _, _, state in split), indices, repeats))[0]
+        scanned = tuple(state for _, _, state in split), indices, repeats
+        (x, caches, inputs), _ = jax.lax.scan(block, (x, caches, None if kept is None else kept.inputs), scanned)
+        return x, caches, None if kept is None or inputs is None else replace(kept, inputs=inputs)
 
 
 class JaxDecoderLayer(nnx.Module):

@@ -6,7 +6,7 @@ Modules run inside `shard_map`, see `layers`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -97,9 +97,12 @@ class JaxInputBlock(nnx.Module):
         return project(self.ffn(h, step, adapters.inner(h)), adapters.out[...]), caches
 
 
-def unstacked(block: JaxInputBlock) -> JaxInputBlock:
-    """Return a block whose parameters are not stacked."""
-    graph, state = nnx.split(block)
+ModuleT = TypeVar("ModuleT", bound=nnx.Module)
+
+
+def unstacked(module: ModuleT) -> ModuleT:
+    """Return a module that is stacked once with parameters that are not stacked."""
+    graph, state = nnx.split(module)
     return nnx.merge(graph, jax.tree.map(lambda stack: stack[0], state))
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from pagoda.backends.jax_tpu.execution.step_input import PoolInput
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce, query_growth
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.common.models.mixers import Indexer, LatentAttention
 from pagoda.kernels_pallas.latent_attention.selected import selected_attention
@@ -95,6 +96,12 @@ class JaxLatentAttention(nnx.Module):
         self.out = build.matrix("out", "DK", width, heads * spec.value_dim)
         self.out_bias = build.parameter("D", width) if spec.bias else None
         self.gate = build.parameter("KD", heads, width) if spec.gate_per_head else None
+        latents, queries = rank + spec.rope.dim, (heads, spec.nope_dim + spec.rope.dim)
+        self.q_a_lora = None if low_rank is None else matrix_lora(build, "D", width, ".", (low_rank,))
+        self.queries_lora = matrix_lora(build, "D" if low_rank is None else ".", low_rank or width, "K.", queries)
+        self.kv_a_lora = matrix_lora(build, "D", width, ".", (latents,))
+        self.gate_lora = matrix_lora(build, "D", width, "K", (heads,)) if spec.gate_per_head else None
+        self.lora_out = matrix_lora(build, "K", heads * spec.value_dim, "D", (width,))
         self.indexer = (
             None if spec.indexer is None or low_rank is None else JaxIndexer(spec.indexer, width, low_rank, build)
         )
@@ -110,6 +117,7 @@ class JaxLatentAttention(nnx.Module):
         assert rotate is not None, "only no Rope has no rotation"
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         heads = jax.lax.optimization_barrier(project(low_rank, self.queries, step))
+        heads = adapted(heads, self.queries_lora, low_rank, step)
         if spec.query_growth is not None:  # before RoPE, which does not change lengths
             heads = heads * query_growth(spec.query_growth, step.positions).astype(heads.dtype)
         nope, rotary = heads[..., : spec.nope_dim], heads[..., spec.nope_dim :]
@@ -133,8 +141,11 @@ class JaxLatentAttention(nnx.Module):
                 q = jnp.concatenate([nope, rotary], -1)
                 attended = step.attend_expanded(q, self.kv_up[...], cache, cache_index, spec, expansion, attended)
         if self.gate is not None:
-            attended = attended * jax.nn.sigmoid(project(x, self.gate[...]))[..., None]
-        out = all_reduce(project(attended.reshape(len(x), -1), self.out, step))
+            attended = (
+                attended * jax.nn.sigmoid(adapted(project(x, self.gate[...]), self.gate_lora, x, step))[..., None]
+            )
+        attended = attended.reshape(len(x), -1)
+        out = all_reduce(adapted(project(attended, self.out, step), self.lora_out, attended, step))
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
 
     def _attend_selected(
@@ -160,12 +171,12 @@ class JaxLatentAttention(nnx.Module):
         """X [T, D] -> what queries are projected from: the normalised low-rank queries, or x."""
         if self.q_a is None or self.q_a_norm is None:
             return x
-        low_rank = project(x, self.q_a, step)
+        low_rank = adapted(project(x, self.q_a, step), self.q_a_lora, x, step)
         return self.q_a_norm(low_rank if self.q_a_bias is None else low_rank + self.q_a_bias[...])
 
     def _latents(self, x: jax.Array, rotations: Rotations, step: AnyStep) -> jax.Array:
         """X [T, D] -> [T, C]: the normalised latent, then the rotated rotary key."""
-        both, rotate = project(x, self.kv_a, step), rotations[self.spec.rope]
+        both, rotate = adapted(project(x, self.kv_a, step), self.kv_a_lora, x, step), rotations[self.spec.rope]
         assert rotate is not None, "only no Rope has no rotation"
         if self.kv_a_bias is not None:
             both = both + self.kv_a_bias[...]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxExpertLora, JaxLora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, GroupedMatrix, JaxBuildContext, project
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models import spec as models
@@ -233,6 +233,9 @@ class MoeFfn(nnx.Module):
         self.inner_bias = build.parameter("E.F", spec.experts, parts, inner) if expert.bias else None
         self.down = build.experts("down", "E.FD", spec.experts, 1, inner, width)
         self.down_bias = build.parameter("ED", spec.experts, width) if expert.bias else None
+        lora = build.lora is not None
+        self.lora_in = JaxExpertLora(spec.experts, width, inner, parts, "outputs", build) if lora else None
+        self.lora_out = JaxExpertLora(spec.experts, inner, width, 1, "inputs", build) if lora else None
         self.shared = None if spec.shared is None else MlpFfn(spec.shared, width, build.at("shared"))
         self.shared_gate = build.parameter(".D", 1, width) if spec.shared_gate else None
 
@@ -262,7 +265,8 @@ class MoeFfn(nnx.Module):
         if self.spec.weighs_input:
             routed, weights = x * weights.astype(x.dtype), jnp.ones_like(weights)
         rows = routed[order // top]  # of each (token, expert) pair, sorted by expert
-        out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step)
+        mask = None if step.adapter_mask is None else step.adapter_mask[order // top]
+        out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step, mask)
         out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32) * weights[:, :, None]
         mixed = out.sum(1) if self.shared is None else out.sum(1) + self._shared(self.shared, x, step)
         return all_reduce(jnp.where(real[:, None], mixed, 0).astype(x.dtype))
@@ -275,14 +279,25 @@ class MoeFfn(nnx.Module):
         return out if self.shared_gate is None else jax.nn.sigmoid(project(x, self.shared_gate[...])) * out
 
     def _experts(
-        self, rows: jax.Array, expert: jax.Array, sizes: jax.Array, repeat: jax.Array, step: AnyStep
+        self,
+        rows: jax.Array,
+        expert: jax.Array,
+        sizes: jax.Array,
+        repeat: jax.Array,
+        step: AnyStep,
+        mask: jax.Array | None,
     ) -> jax.Array:
-        """Rows [T*k, D] sorted by expert -> this device's partial sums [T*k, D], undefined for padding."""
+        """Rows [T*k, D] sorted by expert -> this device's partial sums [T*k, D], undefined for padding.
+
+        `mask` bool [T*k, A]: of the rows' adapters; None: no row has one.
+        """
         options = step.kernel.options
         if isinstance(self.inner, GroupedMatrix):
             parts = self.inner(rows, repeat, sizes, step.kernel)
         else:
             parts = grouped_matmul(rows, self.inner[...], repeat, sizes, transposed=True, **options)
+        if self.lora_in is not None and mask is not None:
+            parts = parts + self.lora_in(rows, mask, repeat, sizes, step.kernel)
         if self.inner_bias is not None:
             parts = parts + self.inner_bias[...][expert].swapaxes(0, 1)
         hidden = activate(self.spec.expert, parts.swapaxes(0, 1))
@@ -290,6 +305,8 @@ class MoeFfn(nnx.Module):
             out = self.down(hidden, repeat, sizes, step.kernel)[0]
         else:
             out = grouped_matmul(hidden, self.down[...], repeat, sizes, **options)[0]
+        if self.lora_out is not None and mask is not None:
+            out = out + self.lora_out(hidden, mask, repeat, sizes, step.kernel)[0]
         if self.down_bias is not None:
             first = jax.lax.axis_index(MODEL) == 0
             out = out + jnp.where(first, self.down_bias[...][expert], 0)

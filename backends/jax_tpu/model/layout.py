@@ -295,10 +295,14 @@ class CacheIndex:
     depths: tuple[int, ...]  # per array: layers
     pools: tuple[int, ...]  # per array: block pool
 
+    def after(self, first: int) -> CacheIndex:
+        """Return the index of the caches from number `first` on, numbered from 0, in the same arrays."""
+        return replace(self, group=self.group[first:], index=self.index[first:], arrays=self.arrays[first:])
 
-def build_cache_index(spec: AnySpec, layout: KvLayout, tensor: int) -> CacheIndex:
-    """Assign every cache to a stack."""
-    kinds_of = [kinds for mixer in spec.mixers for kinds in cache_stacks(mixer, tensor)]
+
+def build_cache_index(spec: AnySpec, layout: KvLayout, tensor: int, drafter: tuple[Mixer, ...] = ()) -> CacheIndex:
+    """Assign every cache to a stack. `drafter`: mixers of a drafter model, whose caches come after the model's."""
+    kinds_of = [kinds for mixer in (*spec.mixers, *drafter) for kinds in cache_stacks(mixer, tensor)]
     entries: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())] * len(kinds_of)
     stacks: list[Stack] = []
     depths: list[int] = []

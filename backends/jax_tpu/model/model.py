@@ -7,11 +7,11 @@ traversing modules.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
-from pagoda.backends.jax_tpu.model.lora import SLOT_RANKS
+from pagoda.backends.jax_tpu.model.lora import slot_axis
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.supported import SUPPORTED
@@ -32,6 +32,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.caches import StateCache
+from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec
@@ -52,6 +53,17 @@ class StepDecoder(Protocol):
     def logits(self, hidden: jax.Array, adapter_slots: jax.Array | None = None) -> jax.Array:
         """Return float32 logits [R, V] of hidden [R, D]; adapter_slots int32 [R]: of their adapters, -1 for none."""
         ...
+
+
+DraftInputsT = TypeVar("DraftInputsT")
+
+
+class DraftInputs(NamedTuple, Generic[DraftInputsT]):
+    """What a step leaves for a drafter model, or the shape or sharding of each. T and S as in `StepModel.forward`."""
+
+    token_ids: DraftInputsT  # int32 [T]
+    kv_len: DraftInputsT  # int32 [S] exact
+    features: DraftInputsT  # [T, W] what the drafter reads of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,42 +148,53 @@ class StepModel(ABC):
         packed: jax.Array,
         *embeds: jax.Array,
         drafts: bool = False,
-    ) -> tuple[Caches, jax.Array, jax.Array]:
+        captured: tuple[int, ...] = (),
+    ) -> tuple[Any, ...]:
         """Run one step: updated caches, hidden [T, D], float32 logits [S * width, V] after the last token of each
-        sequence, or after its newest token and each draft.
+        sequence, or after its newest token and each draft. With a drafter model also its `DraftInputs`.
 
         `packed` int32 [shards, packed_size(shape)]. T and S are the shape's times the number of shards, by shard.
         `embeds`: empty, or [T, D] with the embeddings of tokens marked EMBEDDED. `drafts`: of an engine with drafts,
-        whose history ends with a column of rejected ones.
+        whose history ends with a column of rejected ones. `captured`: layers whose inputs a drafter model reads; ():
+        what the head reads.
         """
         specs = tuple(map(partition, self.axes))
         cache_specs = tuple(partition(stack.axes) for stack in self.cache_index.stacks)
         by_shard = partition("R.")
         mapped = jax.shard_map(
-            partial(self._forward, shape, drafts),
+            partial(self._forward, shape, drafts, captured),
             mesh=self.mesh,
             in_specs=(specs, cache_specs, PartitionSpec(), by_shard, *(by_shard for _ in embeds)),
-            out_specs=(cache_specs, by_shard, by_shard),
+            out_specs=(cache_specs, by_shard, by_shard, *([draft_inputs_specs()] if shape.guesses else ())),
             check_vma=False,
         )
-        return mapped(leaves, caches, history, packed, *embeds)
+        outputs: tuple[Any, ...] = mapped(leaves, caches, history, packed, *embeds)
+        return outputs
 
     def _forward(
         self,
         shape: StepShape,
         drafts: bool,
+        captured: tuple[int, ...],
         leaves: Leaves,
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
         *embeds: jax.Array,
-    ) -> tuple[Caches, jax.Array, jax.Array]:
+    ) -> tuple[Any, ...]:
         step = StepInput.unpack(packed[0], shape, self.kernel)
         if drafts:
             step = step.shifted(history[:, -1])
         decoder = self.decoder(leaves)
-        hidden, caches = decoder.hidden(step.resolve_ids(history), step, caches, *embeds)
-        return caches, hidden, decoder.logits(hidden[step.sampled], step.sampled_slots)
+        token_ids = step.resolve_ids(history)
+        if captured:
+            assert isinstance(decoder, JaxDecoder), "layers are captured of a decoder"
+            hidden, caches, features = decoder.hidden_and_captured(token_ids, step, caches, captured)
+        else:
+            hidden, caches = decoder.hidden(token_ids, step, caches, *embeds)
+            features = hidden
+        outputs = caches, hidden, decoder.logits(hidden[step.sampled], step.sampled_slots)
+        return (*outputs, DraftInputs(token_ids, step.kv_len, features)) if shape.guesses else outputs
 
     @property
     def state_pools(self) -> tuple[int, ...]:
@@ -212,6 +235,11 @@ class StepModel(ABC):
         return mapped(leaves, hidden, tokens, *adapter_slots)
 
 
+def draft_inputs_specs() -> DraftInputs[PartitionSpec]:
+    """Return the partition of each of them: by shard."""
+    return DraftInputs(partition("R"), partition("R"), partition("R."))
+
+
 @dataclass(frozen=True, slots=True)
 class Model(StepModel):
     """A model that a spec describes, pooling ones included."""
@@ -219,11 +247,12 @@ class Model(StepModel):
     spec: ModelSpec
     split: tuple[Any, Any]  # the decoder's graph definition and the tree of its state
     lora: LoraForm | None = None  # slots for adapters
+    drafter: DrafterSpec | None = None  # whose caches are in the layout, too
 
     @property
     def adapter_leaves(self) -> tuple[int, ...]:
         """Return the indices of the arrays of adapters."""
-        return tuple(index for index, axes in enumerate(self.axes) if SLOT_RANKS in axes)
+        return tuple(index for index, axes in enumerate(self.axes) if slot_axis(axes) is not None)
 
     @property
     def adapter_bytes(self) -> int:
@@ -245,17 +274,18 @@ def build_model(
     kernel: KernelChoice,
     formats: Mapping[Path, MatrixFormat] = NO_FORMATS,
     lora: LoraForm | None = None,
+    drafter: DrafterSpec | None = None,
 ) -> Model:
-    """Build a model without weights or arrays.
+    """Build a model without weights or arrays. `drafter`: whose caches are in the layout, too.
 
     Raise ModelError for an unsupported kind of layer, ConfigError if the heads cannot be sharded over the mesh or the
     cache cannot have 8 bits.
     """
     SUPPORTED.check(spec)
     if kernel.scaled:
-        _check_scaled(spec)
+        check_scaled(spec)
     tensor = mesh.shape[MODEL]
-    cache_index = build_cache_index(spec, layout, tensor)
+    cache_index = build_cache_index(spec, layout, tensor, mixers_of(drafter))
     build = JaxBuildContext(
         jnp.dtype(dtype),
         tensor,
@@ -264,8 +294,23 @@ def build_model(
         lanes=LANES if kernel.use_kernel else 1,
         lora=lora,
     )
-    module = nnx.eval_shape(lambda: JaxDecoder(spec, cache_index, max_len, build))
-    graph, state = nnx.split(module)
+    arrays = module_arrays(lambda: JaxDecoder(spec, cache_index, max_len, build), mesh)
+    parts = arrays.leaves, arrays.paths, arrays.axes, formats, arrays.split
+    return Model(spec, mesh, layout, cache_index, kernel, max_len, *parts, lora, drafter)
+
+
+class ModuleArrays(NamedTuple):
+    """The arrays of a module, as in `StepModel`, and what it is made of them with."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    paths: tuple[Path, ...]
+    axes: tuple[str, ...]
+    split: tuple[Any, Any]  # the graph definition and the tree of the state
+
+
+def module_arrays(make: Callable[[], nnx.Module], mesh: Mesh) -> ModuleArrays:
+    """Return the arrays of a module that `make` creates, without creating them."""
+    graph, state = nnx.split(nnx.eval_shape(make))
     flat = list(nnx.to_flat_state(state))
     values, tree = jax.tree.flatten(state)
     axes = tuple(variable.get_metadata("axes") for _, variable in flat)
@@ -274,7 +319,7 @@ def build_model(
         for value, names in zip(values, axes)
     )
     paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
-    return Model(spec, mesh, layout, cache_index, kernel, max_len, leaves, paths, axes, formats, (graph, tree), lora)
+    return ModuleArrays(leaves, paths, axes, (graph, tree))
 
 
 def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -291,7 +336,7 @@ def _copied(cache: jax.Array, sources: jax.Array, destinations: jax.Array) -> ja
     return jax.lax.fori_loop(0, cache.shape[0], copy_layer, cache)
 
 
-def _check_scaled(spec: ModelSpec) -> None:
+def check_scaled(spec: ModelSpec) -> None:
     """Raise ConfigError if a cache of the model cannot be stored divided by a scale."""
     if spec.block_owners:
         raise ConfigError("--kv-cache-dtype", "jax_tpu keeps the cache of input blocks in the model's dtype; use auto")

@@ -134,6 +134,7 @@ class LoraForm:
     slots: int
     rank: int  # of every slot
     dtype: str  # of the matrices
+    fully_sharded: bool = False  # both matrices are sharded over the devices, where their sizes divide
 
     @property
     def columns(self) -> int:

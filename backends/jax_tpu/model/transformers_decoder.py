@@ -28,6 +28,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.quantization.tensors import dequantized
 
@@ -176,9 +177,13 @@ def build_transformers_model(
     dtype: jnp.dtype,
     max_len: int,
     kernel: KernelChoice,
+    drafter: DrafterSpec | None = None,
 ) -> TorchaxModel:
-    """Build a model without weights or arrays, and trace a step. Raise ModelError if torchax cannot."""
-    cache_index = build_cache_index(spec, layout, 1)
+    """Build a model without weights or arrays, and trace a step. Raise ModelError if torchax cannot.
+
+    `drafter`: whose caches are in the layout, too.
+    """
+    cache_index = build_cache_index(spec, layout, 1, mixers_of(drafter))
     source = TorchaxSource(spec, cache_index, jnp.dtype(dtype), max_len, scaled_cache=kernel.scaled)
     axes = tuple("." * len(shape.shape) for shape in source.shapes.values())
     leaves = tuple(

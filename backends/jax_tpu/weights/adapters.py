@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.model.lora import SLOT_RANKS
+from pagoda.backends.jax_tpu.model.lora import slot_axis
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import named_sharding
 from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements
@@ -28,18 +28,23 @@ _SINGLE = {"embed": ("embed_lora",), "head": ("head_lora",)}
 
 def adapted_matrices(model: Model) -> dict[str, Param]:
     """Return the matrices that adapters may change: those of modules with slots."""
+    modules = _modules(model)
+    return {name: param for name, param in adaptable(model.spec).items() if name in modules}
+
+
+def _modules(model: Model) -> dict[str, Path]:
+    """Return the path of the module with a matrix's adapters, of all that have one.
+
+    That of the matrix's array, or of its module: one for its inputs and one for its output.
+    """
     paths, places = set(model.paths), placements(model.spec, model.tensor)
-    return {
-        name: param for name, param in adaptable(model.spec).items() if (*_module(name, places[name]), "a") in paths
-    }
-
-
-def _module(name: str, placement: Placement) -> Path:
-    """Return the path of the module with a matrix's adapters."""
-    if name in _SINGLE:
-        return _SINGLE[name]
-    *parent, last = placement.target
-    return (*parent, "lora_out" if last in _ROW_PARALLEL else "lora_in")
+    modules: dict[str, Path] = dict(_SINGLE)
+    for name in adaptable(model.spec).keys() - modules.keys():
+        *parent, last = places[name].target
+        shared = "lora_out" if last in _ROW_PARALLEL else "lora_in"
+        own = (*parent, f"{last}_lora")
+        modules[name] = own if (*own, "a") in paths else (*parent, shared)
+    return {name: path for name, path in modules.items() if (*path, "a") in paths}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +58,28 @@ class AdapterWriter:
         arrays = {self.model.paths[index]: np.zeros(_slot(self.model, index).shape, _slot(self.model, index).dtype)
                   for index in self.model.adapter_leaves}  # fmt: skip
         places, projections = placements(self.model.spec, self.model.tensor), self._projections()
+        modules = _modules(self.model)
         ordered = half_split(self.model.spec, ((name, each.b) for name, each in weights.matrices.items()))
         for name, b in ordered:
             if name in projections:  # not values that are keys
                 matrix = LowRank(weights.matrices[name].a, np.asarray(b))
-                _put(arrays, name, matrix, places[name], projections[name])
+                _put(arrays, name, matrix, places[name], modules[name], projections[name])
         return tuple(
             jax.make_array_from_callback(array.shape, _slot(self.model, index).sharding, array.__getitem__)
             for index, array in zip(self.model.adapter_leaves, arrays.values())
         )
 
     def _projections(self) -> dict[str, int]:
-        """Return the index of each matrix among those of its module."""
-        places = placements(self.model.spec, self.model.tensor)
-        counts: dict[tuple[Path, tuple[int, ...]], int] = {}
-        result: dict[str, int] = {}
+        """Return the index of each matrix among those of its module: in the order of the array that they share."""
+        places, modules = placements(self.model.spec, self.model.tensor), _modules(self.model)
+        members: dict[tuple[Path, tuple[int, ...]], list[str]] = {}
         for name in adapted_matrices(self.model):
-            if name.endswith(".v") and self._is_key(name):
-                continue
-            key = (_module(name, places[name]), places[name].start[:1])
-            result[name] = counts.get(key, 0)
-            counts[key] = result[name] + 1
-        return result
+            if not (name.endswith(".v") and self._is_key(name)):
+                members.setdefault((modules[name], places[name].start[:1]), []).append(name)
+        for names in members.values():
+            if len({places[name].target for name in names}) == 1:
+                names.sort(key=lambda name: places[name].start)
+        return {name: number for names in members.values() for number, name in enumerate(names)}
 
     def _is_key(self, name: str) -> bool:
         """Return whether the values of a layer are its keys, whose adapter then changes both."""
@@ -82,9 +87,11 @@ class AdapterWriter:
         return bool(getattr(self.model.spec.layers[int(layer)].mixers[int(mixer)], "values_are_keys", False))
 
 
-def _put(arrays: Mapping[Path, Array], name: str, matrix: LowRank, placement: Placement, number: int) -> None:
+def _put(
+    arrays: Mapping[Path, Array], name: str, matrix: LowRank, placement: Placement, module: Path, number: int
+) -> None:
     """Write a matrix of rank R into the first R ranks of its arrays, padding the others' axes."""
-    module, rank = _module(name, placement), len(matrix.a)
+    rank = matrix.a.shape[-2]
     if name == "embed":
         arrays[*module, "b"][: len(matrix.b), :rank] = matrix.b
         arrays[*module, "a"][:rank] = matrix.a
@@ -94,11 +101,20 @@ def _put(arrays: Mapping[Path, Array], name: str, matrix: LowRank, placement: Pl
         arrays[*module, "b", 0][:rank, : len(matrix.b)] = matrix.b.T
         return
     repeat, last = placement.start[0], placement.target[-1]
+    if matrix.a.ndim > 2:  # of experts
+        a, b = arrays[*module, "a"][repeat], arrays[*module, "b", number][repeat, :, 0]
+        if last in _ROW_PARALLEL:
+            a[:, number, : matrix.a.shape[2], :rank] = matrix.a.swapaxes(1, 2)
+            b[:, :rank, : matrix.b.shape[1]] = matrix.b.swapaxes(1, 2)
+        else:
+            a[:, number, :rank, : matrix.a.shape[2]] = matrix.a
+            b[:, : matrix.b.shape[1], :rank] = matrix.b
+        return
     if last in _ROW_PARALLEL:
         a, b = np.asarray(placement.arrange(matrix.a))[0], matrix.b.T
     else:
         a, b = matrix.a, np.moveaxis(np.asarray(placement.arrange(matrix.b))[0], -1, 0)
-        b = b[:, 0] if last == "inner" else b  # the axis of gate and up
+        b = b[:, 0] if ".ffn." in name else b  # the axis of gate and up
     arrays[*module, "a"][repeat, number, :rank, : a.shape[1]] = a
     arrays[*module, "b", number][repeat, :rank, : b.shape[1]] = b
 
@@ -107,8 +123,11 @@ def _slot(model: Model, index: int) -> jax.ShapeDtypeStruct:
     """Return the shape of one slot of an adapter array."""
     leaf, axes = model.leaves[index], model.axes[index]
     assert model.lora is not None, "has slots"
-    shape = tuple(model.lora.rank if axis == SLOT_RANKS else size for axis, size in zip(axes, leaf.shape))
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named_sharding(model.mesh, axes))
+    ranks = slot_axis(axes)
+    assert ranks is not None, "an array of adapters"
+    shape = (*leaf.shape[:ranks], model.lora.rank, *leaf.shape[ranks + 1 :])
+    whole = f"{axes[:ranks]}.{axes[ranks + 1 :]}"  # those of one slot need not divide
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named_sharding(model.mesh, whole))
 
 
 def slot_shapes(model: Model) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -121,6 +140,7 @@ def write_slot(model: Model, arrays: Leaves, parts: Leaves, slot: jax.Array) -> 
     assert model.lora is not None, "has slots"
     written = []
     for index, array, part in zip(model.adapter_leaves, arrays, parts):
-        axis = model.axes[index].index(SLOT_RANKS)
+        axis = slot_axis(model.axes[index])
+        assert axis is not None, "an array of adapters"
         written.append(jax.lax.dynamic_update_slice_in_dim(array, part, slot * model.lora.rank, axis))
     return tuple(written)

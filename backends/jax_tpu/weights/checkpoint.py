@@ -144,7 +144,7 @@ def _check(checkpoint: ShardedCheckpoint, source: Model) -> None:
 def _with_tensor_size(model: Model, tensor: int) -> Model:
     """Return the same model sharded over `tensor` abstract devices."""
     mesh: Any = AbstractMesh((1, tensor), (DATA, MODEL))
-    return build_model(model.spec, model.layout, mesh, model.dtype, model.max_len, model.kernel)
+    return build_model(model.spec, model.layout, mesh, model.dtype, model.max_len, model.kernel, drafter=model.drafter)
 
 
 def _sharded_over_width(source: jax.ShapeDtypeStruct, axes: str, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -7,14 +7,16 @@ decoder has matrices of them, else dequantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE
 from pagoda.backends.jax_tpu.model.layers import table
@@ -33,7 +35,9 @@ from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placement
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.primitives import Param
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import checked, lacking, params
+from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, log_dequantized
 from pagoda.common.weights.rope_order import half_split
@@ -48,7 +52,7 @@ _NARROW = {
 
 def load(model: Model, weights: Iterable[Weight]) -> Leaves:
     """Return every array of the model. Raise WeightError for an unknown, repeated, misshapen or missing parameter."""
-    writer = WeightWriter(model, _zeros(model))
+    writer = WeightWriter.of(model, zeros(model))
     for path, values in constants(model).items():
         writer.send(path, (), values)
     missing = params(model.spec)
@@ -58,18 +62,47 @@ def load(model: Model, weights: Iterable[Weight]) -> Leaves:
     return writer.leaves()
 
 
-def _zeros(model: Model) -> Leaves:
+class ArrayShapes(Protocol):
+    """The arrays that parameters are written into; see `StepModel`."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
+
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def formats(self) -> Mapping[Path, MatrixFormat]: ...
+
+
+def zeros(arrays: ArrayShapes) -> Leaves:
+    """Allocate the arrays on their devices."""
     return tuple(
-        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
+        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in arrays.leaves
     )
 
 
 def constants(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
     """Return the arrays that come from no checkpoint: rotary tables, and KV scales, initially 1."""
-    scales = {
-        path: np.ones(leaf.shape, np.float32) for path, leaf in zip(model.paths, model.leaves) if path[-1] == KV_SCALE
+    return rotary_tables(model.spec.ropes, model.max_len) | unit_scales(model)
+
+
+def rotary_tables(ropes: tuple[Rope, ...], max_len: int) -> dict[Path, npt.NDArray[np.float32]]:
+    """Return the rotary tables of a decoder by path."""
+    return {("rotary", number): table(rope, max_len) for number, rope in enumerate(ropes)}
+
+
+def unit_scales(arrays: ArrayShapes) -> dict[Path, npt.NDArray[np.float32]]:
+    """Return KV scales of 1 by path."""
+    return {
+        path: np.ones(leaf.shape, np.float32) for path, leaf in zip(arrays.paths, arrays.leaves) if path[-1] == KV_SCALE
     }
-    return {("rotary", number): table(rope, model.max_len) for number, rope in enumerate(model.spec.ropes)} | scales
 
 
 def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
@@ -78,24 +111,33 @@ def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 
 class WeightWriter:
-    """Writes parameters into a model's arrays, which are donated: afterwards only `leaves` are valid."""
+    """Writes parameters into arrays, which are donated: afterwards only `leaves` are valid."""
 
-    def __init__(self, model: Model, leaves: Leaves) -> None:
-        self._model = model
+    def __init__(
+        self, model: ArrayShapes, leaves: Leaves, places: Mapping[str, Placement], spec: ModelSpec | None
+    ) -> None:
+        """`places`: of the parameters. `spec`: whose rotary channels have another order in the arrays, if any."""
+        self._model, self._spec = model, spec
         self._copied: list[str] = []  # names of quantised parameters that were sent as they are
         self._rounded: list[str] = []  # names of dense parameters that were quantised
         self._dequantised: list[str] = []
         self._index = {path: index for index, path in enumerate(model.paths)}
-        self._placements: dict[str, Placement] = placements(model.spec, model.tensor)
+        self._placements = places
         self._arrays = list(leaves)
         self._write = jax.jit(_write, donate_argnums=0)
         self._write_quantized = jax.jit(_write_quantized, donate_argnums=0)
         self._write_part = jax.jit(_write_part, donate_argnums=0, static_argnums=3)
         self._write_groups = jax.jit(_write_groups, donate_argnums=0, static_argnums=(3, 4))
 
+    @classmethod
+    def of(cls, model: Model, leaves: Leaves) -> WeightWriter:
+        """Return the writer of a model's parameters."""
+        return cls(model, leaves, placements(model.spec, model.tensor), model.spec)
+
     def write(self, weights: Iterable[Weight], missing: dict[str, Param]) -> None:
         """Write parameters, removing each from `missing`. Raise WeightError."""
-        for name, value in half_split(self._model.spec, checked(weights, missing)):
+        values = checked(weights, missing)
+        for name, value in values if self._spec is None else half_split(self._spec, values):
             self._put(name, value)
         if self._copied and self._rounded:
             dense, stored = self._rounded[0], self._copied[0]

@@ -137,6 +137,12 @@ def _block(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
         yield f"block.{norm}_bias", Placement((norm, "bias"))
 
 
+def once_stacked_attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of an attention that is not among the layers, stacked once."""
+    for name, placement in _attention(mixer, tensor):
+        yield name, Placement(placement.target, (0, *placement.start), _add_repeat_axis(placement.arrange))
+
+
 def _adapters(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
     """Yield the placements of what a layer has of its input block by itself."""
     heads = HeadLayout.of(mixer, tensor)

@@ -235,10 +235,12 @@ class Decoder:
         self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
     ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
-        if self.adapters is None or batch.adapters is None:
+        with self._adapted(batch.adapters):
             return self._hidden(token_ids, batch, caches, embedded)
-        with self.adapters.active.of(batch.adapters):
-            return self._hidden(token_ids, batch, caches, embedded)
+
+    def _adapted(self, tokens: TokenSlots | None) -> AbstractContextManager[None]:
+        """Return a context in which the layers add the adapters of these tokens."""
+        return nullcontext() if self.adapters is None or tokens is None else self.adapters.active.of(tokens)
 
     def _hidden(
         self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None
@@ -261,8 +263,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
         assert self.streams is None, "layers have one residual stream"
-        *inputs, x = self.run_layers(self.embed(token_ids, batch.positions), batch, caches, captured)
-        return self.final_norm(x), torch.cat(inputs, -1)
+        with self._adapted(batch.adapters):
+            *inputs, x = self.run_layers(self.embed(token_ids, batch.positions), batch, caches, captured)
+            return self.final_norm(x), torch.cat(inputs, -1)
 
     def _run_layers(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache]) -> Tensor:
         """Embeddings [T, D] -> hidden states [T, D] after the final norm."""
@@ -282,9 +285,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor, tokens: TokenSlots | None = None) -> Tensor:
         """Hidden [R, D] -> float32 logits [R, V]. `tokens`: the adapters of these R tokens."""
-        if self.adapters is None or tokens is None:
-            return self._logits(hidden)
-        with self.adapters.active.of(tokens):
+        with self._adapted(tokens):
             return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final
 
 from pagoda.backends.reference.native.ir_text import Function
@@ -127,9 +128,8 @@ def square(form: ProductForm, attributes: str) -> str:
     sums = _Sums(f, form, 2, 2)
     totals = f.let(f"alloca [{4 * TILE_BYTES} x i8], align {ROW_BYTES}")
     places = [[f.at(totals, _cell(row, side, 2)) for side in range(2)] for row in range(SQUARE_ROWS)]
-    for row in places:
-        for place in row:
-            f.store(floats, "zeroinitializer", place, ROW_BYTES)
+    for place in chain.from_iterable(places):
+        f.store(floats, "zeroinitializer", place, ROW_BYTES)
 
     def scaled(group: str, rows: range) -> list[list[str]]:
         """Return the totals of rows, by side, with a group."""

@@ -13,12 +13,12 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.reference.memory import available_bytes
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.runner import Runner
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.step import StepPlan

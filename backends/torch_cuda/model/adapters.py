@@ -2,12 +2,16 @@
 
 The adapters of the parts of a fused matrix are one stack: A and B are cut as the matrix is, so that of a matrix whose
 outputs are sharded each rank has its rows of B, and of one whose inputs are, its columns of A, and a partial sum.
+
+With --fully-sharded-loras the other matrix is sharded, too. Where the outputs are, each rank multiplies by some rows
+of A, whose products are gathered; where the inputs are, A x is summed over the ranks, and each has some rows of B.
+Those of experts, and the embedding table's, are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -22,10 +26,12 @@ from pagoda.backends.torch_cuda.kernels.lora import (
     add_expanded,
     output_sections,
     padded_rank,
+    shrunk,
     sort_by_slot,
 )
+from pagoda.backends.torch_cuda.kernels.moe import Added, ExpertAdapters
 from pagoda.backends.torch_cuda.model.parameters import Empty, Linear
-from pagoda.backends.torch_cuda.parallel import Comm
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.weights import RankLayout, TensorSlice
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
@@ -38,13 +44,13 @@ _ALIGN: Final = 32
 """Elements: alignment of each stack's ranks."""
 
 
+Shared = Literal["ranks", "outputs"]
+"""What each rank has some of with --fully-sharded-loras: the rows of A, or those of B."""
+
+
 def adapted_matrices(spec: ModelSpec, layout: RankLayout) -> dict[str, Param]:
-    """Return the matrices that adapters may change: all but those of routed experts."""
-    return {
-        name: param
-        for name, param in adaptable(spec).items()
-        if len(param.shape) == _MATRIX_AXES and _placement(layout, name) is not None
-    }
+    """Return the matrices that adapters may change: all with a place of their own."""
+    return {name: param for name, param in adaptable(spec).items() if _placement(layout, name) is not None}
 
 
 def _placement(layout: RankLayout, name: str) -> TensorSlice | None:
@@ -65,9 +71,10 @@ class CudaAdapters:
         dtype: torch.dtype,
         device: Device,
         empty: Empty,
+        comm: Comm = SINGLE_RANK,
     ) -> None:
         """`dtype`: of the matrices in the slots. `empty`: allocates memory, all of which `clear` writes."""
-        self._spec, self._options, self._device = spec, options, device
+        self._spec, self._options, self._device, self._comm = spec, options, device, comm
         self.matrices = adapted_matrices(spec, layout)
         self._parts: dict[str, dict[str, TensorSlice]] = {}  # stack -> its parameters
         for name in self.matrices:
@@ -76,26 +83,74 @@ class CudaAdapters:
             stack = name if name in (_EMBED, _HEAD) else placement.tensor
             self._parts.setdefault(stack, {})[name] = placement
         self._rank = padded_rank(options.max_rank)
+        self._own_rank = padded_rank(-(-options.max_rank // comm.size))  # of an A whose rows are sharded
+        self._shared = self._fully_sharded() if options.fully_sharded and comm.size > 1 else {}
         padded_slots = -(-options.slots // _ALIGN) * _ALIGN
         self._ranks = empty((len(self._parts), padded_slots), torch.int32)
-        self._stacks = {
-            name: self._allocate(name, layout, dtype, ranks[: options.slots], empty)
-            for (name, ranks) in zip(self._parts, self._ranks)
-        }
+        self._own_ranks = empty(tuple(self._ranks.shape), torch.int32)  # the same of the A whose rows are sharded
+        self._stacks: dict[str, AdapterStack] = {}
+        self._experts: dict[str, int] = {}  # stack of experts -> their number
+        for name, ranks in zip(self._parts, self._ranks):
+            if len(layout.shapes[self._tensor(name, layout)]) == _MATRIX_AXES:
+                self._stacks[name] = self._allocate(name, layout, dtype, ranks[: options.slots], empty)
+            else:
+                self._stacks[name] = self._allocate_experts(name, layout, dtype, empty)
         self._resident: dict[int, AdapterWeights] = {}
         self._rows: AdapterRows | None = None
         self.clear()
 
+    def _fully_sharded(self) -> dict[str, Shared]:
+        """Return what is sharded beside the matrix's own sharded side, by stack."""
+        shared: dict[str, Shared] = {}
+        for name, parts in self._parts.items():
+            first = next(iter(parts))
+            param, placement = self.matrices[first], parts[first]
+            if name == _EMBED or len(param.shape) != _MATRIX_AXES:
+                continue
+            # a small vocabulary may lie on the first ranks alone
+            cut_outputs = name == _HEAD or _extent(placement.cut[0]) < param.shape[0]
+            if placement.cut_inputs:
+                shared[name] = "outputs"
+            elif cut_outputs and self._own_rank * self._comm.size == self._rank:
+                shared[name] = "ranks"
+        return shared
+
+    def _own_outputs(self, outputs: int) -> slice:
+        """Return the rows of a B whose rows are shared out."""
+        rank, size = self._comm.rank, self._comm.size
+        return slice(outputs * rank // size, outputs * (rank + 1) // size)
+
+    @staticmethod
+    def _tensor(name: str, layout: RankLayout) -> str:
+        """Return the model's tensor whose products a stack changes."""
+        return _EMBED if name == _HEAD and _HEAD not in layout.shapes else name
+
+    def _allocate_experts(self, name: str, layout: RankLayout, dtype: torch.dtype, empty: Empty) -> AdapterStack:
+        """Return a stack in which each expert of a slot is a slot: expert e of slot s is s * E + e."""
+        experts, outputs, inputs = layout.shapes[name]
+        slots, parts = self._options.slots * experts, self._parts[name]
+        self._experts[name] = experts
+        spans = [(each.into[1].start, each.into[1].stop) for each in parts.values()]
+        return AdapterStack(
+            empty((slots, len(parts) * self._rank, inputs), dtype),
+            empty((slots, outputs, self._rank), dtype),
+            empty((slots,), torch.int32),
+            output_sections(spans).to(self._device.torch),
+        )
+
     def _allocate(self, name: str, layout: RankLayout, dtype: torch.dtype, ranks: Tensor, empty: Empty) -> AdapterStack:
-        tensor = _EMBED if name == _HEAD and _HEAD not in layout.shapes else name
-        outputs, inputs = layout.shapes[tensor]
+        outputs, inputs = layout.shapes[self._tensor(name, layout)]
         slots, parts = self._options.slots, self._parts[name]
         if name == _EMBED:
             table, back = empty((slots, outputs, self._rank), dtype), empty((slots, inputs, self._rank), dtype)
             return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
         spans = [(each.into[0].start, each.into[0].stop) for each in parts.values()]
+        rank = self._own_rank if self._shared.get(name) == "ranks" else self._rank
+        if self._shared.get(name) == "outputs":
+            outputs = _extent(self._own_outputs(outputs))
+            spans = [(0, outputs)]
         return AdapterStack(
-            empty((slots, len(parts) * self._rank, inputs), dtype),
+            empty((slots, len(parts) * rank, inputs), dtype),
             empty((slots, outputs, self._rank), dtype),
             ranks,
             output_sections(spans).to(self._device.torch),
@@ -109,7 +164,9 @@ class CudaAdapters:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all slots on the device."""
-        return self._ranks.nbytes + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        ranks = sum(self._stacks[name].ranks.nbytes for name in self._experts)
+        ranks += self._own_ranks.nbytes
+        return self._ranks.nbytes + ranks + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
     @property
     def has_head(self) -> bool:
@@ -120,9 +177,11 @@ class CudaAdapters:
         """Make all slots empty, whatever the memory holds."""
         self._resident.clear()
         self._ranks.zero_()
+        self._own_ranks.zero_()
         for stack in self._stacks.values():
             stack.a.zero_()
             stack.b.zero_()
+            stack.ranks.zero_()
 
     def restore(self) -> None:
         """Write the adapters again that the slots had before their memory was lost."""
@@ -138,32 +197,69 @@ class CudaAdapters:
         matrices = _half_split(self._spec, weights.matrices)
         ranks = np.zeros(len(self._stacks), np.int32)
         for number, (name, parts) in enumerate(self._parts.items()):
-            own = {part: matrices[part] for part in parts if part in matrices}
+            own, stack = {part: matrices[part] for part in parts if part in matrices}, self._stacks[name]
+            if (experts := self._experts.get(name)) is not None:
+                stack.ranks.view(-1, experts)[slot].fill_(weights.rank if own else 0)
             if not own:
                 continue
             ranks[number] = weights.rank
-            stack = self._stacks[name]
-            if name == _EMBED:
+            if experts is not None:
+                self._write_experts(stack, slot, experts, own, parts)
+            elif name == _EMBED:
                 self._write_embedding(stack, slot, own[_EMBED], parts[_EMBED])
             else:
-                self._write(stack, slot, own, parts)
+                self._write(stack, slot, own, parts, self._shared.get(name))
         self._ranks[:, slot].copy_(torch.from_numpy(ranks))
+        self._own_ranks[:, slot].copy_(torch.from_numpy(np.where(ranks, self._own_rank, 0).astype(np.int32)))
 
     def _write(
-        self, stack: AdapterStack, slot: int, own: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]
+        self,
+        stack: AdapterStack,
+        slot: int,
+        own: Mapping[str, LowRank],
+        parts: Mapping[str, TensorSlice],
+        shared: Shared | None,
     ) -> None:
         """Assemble A and B of a slot on the host, zero but for `own`, and copy them as a whole."""
-        a = torch.zeros(len(parts), self._rank, stack.a.shape[2], dtype=stack.a.dtype)
+        a = torch.zeros(len(parts), stack.a.shape[1] // len(parts), stack.a.shape[2], dtype=stack.a.dtype)
         b = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
         for projection, (name, placement) in enumerate(parts.items()):
             if (matrix := own.get(name)) is None:
                 continue
             rows, columns = placement.cut
-            rank = len(matrix.a)
-            a[projection, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a[:, columns]))
-            b[placement.into[0], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
+            rank, into, down = len(matrix.a), placement.into[0], matrix.a[:, columns]
+            if shared == "ranks":
+                first = self._comm.rank * self._own_rank
+                down = down[first : first + self._own_rank]
+            if shared == "outputs":
+                rows = self._own_outputs(len(matrix.b))
+                into = slice(None)
+            a[projection, : len(down)] = torch.from_numpy(np.ascontiguousarray(down))
+            b[into, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
         stack.a[slot].copy_(a.flatten(0, 1))
         stack.b[slot].copy_(b)
+
+    def _write_experts(
+        self,
+        stack: AdapterStack,
+        slot: int,
+        experts: int,
+        own: Mapping[str, LowRank],
+        parts: Mapping[str, TensorSlice],
+    ) -> None:
+        """The same of the slots of all experts."""
+        a = torch.zeros(experts, len(parts), self._rank, stack.a.shape[2], dtype=stack.a.dtype)
+        b = torch.zeros(experts, *stack.b.shape[1:], dtype=stack.b.dtype)
+        for projection, (name, placement) in enumerate(parts.items()):
+            if (matrix := own.get(name)) is None:
+                continue
+            _, rows, columns = placement.cut
+            rank = matrix.a.shape[1]
+            a[:, projection, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a[..., columns]))
+            b[:, placement.into[1], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[:, rows]))
+        first = slot * experts
+        stack.a[first : first + experts].copy_(a.flatten(1, 2))
+        stack.b[first : first + experts].copy_(b)
 
     def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
         table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
@@ -191,12 +287,50 @@ class CudaAdapters:
 
         def adapted(x: Tensor) -> Tensor:
             y = layer(x)
-            return y if self._rows is None else self._add(y, x, stack, self._rows)
+            return y if self._rows is None else self._add_named(name, y, x, self._rows)
 
         return adapted
 
+    def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
+        """Add those of a stack to y [T, O] in place; return y."""
+        stack, shared, comm = self._stacks[name], self._shared.get(name), self._comm
+        if shared is None:
+            return self._add(y, x, stack, rows)
+        x, chip, parts = x.to(stack.a.dtype), self._device.chip, len(self._parts[name])
+        if shared == "outputs":
+            low = comm.all_reduce(shrunk(x, stack.a, stack.ranks, self._rank, rows, chip).sum(0))
+            add_expanded(y[:, self._own_outputs(y.shape[1])], low[None], stack, rows, chip)
+            return y
+        number = list(self._parts).index(name)
+        ranks = self._own_ranks[number, : self.slots]
+        low = comm.gather_last(shrunk(x, stack.a, ranks, self._own_rank, rows, chip).sum(0))
+        low = low.view(len(x), comm.size, parts, self._own_rank).transpose(1, 2).reshape(len(x), -1)
+        return add_expanded(y, low[None], stack, rows, chip)
+
     def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
         return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip)
+
+    def of_experts(self, inner: str, down: str, *, batch_invariant: bool = False) -> ExpertAdapters | None:
+        """Return what is added to the products of a mixture's experts in the current step; None: nothing.
+
+        `batch_invariant`: never None, so that tokens without an adapter are computed the same way in every step.
+        """
+        rows, stacks = self._rows, (self._stacks.get(inner), self._stacks.get(down))
+        if rows is None or stacks == (None, None):
+            return _add_nothing if batch_invariant else None
+        experts = self._experts[inner if stacks[0] is not None else down]
+        none = self.slots * experts
+
+        def added(tokens: Tensor, of_rows: Tensor) -> tuple[Added, Added]:
+            slots = (rows.slots[tokens] * experts + of_rows).clamp_(max=none).to(torch.int32)
+            pairs = sort_by_slot(slots, none, batch_invariant=rows.invariant, use_kernel=self._device.use_kernels)
+
+            def add(stack: AdapterStack | None) -> Added:
+                return lambda y, x: y if stack is None else self._add(y, x, stack, pairs)
+
+            return add(stacks[0]), add(stacks[1])
+
+        return added
 
     def add_to_embeddings(self, x: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
         """Add those of tokens [T] to their embeddings x [T, D], in place; return x."""
@@ -212,7 +346,16 @@ class CudaAdapters:
 
     def add_to_logits(self, logits: Tensor, hidden: Tensor, slots: Tensor, *, batch_invariant: bool = False) -> Tensor:
         """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them."""
-        return self._add(logits, hidden, self._stacks[_HEAD], self._sorted(slots, batch_invariant))
+        return self._add_named(_HEAD, logits, hidden, self._sorted(slots, batch_invariant))
+
+
+def _extent(part: slice) -> int:
+    extent: int = part.stop - part.start
+    return extent
+
+
+def _add_nothing(tokens: Tensor, experts: Tensor) -> tuple[Added, Added]:
+    return (lambda y, x: y), (lambda y, x: y)
 
 
 def _half_split(spec: ModelSpec, matrices: Mapping[str, LowRank]) -> dict[str, LowRank]:

@@ -104,8 +104,7 @@ class CudaDecoder:
     @torch.inference_mode()
     def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return hidden states [T, D] after the final norm; the caches, by number, are written."""
-        if (adapters := self.build.adapters) is not None:
-            adapters.begin(batch.adapter_slots, batch_invariant=self.build.batch_invariant)
+        self._begin(batch)
         x = self.embed(batch.token_ids, batch.positions, embedded=batch.embedded)
         residual, update = run_layers(self.layers, self.first, batch.token_ids, x, batch, caches)
         return self.final_norm(update, residual)[0]
@@ -116,6 +115,7 @@ class CudaDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
         assert self.first is None, "layers have one residual stream"
+        self._begin(batch)
         stream: Stream = None, self.embed(batch.token_ids, batch.positions)
         inputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -125,6 +125,11 @@ class CudaDecoder:
             stream = layer(stream, batch, caches)
         residual, update = stream
         return self.final_norm(update, residual)[0], torch.cat([inputs[index] for index in captured], -1)
+
+    def _begin(self, batch: CudaStepBatch) -> None:
+        """Let the layers add the adapters of the step's tokens."""
+        if self.build.adapters is not None:
+            self.build.adapters.begin(batch.adapter_slots, batch_invariant=self.build.batch_invariant)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None, adapter_slots: Tensor | None = None) -> Tensor:
@@ -364,6 +369,7 @@ def make_routed(
     correction = params.get(f"{prefix}.router_correction")
     inner, down = params.matrix(f"{prefix}.experts.inner"), params.matrix(f"{prefix}.experts.down")
     inner_bias, down_bias = params.get(f"{prefix}.experts.inner_bias"), params.get(f"{prefix}.experts.down_bias")
+    adapters, names = build.adapters, (f"{prefix}.experts.inner", f"{prefix}.experts.down")
 
     def routed(x: Tensor, router_input: Tensor) -> Tensor:
         return moe(
@@ -378,6 +384,7 @@ def make_routed(
             correction=correction,
             expert_scale=expert_scale,
             weighs_input=spec.weighs_input,
+            adapters=None if adapters is None else adapters.of_experts(*names, batch_invariant=build.batch_invariant),
             batch_invariant=build.batch_invariant,
             use_kernel=device.use_kernels,
             chip=device.chip,

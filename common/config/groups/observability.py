@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from pagoda.common.config.fields import option
+from pagoda.common.config.fields import comma_separated, option
 from pagoda.common.errors import ConfigError
 
-_NO_TRACES: Final = "OpenTelemetry traces are not in this version; scrape /metrics instead"
+TRACED_MODULES: Final = ("model", "worker", "all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,16 @@ class ObservabilityConfig:
     show_hidden_metrics_for_version: str | None = option(
         None, "Show deprecated metrics hidden since this version.", no_effect="no metrics are hidden"
     )
-    otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector URL for traces.", refused=_NO_TRACES)
-    collect_detailed_traces: str | None = option(
-        None, "Modules for which detailed traces are collected.", refused=_NO_TRACES
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "OpenTelemetry collector URL to which a span of each request is exported; needs the extra otlp. "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL sets the protocol: grpc (default) or http/protobuf.",
+    )
+    collect_detailed_traces: tuple[str, ...] = option(
+        (),
+        "Modules for which requests have spans of their phases, comma-separated: worker (prepare, queue), model "
+        "(prefill, decode), all; needs --otlp-traces-endpoint.",
+        parse=comma_separated,
     )
     kv_cache_metrics: bool = option(
         False,
@@ -53,6 +60,22 @@ class ObservabilityConfig:
                 "--log-stats-interval",
                 f"{self.log_stats_interval} is not a positive number of seconds; use --disable-log-stats for no lines",
             )
+        self._check_traces()
+
+    def _check_traces(self) -> None:
+        """Raise ConfigError for unknown modules, or modules without an endpoint."""
+        flag = "--collect-detailed-traces"
+        unknown = [name for name in self.collect_detailed_traces if name not in TRACED_MODULES]
+        if unknown:
+            raise ConfigError(flag, f"unknown module {unknown[0]!r}; use {', '.join(TRACED_MODULES)}")
+        if self.collect_detailed_traces and self.otlp_traces_endpoint is None:
+            raise ConfigError(flag, "it applies only with --otlp-traces-endpoint; set that, too")
+
+    @property
+    def traced_modules(self) -> tuple[str, ...]:
+        """The modules of --collect-detailed-traces; all: each of them."""
+        names = self.collect_detailed_traces
+        return ("model", "worker") if "all" in names else names
 
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -73,6 +96,9 @@ class LoggingConfig:
     configure_logging: bool = option(True, "Configure Python logging; if off, existing handlers are used.")
     log_level: str = option("INFO", "Log level: DEBUG, INFO, WARNING, ERROR or CRITICAL.", parse=level_name)
     log_prefix: str = option("", "Prefix of each log line.")
+    log_format: Literal["text", "json"] = option(
+        "text", "Log format: text, or json: one object per line (time, level, logger, message, process, traceback)."
+    )
     log_config_file: str | None = option(
         None, "JSON file for logging.config.dictConfig, instead of the default logging configuration."
     )

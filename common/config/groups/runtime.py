@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pagoda.common.config.fields import option
+from pagoda.common.config.fields import need_not_negative, option
 from pagoda.common.errors import ConfigError
 
 ANY_CORE: Final = ("auto", "all", "nobind")
@@ -49,6 +49,24 @@ class RuntimeConfig:
     engine_iteration_timeout_s: float = option(
         600.0, "Maximum duration of one step, in seconds; an engine that exceeds it is considered hung."
     )
+    restart_engine: int = option(
+        0,
+        "Maximum number of times per hour that an engine that died or is stuck is restarted; requests of which nothing "
+        "has been sent run again, the others fail. 0: the server exits.",
+    )
+    exit_on_stuck_engine: bool = option(
+        False,
+        "End an engine that is stuck (--rpc-timeout, --engine-iteration-timeout-s), as if it had died; default: its "
+        "requests fail, new ones get HTTP 503 until it continues.",
+    )
+    incident_dir: str | None = option(
+        None,
+        "Directory for incident snapshots, which `pagoda replay` reads: written when the engine fails, on SIGUSR1 to "
+        "its process and by POST /incident_snapshot; default: ~/.cache/pagoda/incidents. The newest 16 files are kept.",
+    )
+    incident_tokens: bool = option(
+        False, "Write the token ids of unfinished requests to incident snapshots, which otherwise have none."
+    )
     cpu_omp_threads_bind: str = option(
         "auto",
         "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8; auto, all or nobind: no pinning.",
@@ -62,6 +80,7 @@ class RuntimeConfig:
             raise ConfigError(
                 "--engine-iteration-timeout-s", f"{self.engine_iteration_timeout_s} is not a positive number of seconds"
             )
+        need_not_negative(self, "restart_engine", remedy="use 0 for no restarts")
         if self.cpu_omp_threads_bind not in ANY_CORE:
             try:
                 _cores(self.cpu_omp_threads_bind)

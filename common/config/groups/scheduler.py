@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pagoda.common.config.fields import human_readable_int, need_not_negative, need_positive, option
+from pagoda.common.errors import ConfigError
 
 _NO_LIMIT: Final = "partial prefills are limited by tokens, not by number; use --long-prefill-token-threshold"
+
+
+MAX_REQUEST_COST: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +25,26 @@ class SchedulerConfig:
     )
     max_num_seqs: int | None = option(None, "Maximum number of sequences per step; default: by platform and use.")
     max_num_queued_reqs: int | None = option(
-        None, "Maximum in-flight sequences (running + queued); further requests get HTTP 429. Default: unlimited."
+        None,
+        "Maximum in-flight sequences (running + queued); further requests get HTTP 429. Default of a server: 8 times "
+        "--max-num-seqs, at least 2048; in Python: unlimited.",
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "Maximum prompt tokens of in-flight sequences; further requests get HTTP 429. Default of a server: 4194304, or "
+        "twice the context length if that is more; in Python: unlimited.",
+        parse=human_readable_int,
+    )
+    max_key_share: float = option(
+        0.5,
+        "Maximum share of --max-num-queued-reqs, of --max-num-queued-tokens and of the queue of grammar checks that "
+        "one API key may use, on servers with several keys; 1: all.",
+    )
+    max_request_cost: int = option(
+        MAX_REQUEST_COST,
+        "Maximum cost of a request in tokens: n x prompts x (prompt + max_tokens), where each generated token counts "
+        "as up to several the more tokens logit_bias, allowed_token_ids and bad_words list.",
+        parse=human_readable_int,
     )
     max_num_partial_prefills: int = option(1, "Maximum number of concurrent partial prefills.", refused=_NO_LIMIT)
     max_long_partial_prefills: int = option(
@@ -48,7 +71,9 @@ class SchedulerConfig:
     stream_interval: int = option(1, "Tokens per streamed event; the first token is sent immediately.")
 
     def __post_init__(self) -> None:
-        limits = ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs")
-        need_positive(self, *limits, remedy="use 1 or more, or drop it")
+        queue = ("max_num_queued_reqs", "max_num_queued_tokens", "max_request_cost")
+        need_positive(self, "max_num_batched_tokens", "max_num_seqs", *queue, remedy="use 1 or more, or drop it")
+        if not 0.0 < self.max_key_share <= 1.0:
+            raise ConfigError("--max-key-share", f"{self.max_key_share} is not in (0, 1]")
         need_positive(self, "stream_interval", remedy="use 1 for every token")
         need_not_negative(self, "long_prefill_token_threshold", remedy="use 0 for unlimited")

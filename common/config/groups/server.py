@@ -19,6 +19,9 @@ from pagoda.common.config.fields import (
 )
 from pagoda.common.errors import ConfigError
 
+MAX_API_SERVERS: Final = 64
+"""Maximum number of API server processes."""
+
 _PREFIX: Final = re.compile(r"(/[\w.~!$&'()*+,;=:@-]+)*/?", re.ASCII)
 """URL path; a leading empty segment is excluded, because browsers read `//x` as a host."""
 
@@ -41,7 +44,7 @@ class ServerConfig:
         None, "Address to listen on; default: 127.0.0.1 (this machine only). Use 0.0.0.0 for all interfaces."
     )
     port: int = option(8000, "Port to listen on; 0: any free port.")
-    uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port.")
+    uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port; its mode is 0600.")
     api_key: tuple[str, ...] = option(
         (), "API keys; if set, requests must send one of them (Authorization: Bearer KEY or X-API-Key). Repeatable."
     )
@@ -106,9 +109,9 @@ class ServerConfig:
     enable_ssl_refresh: bool = option(False, "Reload the TLS key and certificate when their files change.")
     api_server_count: int = option(
         1,
-        "Number of API server processes.",
+        "Number of API server processes. All share one engine; each tokenises, detokenises and sends the responses of "
+        "its own connections.",
         aliases=("-asc",),
-        refused="HTTP is served by one process; start several servers behind a load balancer, or use 1",
     )
     headless: bool = option(
         False, "Run without an HTTP server, following node 0; for nodes 1 and up of a multi-node deployment."
@@ -141,11 +144,24 @@ class ServerConfig:
         "1 KiB/s.",
     )
     timeout_keep_alive: float = option(5.0, "Timeout of idle keep-alive connections, in seconds.")
-    max_connections: int = option(8192, "Maximum number of open connections; further ones get HTTP 503.")
+    max_connections: int = option(
+        8192,
+        "Maximum number of open connections, per API server process. A further one replaces the one that has waited "
+        "longest for a request; if none waits, it gets HTTP 503.",
+    )
     sse_keep_alive_interval: float = option(
         0.0, "Interval of keep-alive comments in an idle SSE stream, in seconds, for proxies that time out; 0: none."
     )
-    shutdown_timeout: float = option(0.0, "Grace period for requests in progress after SIGTERM, in seconds.")
+    request_timeout: float = option(
+        0.0,
+        "Maximum time from a request's acceptance to its last token, in seconds; it is then aborted: HTTP 504, or an "
+        "error event in a stream. 0: unlimited.",
+    )
+    shutdown_timeout: float = option(
+        0.0,
+        "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error, and "
+        "make the exit status 1.",
+    )
     keep_alive_on_engine_death: bool = option(
         False, "Keep the server running after the engine dies; every request then gets HTTP 503."
     )
@@ -192,6 +208,7 @@ class ServerConfig:
             raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
         for flag, seconds in (
             ("--shutdown-timeout", self.shutdown_timeout),
+            ("--request-timeout", self.request_timeout),
             ("--sse-keep-alive-interval", self.sse_keep_alive_interval),
         ):
             if not 0.0 <= seconds < float("inf"):
@@ -206,13 +223,30 @@ class ServerConfig:
         need_positive(
             self,
             *("max_body_bytes", "max_connections", "max_stop_strings"),
-            *("h11_max_incomplete_event_size", "h11_max_header_count"),
+            *("h11_max_incomplete_event_size", "h11_max_header_count", "api_server_count"),
         )
+        self._check_processes()
         stores = ("max_stored_responses", "max_stored_response_bytes", "max_stored_files", "max_stored_file_bytes")
         need_not_negative(self, *stores, remedy="use 0 to store none")
         need_not_negative(self, "max_log_len", remedy="use 0 or more, or drop it for unlimited")
         if self.root_path and not _PREFIX.fullmatch(self.root_path):
             raise ConfigError("--root-path", f"{self.root_path} is not a URL path; use one such as /models/small")
+
+    def _check_processes(self) -> None:
+        """Raise ConfigError for settings that need a single API server process."""
+        flag = "--api-server-count"
+        if self.api_server_count == 1:
+            return
+        if self.api_server_count > MAX_API_SERVERS:
+            raise ConfigError(flag, f"{self.api_server_count} is more than {MAX_API_SERVERS}; use fewer processes")
+        if self.headless:
+            raise ConfigError(flag, "with --headless there is no API server; drop one of them")
+        if self.disable_frontend_multiprocessing:
+            raise ConfigError(
+                flag, "several API server processes need an engine process; drop --disable-frontend-multiprocessing"
+            )
+        if self.server_dev_mode:
+            raise ConfigError(flag, "development routes change the state of one process only; use 1 with them")
 
     @property
     def prefix(self) -> str:

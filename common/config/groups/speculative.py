@@ -34,7 +34,6 @@ _REFUSED_KEYS: Final[Mapping[str, str]] = {
     "disable_padded_drafter_batch": "the layout of drafter batches is fixed; drop it",
     "speculative_token_tree": "drafts are chains, not trees; use num_speculative_tokens",
     "parallel_drafting": "drafts of a model are computed one after the other; drop it",
-    "enforce_eager": "a drafter runs as the model does; use --enforce-eager for both",
     "draft_load_config": "a drafter is read as the model is; use --load-format",
     "use_local_argmax_reduction": "the reduction over ranks is fixed; drop it",
     "disable_logprobs": "logprobs are the same with and without drafts; drop it",
@@ -66,6 +65,7 @@ class SpeculativeConfig:
     quantization: str | None = None  # of a drafter's weights
     revision: str | None = None  # of a drafter on the hub
     code_revision: str | None = None
+    enforce_eager: bool | None = None  # of a drafter, which runs as the model does; None: as that
 
     @property
     def runs_on_device(self) -> bool:
@@ -76,7 +76,7 @@ class SpeculativeConfig:
 _KEYS: Final = tuple(each.name for each in fields(SpeculativeConfig))
 _SUFFIX_KEYS: Final = tuple(key for key in _KEYS if key.startswith("suffix_decoding_"))
 _NGRAM_KEYS: Final = ("prompt_lookup_min", "prompt_lookup_max")
-_MODEL_KEYS: Final = ("draft_tensor_parallel_size", "quantization", "revision", "code_revision")
+_MODEL_KEYS: Final = ("draft_tensor_parallel_size", "quantization", "revision", "code_revision", "enforce_eager")
 _INTEGERS: Final[Mapping[str, int]] = {
     "num_speculative_tokens": 1,
     "prompt_lookup_min": 1,
@@ -95,14 +95,16 @@ _TEXTS: Final = ("method", "model", "quantization", "revision", "code_revision")
 def speculative_of(settings: Mapping[str, Any]) -> SpeculativeConfig | None:
     """Return the checked settings of a --speculative-config; None if it is empty.
 
-    Keys that are null count as not given. Raise ConfigError naming the key and the remedy.
+    Keys that are null count as not given, as do refused ones that are false. Raise ConfigError naming the key and the
+    remedy.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     for key in given:
-        if key in _REFUSED_KEYS:
+        if key in _REFUSED_KEYS and given[key] is not False:
             raise ConfigError(FLAG, f"{key} is not supported: {_REFUSED_KEYS[key]}")
-        if key not in _KEYS:
+        if key not in _KEYS and key not in _REFUSED_KEYS:
             raise ConfigError(FLAG, f"{key} is unknown{did_you_mean(key, _KEYS)}; drop it")
+    given = {key: value for key, value in given.items() if key not in _REFUSED_KEYS}
     if not given:
         return None
     _check_types(given)
@@ -128,6 +130,8 @@ def _check_types(given: Mapping[str, Any]) -> None:
             raise ConfigError(FLAG, f"{key} must be an integer, not {value!r}")
         if value < least:
             raise ConfigError(FLAG, f"{key} is {value}; use {least} or more")
+    if not isinstance(given.get("enforce_eager", False), bool):
+        raise ConfigError(FLAG, f"enforce_eager must be true or false, not {given['enforce_eager']!r}")
     for key in _TEXTS:
         if not isinstance(given.get(key, ""), str):
             raise ConfigError(FLAG, f"{key} must be a string, not {given[key]!r}")

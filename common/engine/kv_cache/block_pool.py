@@ -13,8 +13,8 @@ backends read consecutive blocks without a copy. Block 0 is the null block and i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -199,6 +199,30 @@ class BlockPool:
             del self._blocks[key]
             self._keys[block] = None
             self._released_at[block] = 0
+
+    # --- incident snapshots ---
+
+    def capture(self) -> dict[str, Any]:
+        """Return a copy of the state, by names that `restore` takes."""
+        return {
+            "num_free": self.num_free,
+            "next": list(self._next),
+            "prev": list(self._prev),
+            "keys": list(self._keys),
+            "refs": self._refs[:],
+            "reserved": self._is_reserved[:],
+            "released_at": self._released_at[:],
+            "clock": self._clock,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Replace the state by one that `capture` returned, of a pool of the same size."""
+        self.num_free, self._clock = state["num_free"], state["clock"]
+        self._next, self._prev, self._keys = list(state["next"]), list(state["prev"]), list(state["keys"])
+        self._refs = array("i", state["refs"])
+        self._is_reserved = bytearray(state["reserved"])
+        self._released_at = array("q", state["released_at"])
+        self._blocks = {key: block for block, key in enumerate(self._keys) if key is not None}
 
     # --- self-check ---
 

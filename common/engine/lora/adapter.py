@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 NO_ADAPTER: Final = -1
 """Slot of a sequence without an adapter."""
 
 LORA_FIELD: Final = "lora_request"
 """The field that errors of adapters name."""
+
+
+class AdapterRequest(Protocol):
+    """An adapter as callers of the Python API give it: vLLM's LoRARequest."""
+
+    @property
+    def lora_name(self) -> str: ...
+
+    @property
+    def lora_int_id(self) -> int: ...
+
+    @property
+    def lora_path(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

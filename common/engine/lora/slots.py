@@ -27,6 +27,7 @@ class AdapterSlots:
         self._adapters: list[Adapter | None] = [None] * count
         self._slots: dict[Adapter, int] = {}  # least recently used first
         self._loads: list[AdapterLoad] = []
+        self.draining: dict[AdapterQueue, Adapter] = {}  # adapters that take no further requests, by who waits for it
 
     @property
     def resident(self) -> Iterable[Adapter]:
@@ -140,7 +141,8 @@ class AdapterQueue(WaitingQueue):
 
     def _first(self) -> Request | None:
         has_room = self._slots.has_room()
-        draining = self._slots.fewest_references() if self._overtaken >= MOST_OVERTAKEN else None
+        self._drain()
+        draining = self._slots.draining.values()
         first: Request | None = None
         blocked: Request | None = None
         for adapter, queue in self._queues.items():
@@ -148,13 +150,25 @@ class AdapterQueue(WaitingQueue):
             resident = adapter is None or adapter in self._slots
             if not (resident or adapter in self._slots.ready):
                 continue
-            if has_room or adapter is None or (resident and adapter != draining):
+            if has_room or adapter is None or (resident and adapter not in draining):
                 first = _earlier(first, head)
             elif not resident:
                 blocked = _earlier(blocked, head)
         if blocked is not self._blocked:
-            self._blocked, self._overtaken = blocked, 0
+            self._block(blocked)
         return first
+
+    def _block(self, request: Request | None) -> None:
+        """Count from now on the requests that overtake this one."""
+        self._blocked, self._overtaken = request, 0
+        self._slots.draining.pop(self, None)
+
+    def _drain(self) -> None:
+        """If the blocked request has waited for too long, let the slot that is free soonest take no more requests."""
+        if self._overtaken >= MOST_OVERTAKEN and (adapter := self._slots.fewest_references()) is not None:
+            self._slots.draining[self] = adapter
+        else:
+            self._slots.draining.pop(self, None)
 
     def pop(self) -> Request:
         """Remove and return the request that `peek` returned last."""
@@ -168,6 +182,8 @@ class AdapterQueue(WaitingQueue):
         if request_id not in self._adapter_of:
             return None
         self._next, adapter = None, self._adapter_of.pop(request_id)
+        if self._blocked is not None and self._blocked.request_id == request_id:
+            self._block(None)
         queue = self._queues[adapter]
         request = queue.remove(request_id)
         if not len(queue):

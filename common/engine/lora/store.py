@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Final
+from typing import Any, Final, Protocol
 
 from pagoda.common.backend import LoraBackend
-from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
+from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterLoad
+from pagoda.common.engine.lora.slots import AdapterSlots
 from pagoda.common.engine.messages import EngineOutput
-from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.common.weights.lora.weights import AdapterWeights
 
@@ -118,10 +117,29 @@ def _refusal(adapter: Adapter, error: BaseException) -> RequestError:
     return RequestError(LORA_FIELD, f"adapter {adapter.name} cannot be read: {error!r}")
 
 
+class AdapterScheduler(Protocol):
+    """A scheduler of requests with adapters: of one copy of the model, or of several that share the slots."""
+
+    @property
+    def adapters(self) -> AdapterSlots | None: ...
+
+    def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
+        """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
+        ...
+
+    def missing_adapters(self) -> list[Adapter]:
+        """Return the adapters of waiting requests that are in no slot, the most urgent first."""
+        ...
+
+    def adapter_loads(self, plan: Any) -> Iterable[AdapterLoad]:
+        """Return the slots whose content changes before a step that was planned here."""
+        ...
+
+
 class AdapterLoader:
     """Brings the adapters of waiting requests to host memory, and those that a plan names to slots."""
 
-    def __init__(self, backend: LoraBackend, scheduler: Scheduler, store: AdapterStore) -> None:
+    def __init__(self, backend: LoraBackend, scheduler: AdapterScheduler, store: AdapterStore) -> None:
         """`scheduler`: has slots for adapters."""
         assert scheduler.adapters is not None
         self._backend, self._scheduler, self._store, self._slots = backend, scheduler, store, scheduler.adapters
@@ -147,9 +165,9 @@ class AdapterLoader:
             self._store.load_now(adapter)
             self._known.add(adapter)
 
-    def fill_slots(self, plan: StepPlan) -> None:
-        """Hand the weights of `plan.adapter_loads` to the backend, before it executes the plan."""
-        for load in plan.adapter_loads:
+    def fill_slots(self, plan: Any) -> None:
+        """Hand the weights that a plan of the scheduler needs to the backend, before it executes the plan."""
+        for load in self._scheduler.adapter_loads(plan):
             self._backend.load_adapter(load.slot, self._store.take(load.adapter))
 
     def load(self, adapter: Adapter, done: Done) -> None:

@@ -8,11 +8,14 @@ Source of the method: A. Saxena, Prompt Lookup Decoding (2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from operator import getitem
 
-from pagoda.common.engine.speculative.proposer import DraftContext, Proposer
-from pagoda.common.engine.speculative.token_index import TokenIndex, hashes_of
-from pagoda.common.engine.step import EMBEDDED
+import numpy as np
+
+from pagoda.common.engine.speculative.ngram_table import Index, NgramTable, spread
+from pagoda.common.engine.speculative.proposer import DraftContext, PaddedGuesses, Proposer
+from pagoda.common.engine.step import EMBEDDED, Int32
 
 
 class NgramProposer(Proposer):
@@ -22,51 +25,45 @@ class NgramProposer(Proposer):
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest, self._lengths = shortest, longest, (shortest,)
-        self._texts: dict[str, TokenIndex] = {}
+        self._table = NgramTable(shortest, longest)
+        self._texts: dict[str, int] = {}  # request id -> number in the table
 
     @property
     def name(self) -> str:
         return "ngram"
 
-    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
-        return [self._continue(context) for context in contexts]
+    def propose(self, contexts: Sequence[DraftContext]) -> PaddedGuesses:
+        request_ids, prompts, outputs, drafts, wanted = zip(*contexts)
+        table, numbers = self._table, self._numbers(request_ids, prompts)
+        known = table.lengths(numbers) - _sizes(prompts)
+        table.extend(numbers, *_from(outputs, known))
+        lengths = table.write_drafts(numbers, *_from(drafts, np.zeros_like(known)))
+        ends = table.find(numbers, lengths)
+        guesses = table.continuations(numbers, ends, lengths, max(wanted))
+        counts = np.minimum(np.logical_and.accumulate(guesses != EMBEDDED, axis=1).sum(1), wanted)
+        counts[ends == 0] = 0
+        return PaddedGuesses(guesses, counts)
 
     def finish(self, request_id: str, outputs: Sequence[int]) -> None:
-        self._texts.pop(request_id, None)
+        if (number := self._texts.pop(request_id, None)) is not None:
+            self._table.remove(number)
 
-    def _continue(self, context: DraftContext) -> Sequence[int]:
-        text = self._texts.get(context.request_id)
-        if text is None:
-            text = self._texts[context.request_id] = TokenIndex(self._lengths, context.prompt)
-        known = len(text) - len(context.prompt)
-        if known < len(context.outputs):
-            text.extend(context.outputs[known:])
-        tail = text.tokens[-self._longest :]
-        if context.drafts:
-            tail.extend(context.drafts)
-        best = best_end = 0
-        for hash in hashes_of(tail, self._lengths):
-            for end in text.ends_of(tail, 0, hash):
-                length = text.match_length(end, tail, self._shortest, self._longest)
-                if length > best:
-                    best, best_end = length, end
-                if length == self._longest:
-                    break
-        return continuation(text, best_end, context.drafts, context.num_tokens) if best else ()
+    def _numbers(self, request_ids: Sequence[str], prompts: Sequence[Int32]) -> Index:
+        """Return the number of each text [n]; prompts of new requests are added."""
+        for request_id, prompt in zip(request_ids, prompts):
+            if request_id not in self._texts:
+                self._texts[request_id] = self._table.add(prompt)
+        return np.fromiter(map(self._texts.__getitem__, request_ids), np.int64, len(request_ids))
 
 
-def continuation(text: TokenIndex, end: int, drafts: Sequence[int], most: int) -> list[int]:
-    """Return the tokens from index `end` of the text on, at most `most`, and none from an EMBEDDED one on.
+def _sizes(values: Sequence[Sized]) -> Index:
+    return np.fromiter(map(len, values), np.int64, len(values))
 
-    After the text come `drafts`, then the returned tokens themselves: a loop goes on.
-    """
-    tokens = text.tokens[end : end + most].tolist()
-    if EMBEDDED in tokens:
-        return tokens[: tokens.index(EMBEDDED)]
-    if len(tokens) < most:
-        following, first = [*drafts, *tokens], len(text) - end
-        while len(tokens) < most:
-            tokens.append(following[len(tokens) - first])
-            following.append(tokens[-1])
-    return tokens
+
+def _from(values: Sequence[Sequence[int]], starts: Index) -> tuple[Index, Int32]:
+    """Return how many tokens each sequence has from `starts` [n] on, and these, one after another."""
+    counts = _sizes(values) - starts
+    owners, offsets = spread(counts)
+    at = (starts[owners] + offsets).tolist()
+    tokens = map(getitem, map(values.__getitem__, owners.tolist()), at)  # slices would take four times as long
+    return counts, np.fromiter(tokens, np.int32, len(at))

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.messages import DraftStats
@@ -31,6 +32,13 @@ class DraftContext(NamedTuple):
     num_tokens: int  # guess at most this many tokens
 
 
+class PaddedGuesses(NamedTuple):
+    """The guesses of n sequences as arrays, which cost less than lists where there are many."""
+
+    tokens: Int32  # [n, the largest num_tokens]
+    counts: npt.NDArray[np.int64]  # [n] of each row the first ones
+
+
 class Proposer(Protocol):
     """Guesses tokens on the host, between two steps."""
 
@@ -39,8 +47,8 @@ class Proposer(Protocol):
         """The name in log messages."""
         ...
 
-    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
-        """Return the token ids that follow each context, at most `num_tokens`; none where it has no guess."""
+    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]] | PaddedGuesses:
+        """Return the token ids that follow each of n > 0 contexts, at most `num_tokens`; none where it has no guess."""
         ...
 
     def finish(self, request_id: str, outputs: Sequence[int]) -> None:
@@ -123,11 +131,19 @@ class Drafter(DraftPlanner):
 
         `width`: the largest `num_tokens`. Logs an error and returns no guesses if a token id is invalid.
         """
-        proposals = [ids[: context.num_tokens] for ids, context in zip(self._proposer.propose(contexts), contexts)]
-        counts = np.fromiter(map(len, proposals), np.int32, len(contexts))
-        tokens = list(chain.from_iterable(proposals))
+        proposed = self._proposer.propose(contexts)
+        tokens: Int32 | list[int]
+        if isinstance(proposed, PaddedGuesses):
+            counts, places = proposed.counts.astype(np.int32), np.arange(proposed.tokens.shape[1])
+            tokens = proposed.tokens[places < counts[:, None]]
+            least, most = tokens.min(initial=0), tokens.max(initial=0)
+        else:
+            proposals = [ids[: context.num_tokens] for ids, context in zip(proposed, contexts)]
+            counts = np.fromiter(map(len, proposals), np.int32, len(contexts))
+            tokens = list(chain.from_iterable(proposals))
+            least, most = min(tokens, default=0), max(tokens, default=0)
         padded = np.zeros((len(contexts), width), np.int32)
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab:
+        if not 0 <= least <= most < self._vocab:
             self._turn_off(next(token for token in tokens if not 0 <= token < self._vocab))
             return padded, np.zeros_like(counts)
         padded[np.arange(width) < counts[:, None]] = tokens

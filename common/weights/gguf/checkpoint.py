@@ -150,13 +150,26 @@ class GgufCheckpoint:
         """Yield every tensor under its Hugging Face name, in file order."""
         yield from self._numbers
         for info in self._tensors:
-            if self._layout.is_partner(info.name):
-                continue
-            partner = self._layout.partner(info.name)
+            if not self._layout.is_partner(info.name):
+                yield from self._restored(info)
+
+    def _restored(self, info: GgufTensor) -> list[tuple[str, Value]]:
+        """Return what a tensor of the file holds. Raises WeightError for a shape that does not fit the metadata."""
+        partner = self._layout.partner(info.name)
+        try:
             second = None if partner is None else self._value(partner)
             restored = self._layout.restore(info.name, self._value(info.name), self._config, second)
             scales = self._scales(info.name, partner)
-            yield from restored if scales is None else self._times(restored, info, scales)
+            return list(restored if scales is None else self._times(restored, info, scales))
+        except WeightError as error:
+            if str(self.file.path) in str(error):
+                raise
+            raise WeightError(f"{self.file.path}: tensor {info.name}: {error}; download it again") from None
+        except (ValueError, IndexError, ArithmeticError) as error:
+            raise WeightError(
+                f"{self.file.path}: tensor {info.name}: its shape {list(info.shape)} does not fit the metadata "
+                f"({error}); download it again"
+            ) from error
 
     def _scales(self, name: str, partner: str | None) -> Floats | None:
         """Return what the values of a tensor are multiplied by: a number, or one per expert; None without any.

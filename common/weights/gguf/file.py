@@ -26,6 +26,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
+_MAX_ELEMENTS = 1 << 48  # of a dimension, for those beside a dimension of none
 
 SPLIT_NAME: Final = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 """End of the name of one part of a split model."""
@@ -180,9 +181,12 @@ class _Reader:
         kind = block_type(number)
         if kind is None:
             raise WeightError(f"{self._path}: tensor {name}: type number {number} is unknown to this version")
-        if (shape[-1] if shape else 1) % kind.elements:
+        if any(size > _MAX_ELEMENTS for size in shape):
+            raise WeightError(f"{self._path}: corrupt: tensor {name} has the shape {list(shape)}; download it again")
+        row = shape[-1] if shape else 1
+        if row % kind.elements:
             raise WeightError(
-                f"{self._path}: corrupt: rows of tensor {name} have {shape[-1]} elements, "
+                f"{self._path}: corrupt: rows of tensor {name} have {row} elements, "
                 f"not a multiple of {kind.name}'s {kind.elements}"
             )
         return name, shape, kind, offset

@@ -16,12 +16,13 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from pagoda.common.errors import ModelError
+from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.family import Rename, Rule, Split, Stack
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.files import read_json
 from pagoda.common.weights.folder import WeightFile
+from pagoda.common.weights.lora.expert_parameters import expert_parameter
 from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, rank_bucket
 from pagoda.common.weights.rules import match_tensor, split_rows
 from pagoda.common.weights.safetensors import SafetensorsFile
@@ -41,12 +42,14 @@ _HARMLESS: Final = frozenset(
         *("target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern"),
         *("fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "qalora_group_size", "lora_ga_config"),
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-        *("megatron_core", "runtime_config", "modules_to_save", "bias", "use_dora", "lora_bias"),
+        *("megatron_core", "runtime_config", "modules_to_save", "bias", "use_dora", "lora_bias", "target_parameters"),
     }
 )
 _CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights, or their beginnings, with which peft changes the weights of the base model, too."""
 
+_READS_INPUTS: Final = (0, 19)
+"""Version of peft from which on lora_A of a parameter has its inputs; written to the config since 0.18."""
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -68,6 +71,8 @@ class _Config:
     rank_stabilised: bool  # the scale is alpha / sqrt(rank) instead of alpha / rank
     ranks: Mapping[str, int]  # by pattern of module names
     alphas: Mapping[str, float]
+    parameters: tuple[str, ...]  # last parts of the names in target_parameters
+    reads_inputs: bool  # lora_A of a parameter has its inputs, see `expert_parameters`
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product, whose matrices have that rank. Raises ModelError for another one."""
@@ -95,6 +100,16 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterWeights:
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: no {CONFIG_FILE}; is it the folder of an adapter?")
+    try:
+        with reading(folder, "save the adapter again"):
+            return _read(folder, base)
+    except ModelError as error:
+        if str(folder) in str(error):
+            raise
+        raise ModelError(f"{folder}: {error}") from error
+
+
+def _read(folder: Path, base: BaseModel) -> AdapterWeights:
     config = _read_config(folder / CONFIG_FILE, base.max_rank)
     file = _open(folder)
     parts: dict[str, dict[str, Float32]] = {}
@@ -107,7 +122,8 @@ def read_adapter(folder: Path, base: BaseModel) -> AdapterWeights:
         raise ModelError(f"{file.path}: has no LoRA matrices")
     builder = _Builder(base)
     for module, tensors in parts.items():
-        builder.add(module, *_pair(module, tensors, config, base.max_rank))
+        if not builder.add_experts(module, tensors, config):
+            builder.add(module, *_pair(module, tensors, config, base.max_rank))
     return builder.weights()
 
 
@@ -142,7 +158,18 @@ def _read_config(path: Path, max_rank: int) -> _Config:
     largest = max(rank, *ranks.values()) if ranks else rank
     if largest > max_rank:
         raise fail("r", f"is {largest}, above --max-lora-rank {max_rank}")
-    return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas)
+    parameters = values.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+        raise fail("target_parameters", f"{parameters!r} are not names of parameters")
+    last = tuple(dict.fromkeys(each.rpartition(".")[2] for each in parameters))
+    reads_inputs = _version(values.get("peft_version")) >= _READS_INPUTS
+    return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas, last, reads_inputs)
+
+
+def _version(value: object) -> tuple[int, ...]:
+    """Return the first two numbers of a version; (0,) of what is none."""
+    match = re.match(r"(\d+)\.(\d+)", str(value))
+    return (0,) if match is None else (int(match[1]), int(match[2]))
 
 
 def _is_rank(value: object) -> bool:
@@ -169,6 +196,16 @@ def _check_other(name: str, file: WeightFile, base: BaseModel) -> None:
 
 def _pair(module: str, tensors: dict[str, Float32], config: _Config, max_rank: int) -> tuple[Float32, Float32]:
     """Return a [R, D] and b [F, R] with the scale. Raises ModelError for missing ones, or of another rank."""
+    a, b, embedding = _factors(module, tensors)
+    rank = a.shape[0]
+    scale = np.float32(_scale(module, rank, config, max_rank))
+    a, b = (b.T, a.T * scale) if embedding else (a, b * scale)
+    _check_range(module, a, b)
+    return a, b
+
+
+def _factors(module: str, tensors: dict[str, Float32]) -> tuple[Float32, Float32, bool]:
+    """Return A, B, and whether they are of embeddings. Raises ModelError unless both are there and fit."""
     embedding = any(part.startswith(_EMBEDDING) for part in tensors)
     first, second = (f"{_EMBEDDING}A", f"{_EMBEDDING}B") if embedding else ("lora_A", "lora_B")
     if tensors.keys() != {first, second}:
@@ -176,14 +213,20 @@ def _pair(module: str, tensors: dict[str, Float32], config: _Config, max_rank: i
     a, b = tensors[first], tensors[second]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise ModelError(f"module {module}: {first} {list(a.shape)} and {second} {list(b.shape)} are not factors")
-    rank = a.shape[0]
+    return a, b, embedding
+
+
+def _scale(module: str, rank: int, config: _Config, max_rank: int) -> float:
+    """Return the factor of a module's product. Raises ModelError for a rank above the limit, or not the stated one."""
     if rank > max_rank:
         raise ModelError(f"module {module}: rank {rank} is above --max-lora-rank {max_rank}")
-    scale = np.float32(config.scale(module, rank))
-    a, b = (b.T, a.T * scale) if embedding else (a, b * scale)
-    if not all(np.abs(each).max() <= _LARGEST for each in (a, b)):  # also NaN
+    return config.scale(module, rank)
+
+
+def _check_range(module: str, *matrices: Float32) -> None:
+    """Raise ModelError for numbers that half precision does not hold, or NaN."""
+    if not all(np.abs(each).max() <= _LARGEST for each in matrices):
         raise ModelError(f"module {module}: numbers beyond {_LARGEST:.0f}, or none; the adapter is broken")
-    return a, b
 
 
 class _Builder:
@@ -221,10 +264,32 @@ class _Builder:
             case rule:
                 raise ModelError(f"module {module}: adapters of {type(rule).__name__} are not supported; merge it")
 
+    def add_experts(self, module: str, tensors: dict[str, Float32], config: _Config) -> bool:
+        """Enter the factors of a parameter of all experts; False if the module is another. Raises ModelError."""
+        if not config.parameters:
+            return False
+        a, b, _ = _factors(module, tensors)
+        shape = a.shape[1], b.shape[0]
+        parameter = expert_parameter(module, shape, config.parameters, self._base.rules, self._known)
+        if parameter is None:
+            return False
+        for param in parameter.params:
+            if param.name not in self._base.adaptable:
+                raise ModelError(f"{parameter.name} ({param.name}) cannot have an adapter; merge it")
+        rank, rest = divmod(a.shape[0], parameter.experts)
+        if rest:
+            raise ModelError(
+                f"{parameter.name}: lora_A {list(a.shape)} has no whole rank for {parameter.experts} experts"
+            )
+        scale = _scale(parameter.name, rank, config, self._base.max_rank)
+        _check_range(parameter.name, a, b * np.float32(scale))
+        self._dense |= parameter.factors(a, b * np.float32(scale), reads_inputs=config.reads_inputs)
+        return True
+
     def weights(self) -> AdapterWeights:
         """Return all matrices, padded to one rank."""
         every = [*self._dense.values(), *(each for experts in self._experts.values() for each in experts.values())]
-        rank = rank_bucket(max(each.a.shape[0] for each in every))
+        rank = rank_bucket(max(each.a.shape[-2] for each in every))
         matrices = {name: _padded(factors, rank) for name, factors in self._dense.items()}
         for name, experts in self._experts.items():
             matrices[name] = _stacked(
@@ -248,8 +313,8 @@ def _checked(module: str, param: Param, shape: tuple[int, ...], a: Float32, b: F
 
 
 def _padded(factors: LowRank, rank: int) -> LowRank:
-    more = rank - factors.a.shape[0]
-    a, b = np.pad(factors.a, ((0, more), (0, 0))), np.pad(factors.b, ((0, 0), (0, more)))
+    more, stack = (0, rank - factors.a.shape[-2]), ((0, 0),) * (factors.a.ndim - 2)
+    a, b = np.pad(factors.a, (*stack, more, (0, 0))), np.pad(factors.b, (*stack, (0, 0), more))
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.errors import ModelError, WeightError, reading
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, FLOAT8_E5M2, dtype_name
 from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
@@ -75,7 +75,8 @@ def read_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
                     f"config.json: {key}: the weights are quantised by {name}, which this version does not read (it "
                     f"reads {known}); serve a GGUF file of the model (org/name:Q4_K_M), or its unquantised weights"
                 )
-            return reader(section)
+            with reading(f"config.json: {key}", "download it again, or serve a GGUF file of the model"):
+                return reader(section)
     return None
 
 

@@ -12,7 +12,7 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, Str
 from pagoda.server.chat_prompt import Conversation
 from pagoda.server.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
-from pagoda.server.http.fields import MAX_TEMPERATURE, StopStrings, StructuredOutputs, check_template_kwargs
+from pagoda.server.http.fields import StopStrings, StructuredOutputs, check_template_kwargs
 from pagoda.server.openai.responses.input import Input, Item, items_of, messages_of, tools_in
 from pagoda.server.openai.responses.tools import (
     OfferedTool,
@@ -144,7 +144,7 @@ class ResponsesRequest(RequestBody):
         description="No effect: prompt prefixes are cached automatically. Repeated in the response.",
     )
 
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None

@@ -20,10 +20,11 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet, WriteAdapter
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices
 from pagoda.backends.jax_tpu.model.model import Model
+from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -162,6 +163,24 @@ def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
 @pytest.mark.parametrize(("topology", "tensor", "shape"), MATRIX)
 def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:
     check_step(topology, tensor, shape)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("topology", "tensor"), [("v6e:1x1", 1), ("v5e:2x2", 4)])
+def test_adapters_of_experts_and_latents_are_not_copied(topology: str, tensor: int) -> None:
+    """The slots of all experts, of several layers, are read where they lie, whole or fully sharded."""
+    spec, _ = spec_from_config(LATENT)
+    lora = LoraForm(8, 16, "bfloat16", fully_sharded=tensor > 1)
+    model = model_for(find_target(topology), spec, LIMITS, kv_layout(spec, 128), "bfloat16", tensor, lora=lora)
+    groups, blocks = len(model.layout.groups), (BLOCKS * tensor,) * len(model.layout.pools)
+    shapes = StepShapes.of(replace(LIMITS, max_loras=8), groups)
+    program_set = StepProgramSet(model, shapes, blocks, LIMITS.max_num_seqs)
+    keys = [Forward(replace(DECODE, groups=groups, adapted=True)), WriteAdapter()]
+    step, write = compile_programs(program_set, keys)
+    assert step.memory.temporary < model.adapter_bytes / 2
+    assert write.executable.memory_analysis().alias_size_in_bytes >= model.adapter_bytes
+    assert step.schedule is not None
+    assert step.schedule.kernels["grouped_matmul"] >= 2 + 5, "the experts' two products, and those of their adapters"
 
 
 def check_latents(topology: str, tensor: int, decode_only: bool) -> None:

@@ -28,7 +28,7 @@ from pagoda.backends.jax_tpu.model.model import build_model
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import sampling_state
+from pagoda.common.engine import logit_edits, sampling_state
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
@@ -134,7 +134,11 @@ def test_sampled_tokens_enter_the_history(programs: CompiledPrograms) -> None:
         assert history[-1] == want
 
 
-def test_long_lists_are_split(programs: CompiledPrograms) -> None:
+@pytest.mark.parametrize("listed", [logit_edits.MAX_LISTED, 100])
+def test_long_lists_are_split_or_dense(
+    programs: CompiledPrograms, monkeypatch: pytest.MonkeyPatch, listed: int
+) -> None:
+    monkeypatch.setattr(logit_edits, "MAX_LISTED", listed)
     count = sampling_state.MAX_ADDITIONS + 5
     words = tuple((word, word + 1, 5) for word in range(sampling_state.MAX_WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
@@ -183,7 +187,7 @@ def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, row
             )
             rules = replace(rules, allowed_token_ids=tuple(sorted(own)))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    bits = sampling_state.allowed_bits({0: masked}, 1, VOCAB)
+    bits = logit_edits.allowed_bits({0: masked}, 1, VOCAB)
     masks = TokenMasks(np.array([len(rows) - 1], np.int32), np.zeros(1, np.int32), bits)
     plan = replace(step([len(history) for _, history, _ in rows]), masked=masks.sequences)
     tokens = np.asarray(sampler.sample(padded(logits), {0: plan}, {0: masks}).tokens)[: len(rows)].tolist()

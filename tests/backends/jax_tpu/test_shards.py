@@ -91,7 +91,7 @@ def test_shards_exchange_their_tokens_and_nothing_else() -> None:
     program_set = make(2)._program_set((BLOCKS,))
     step = next(key for key in program_set if isinstance(key, Forward))
     assert exchanged(program_set.lower(step).compile().as_text()) == []
-    edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]
+    edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "adjust_all", "ban_words", "mask", "logprobs")]
     for key in (Sample(4, "filtered"), *edits):
         sizes = exchanged(program_set.lower(key).compile().as_text())
         assert all(size <= 8 * 21 for size in sizes), (key, sizes)

@@ -13,8 +13,9 @@ from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_l
 
 from pagoda.backends.reference import sampling
 from pagoda.backends.reference.sampling import RowRules, Sampler
+from pagoda.common.engine import logit_edits
+from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.sampling_state import allowed_bits
 from pagoda.common.engine.step import EMBEDDED, RowStart, TokenMasks
 
 
@@ -99,6 +100,24 @@ def test_bad_words_match_sampled_tokens_only() -> None:
     assert choose(logits, [1, 2, 3], 1, bad_words=((3, 2, 5),)) == 5
     assert choose(logits, [1, 2, 3], 1, bad_words=((4, 3, 5), (2, 3, 6))) == 5
     assert choose(logits, [1, 2, 3], 3, bad_words=((5,),)) == 6, "a word of one token needs no other"
+
+
+@settings(max_examples=30, deadline=None)
+@given(ROWS, st.integers(0, 2**31))
+def test_dense_additions_are_those_of_a_list(rows, seed: int) -> None:
+    """Sequences of one request share their array."""
+    logits = (np.random.default_rng(seed).standard_normal((2 * len(rows), VOCAB)) * 3).astype(np.float32)
+    tokens = []
+    for listed in (logit_edits.MAX_LISTED, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logit_edits, "MAX_LISTED", listed)
+            sampler = Sampler(VOCAB, 2 * len(rows), 64)
+            for row, (rules, history, prompt) in enumerate(rows + rows):
+                known = np.array(history, np.int32)
+                sampler.start(RowStart(row, known, min(prompt, len(history)), replace(rules, seed=row)))
+            plan = decode_step([len(history) for _, history, _ in rows + rows])
+            tokens.append(sampler.sample(torch.from_numpy(logits.copy()), plan)[0].tolist())
+    assert tokens[0] == tokens[1]
 
 
 def test_stop_tokens_are_masked_until_min_tokens() -> None:

@@ -16,7 +16,7 @@ from pagoda.backends.reference.sampling import Sampler as ReferenceSampler
 from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine import sampling_state
+from pagoda.common.engine import logit_edits, sampling_state
 from pagoda.common.engine.batch_logits import BatchLogitsProcessor, BatchUpdate, process_dict_updates
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import RowStart, TokenMasks
@@ -124,7 +124,9 @@ def test_a_reused_row_drops_its_former_state() -> None:
     assert sampler.history[0, : len(history)].tolist() == history
 
 
-def test_lists_longer_than_an_array_go_in_pieces() -> None:
+@pytest.mark.parametrize("listed", [logit_edits.MAX_LISTED, 100])
+def test_lists_longer_than_an_array_go_in_pieces_or_are_dense(monkeypatch: pytest.MonkeyPatch, listed: int) -> None:
+    monkeypatch.setattr(logit_edits, "MAX_LISTED", listed)
     count = sampling_state.MAX_ADDITIONS + 5
     words = tuple((word, word + 1, 5) for word in range(sampling_state.MAX_WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
@@ -207,7 +209,7 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
             )
             rules = replace(rules, allowed_token_ids=tuple(sorted(map(int, own))))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    bits = sampling_state.allowed_bits(dict(enumerate(allowed.values())), len(allowed), VOCAB)
+    bits = logit_edits.allowed_bits(dict(enumerate(allowed.values())), len(allowed), VOCAB)
     masks = TokenMasks(np.array(list(allowed), np.int32), np.zeros(len(allowed), np.int32), bits)
     plan = replace(decode_step([len(history) for _, history, _ in rows]), masked=masks.sequences)
     tokens, _ = run(sampler, logits, plan, ROOM, masks)

@@ -45,6 +45,25 @@ def test_serving_compiles_nothing(model: str, quantization: str | None, limits: 
     assert not after
 
 
+@pytest.mark.parametrize(
+    ("model", "drafter", "limits"),
+    [
+        ("windows", "draft_model", {"max_drafts": 3, "max_num_seqs": 9}),
+        ("windows", "mtp", {"max_drafts": 3}),
+        ("latents", "mtp", {"max_drafts": 1, "max_num_batched_tokens": 150}),
+        ("experts", "mtp", {"max_drafts": 2, "max_num_seqs": 6, "max_loras": 2}),
+        ("full norms", "eagle3", {"max_drafts": 3, "max_num_seqs": 20}),
+        ("windows", "medusa", {"max_drafts": 3, "max_num_seqs": 5}),
+        ("windows", "mlp_speculator", {"max_drafts": 3, "max_num_seqs": 5}),
+        ("windows", "draft_model", {"max_drafts": 9, "max_num_seqs": 3}),
+    ],
+)
+def test_serving_with_a_drafter_compiles_nothing(model: str, drafter: str, limits: dict[str, int]) -> None:
+    before, after = compiled(model, None, drafter, **limits)
+    assert len(before) > 15
+    assert not after
+
+
 class Gpu(Device):
     """A CPU that starts as a GPU does: memory is measured by steps over a tiny cache, then everything is run."""
 

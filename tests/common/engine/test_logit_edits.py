@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from pagoda.common.engine.logit_edits import MAX_LISTED, MAX_WORD_HEADS, EditsTable, LogitEdits, allowed_bits
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import (
     MAX_ADDITIONS,
-    MAX_WORD_HEADS,
     MAX_WORDS,
     SampledRow,
     SamplingState,
     additions,
     allowed,
-    allowed_bits,
     banned_words,
+    dense_additions,
     grammar_masks,
     penalties,
 )
@@ -23,8 +27,12 @@ from pagoda.common.engine.step import TokenMasks
 
 
 def sampled(index: int = 0, row: int = 0, known: int = 3, num_prompt: int = 1, **rules) -> SampledRow:
-    state = SamplingState(SamplingRules(**rules), np.arange(num_prompt, dtype=np.int32))
+    made = SamplingRules(**rules)
+    state = SamplingState(made, np.arange(num_prompt, dtype=np.int32), LogitEdits.of(made, VOCAB))
     return SampledRow(index, row, known, state)
+
+
+VOCAB = 32
 
 
 def floats(packed: np.ndarray) -> list[float]:
@@ -149,7 +157,7 @@ def test_bits_of_allowed_tokens(vocab: int) -> None:
 def test_rules_and_grammar_are_both_obeyed() -> None:
     rows = [sampled(1, allowed_token_ids=(3, 5)), sampled(2, allowed_token_ids=(4,)), sampled(4, allowed_token_ids=())]
     masks = {2: np.array([0b110000], np.uint32), 1: np.array([0b1000], np.uint32), 3: np.array([0b1], np.uint32)}
-    found = {index: bits.tolist() for index, bits in allowed(rows, masks, 32).items()}
+    found = {index: bits.tolist() for index, bits in allowed(rows, masks).items()}
     assert found == {1: [0b1000], 2: [0b10000], 3: [0b1], 4: [0]}
 
 
@@ -157,3 +165,46 @@ def test_grammar_masks_are_by_row_of_logits() -> None:
     bits = np.array([[1], [2]], np.uint32)
     found = grammar_masks({2: TokenMasks(np.array([0, 2], np.int32), np.zeros(2, np.int32), bits)}, 8)
     assert {index: row.tolist() for index, row in found.items()} == {16: [1], 18: [2]}
+
+
+def test_long_lists_are_one_array_that_the_sequences_of_a_request_share() -> None:
+    """The bias of 49k tokens was made into tuples anew for each of 256 sequences in each step."""
+    vocab = 3 * MAX_LISTED
+    bias = tuple((token, float(token % 7)) for token in range(MAX_LISTED))
+    rules = SamplingRules(logit_bias=bias, bad_words=((5,), (7, 8)), allowed_token_ids=(1, 2))
+    table = EditsTable()
+    edits = [table.edits(replace(rules, seed=seed), vocab) for seed in range(300)]
+    assert all(each is edits[0] for each in edits)
+    assert len(table) == 1
+    dense = edits[0].dense
+    assert dense is not None
+    assert dense[: MAX_LISTED + 1].tolist() == [-np.inf if t == 5 else float(t % 7) for t in range(MAX_LISTED)] + [0.0]
+    rows = [SampledRow(index, index, 3, SamplingState(rules, np.arange(1), edits[0])) for index in (0, 2)]
+    assert dense_additions(rows) == [(edits[0], [0, 2])]
+    assert entries(rows) == [], "they are not listed as well"
+    assert [len(each) for each in words(rows)] == [2]
+    other = SamplingRules(logit_bias=((1, 1.0),))
+    assert table.edits(other, vocab) is not edits[0]
+    assert dense_additions([SampledRow(0, 0, 3, SamplingState(other, np.arange(1), table.edits(other, vocab)))]) == []
+    del edits, rows, dense
+    gc.collect()
+    assert len(table) == 0, "no edits are kept once no sequence has them"
+
+
+def test_edits_of_many_sequences_are_packed_in_bounded_time() -> None:
+    """A step took 25 s for 256 sequences with a bias of 49k tokens."""
+    vocab, seqs = 49_152, 256
+    rules = SamplingRules(
+        logit_bias=tuple((token, 1.0) for token in range(vocab)),
+        bad_words=tuple((token, token + 1) for token in range(1000)),
+        allowed_token_ids=tuple(range(vocab)),
+    )
+    table = EditsTable()
+    states = [SamplingState(rules, np.arange(1, dtype=np.int32), table.edits(rules, vocab)) for _ in range(seqs)]
+    rows = [SampledRow(index, index, 3, state) for index, state in enumerate(states)]
+    begin = time.process_time()
+    assert not list(additions(rows, seqs))
+    assert len(dense_additions(rows)) == 1
+    assert len(list(banned_words(rows, seqs))) == 2000
+    assert len(allowed(rows, {})) == seqs
+    assert time.process_time() - begin < 1.0

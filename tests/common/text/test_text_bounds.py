@@ -121,3 +121,16 @@ def test_every_encode_method_checks_the_length(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
         bound.encode("\ud800" * (UNMEASURED_CHARS + 1))
     assert bound.offsets("a cat") == [(0, 1), (1, 5)]
+
+
+def test_prompts_of_the_longest_token_fit(tokenizer: Tokenizer) -> None:
+    """A text may have as many characters as the context has tokens of the longest kind, and no more."""
+    spelling = max((tokenizer.token_text(token) for token in range(tokenizer.vocab_size)), key=len)
+    longest = tokenizer._chars_per_token
+    assert len(spelling) == longest > MAX_CHARS_PER_TOKEN
+    tokens = MIN_CHAR_LIMIT // longest + 1
+    text = spelling * tokens
+    assert len(tokenizer.encode(text)) == tokens
+    assert len(tokenizer.with_context(tokens).encode(text)) == tokens
+    with pytest.raises(PromptTooLongError, match=f"of which at most {tokens * longest} can fit"):
+        tokenizer.with_context(tokens).encode(text + "a")

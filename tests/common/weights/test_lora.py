@@ -98,6 +98,44 @@ def test_experts_are_stacked_and_those_without_are_zero(tmp_path: Path) -> None:
         read_adapter(router, base(**MIXTURE))
 
 
+@pytest.mark.parametrize("version", [None, "0.18.1", "0.19.0"])
+@pytest.mark.parametrize("square", [False, True])
+def test_adapters_of_all_experts_in_one_parameter(version: str | None, square: bool, tmp_path: Path) -> None:
+    """peft adds "o r e, e r i -> e i o" to a parameter [E, i, o]; since 0.19 "-> e o i" to one [E, o, i]."""
+    width, swaps = 16 if square else 24, version == "0.19.0"
+    config = {**MIXTURE, "moe_intermediate_size": width}
+    shapes = {"base_layer.": (2 * width, 32), "": (32, width)}  # gate and up, down: outputs, inputs
+    tensors, deltas = {}, []
+    for seed, (inner, shape) in enumerate(shapes.items()):
+        reads, writes = reversed(shape) if swaps else shape
+        a, b = random(4 * 2, reads, seed=seed), random(writes, 2 * 4, seed=10 + seed)
+        tensors[f"base_model.model.model.layers.0.mlp.experts.{inner}lora_A.weight"] = a
+        tensors[f"base_model.model.model.layers.0.mlp.experts.{inner}lora_B.weight"] = b
+        form = "ore,eri->eoi" if swaps else "ore,eri->eio"
+        deltas.append(np.einsum(form, b.reshape(writes, 2, 4), a.reshape(4, 2, reads)) * 1.5)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    stated = {} if version is None else {"peft_version": version}
+    folder = save_adapter(tmp_path / "a", tensors, r=2, lora_alpha=3, target_parameters=names, **stated)
+    weights = read_adapter(folder, base(**config))
+    gate, up, down = (product(weights, f"layers.0.ffn.experts.{part}") for part in ("gate", "up", "down"))
+    np.testing.assert_allclose(np.concatenate([gate, up], 1), deltas[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(down, deltas[1], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    named = {"target_parameters": ["experts.down_proj"], "peft_version": "0.19.0"}
+    for shapes, rank, words in (
+        (((9, 16), (32, 9)), 2, "has no whole rank for 4 experts"),
+        (((68, 16), (32, 68)), 17, "r is 17, above --max-lora-rank 16"),
+        (((12, 16), (32, 12)), 2, "r is 2 for model.layers.0.mlp.experts.down_proj, its matrices have 3"),
+        (((8, 20), (32, 8)), 2, r"experts is \[32, 20\] in the adapter and \[32, 16\] in the model"),
+    ):
+        tensors = {f"{stem}.lora_{part}.weight": random(*shape) for part, shape in zip("AB", shapes)}
+        with pytest.raises(ModelError, match=words):
+            read_adapter(save_adapter(tmp_path / "a", tensors, r=rank, **named), base(**MIXTURE))
+
+
 def test_a_torch_file_is_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     folder = write_adapter(tmp_path / "a", MODULES)
@@ -124,7 +162,7 @@ def test_a_torch_file_is_read(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is not supported"),
+        ({"target_parameters": "experts.gate_up_proj"}, "are not names of parameters"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is not supported"),
         ({"r": 32}, "r is 32, above --max-lora-rank 16"),
         ({"rank_pattern": {"q_proj": 64}}, "r is 64, above --max-lora-rank 16"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
 
+from pagoda.common.engine.incident.files import read_snapshot
 from pagoda.server.admin.unsupported_routes import UNSUPPORTED, UNSUPPORTED_DEV
 
 TEXT = {"prompt": "a", "max_tokens": 2}
@@ -131,3 +133,10 @@ def test_development_routes_need_the_flag() -> None:
             *UNSUPPORTED_DEV,
         ]:
             assert server.request(method, path, None if method == "GET" else {})[0] == 404, path
+
+
+def test_incident_snapshot_is_written(tmp_path: Path) -> None:
+    with live_server(server_dev_mode=True, engine={"incident_dir": str(tmp_path)}) as server:
+        status, answer = server.post("/incident_snapshot", {})
+        assert (status, Path(answer["path"]).parent) == (200, tmp_path)
+        assert read_snapshot(Path(answer["path"])).cause == "on demand"

@@ -1,4 +1,4 @@
-"""Where Prometheus is installed, it reads /metrics: no panel of vLLM's dashboards is empty, the rules are valid."""
+"""Where Prometheus is installed, it reads /metrics: no panel of a dashboard is empty, the rules are loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.ports import two_free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 QUERIES = (ROOT / "tests" / "data" / "grafana_queries.tsv").read_text().splitlines()
-GUIDE = (ROOT / "docs" / "guides" / "monitoring.md").read_text()
+FILES = ROOT / "docs" / "deploy" / "monitoring"
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus is installed")
 
@@ -37,6 +37,17 @@ class Prometheus:
             series = json.load(answer)["data"]["result"]
         return [float(each["value"][1]) for each in series]
 
+    def rules(self) -> dict[str, tuple[str, str]]:
+        """Return (health, state) of each alert, evaluated once."""
+        deadline = time.monotonic() + 60
+        while True:
+            with urlopen(f"{self._url}/api/v1/rules?type=alert", timeout=30) as answer:
+                groups = json.load(answer)["data"]["groups"]
+            rules = {rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]}
+            if "unknown" not in {health for health, _ in rules.values()} or time.monotonic() > deadline:
+                return rules
+            time.sleep(0.2)
+
     def scrapes(self) -> float:
         """Return how often the target was read, or 0 before Prometheus serves."""
         try:
@@ -47,11 +58,12 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, server: LiveServer) -> Iterator[Prometheus]:
-    """The guide's configuration, with this server as target and a short interval."""
-    config = re.search(r"# prometheus\.yml\n(.*?)```", GUIDE, re.DOTALL)
-    assert config is not None
-    text = config[1].replace("localhost:8000", f"127.0.0.1:{server.port}").replace("5s", "1s")
+    """The project's configuration, with this server as target and a short interval."""
+    text = (
+        (FILES / "prometheus.yml").read_text().replace("localhost:8000", f"127.0.0.1:{server.port}").replace("5s", "1s")
+    )
     (folder / "prometheus.yml").write_text(text)
+    shutil.copy(FILES / "rules.yml", folder)
     port = two_free_ports()
     words = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     with (folder / "log").open("wb") as log:
@@ -65,27 +77,48 @@ def prometheus(folder: Path, server: LiveServer) -> Iterator[Prometheus]:
         process.wait()
 
 
-def test_no_panel_of_vllms_dashboards_is_empty(tmp_path: Path) -> None:
+def panels(name: str) -> list[tuple[str, str]]:
+    """(panel, expression) of vLLM's dashboards, or of the project's own."""
+    if name == "vllm":
+        rows = csv.DictReader(QUERIES, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [(f"{row['dashboard']}, {row['panel']}", row["expression"]) for row in rows]
+    dashboard = json.loads((FILES / "dashboard.json").read_text())
+    return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has read a server with some traffic several times."""
+    folder = tmp_path_factory.mktemp("prometheus")
     body = {"prompt": ["abcdefgh", "abcdefgh"], "max_tokens": 4, "n": 2}
-    with live_server() as server, prometheus(tmp_path, server) as reader:
+    with live_server() as server, prometheus(folder, server) as reader:
         deadline = time.monotonic() + 120
         while reader.scrapes() < 4:
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, (folder / "log").read_text()
             assert server.post("/v1/completions", body)[0] == 200
             time.sleep(0.2)
-        empty = []
-        for row in csv.DictReader(QUERIES, delimiter="\t", quoting=csv.QUOTE_NONE):
-            expression = row["expression"].replace("$model_name", "fake").replace("$Deployment_id", "fake")
-            values = reader.query(re.sub(r"\$__(rate_interval|interval|range)", "2m", expression))
-            if all(value != value for value in values):
-                empty.append(f"{row['dashboard']}, {row['panel']}: {expression}")
+        yield reader
+
+
+@pytest.mark.parametrize("dashboard", ["vllm", "own"])
+def test_no_panel_of_a_dashboard_is_empty(reader: Prometheus, dashboard: str) -> None:
+    empty = []
+    for panel, query in panels(dashboard):
+        expression = re.sub(r"\$(model_name|Deployment_id)", "fake", query)
+        values = reader.query(re.sub(r"\$__(rate_interval|interval|range)", "2m", expression))
+        if all(value != value for value in values):
+            empty.append(f"{panel}: {expression}")
     assert empty == []
 
 
-def test_the_guides_rules_are_valid(tmp_path: Path) -> None:
-    rules = re.search(r"```yaml\n(groups:\n.*?)```", GUIDE, re.DOTALL)
-    assert rules is not None
-    (tmp_path / "rules.yml").write_text(rules[1])
-    done = subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yml"], capture_output=True, text=True)
+def test_the_rules_are_loaded_and_quiet_ones_do_not_fire(reader: Prometheus) -> None:
+    alerts = reader.rules()
+    assert len(alerts) == 7
+    assert all(health == "ok" for health, _ in alerts.values())
+    assert {state for _, state in alerts.values()} == {"inactive"}
+
+
+def test_the_rules_are_valid() -> None:
+    done = subprocess.run(["promtool", "check", "config", FILES / "prometheus.yml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "SUCCESS: 4 rules found" in done.stdout
+    assert "SUCCESS: 7 rules found" in done.stdout

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -34,7 +36,7 @@ INFO = ipc_messages.EngineInfo(
 @pytest.mark.parametrize(
     "message",
     [
-        ipc_messages.AddRequest(REQUEST),
+        ipc_messages.AddRequest(REQUEST, (("b", 5), ("c", 6))),
         ipc_messages.Abort(["a"]),
         ipc_messages.ResetPrefixCache(3),
         ipc_messages.Shutdown(),
@@ -98,5 +100,50 @@ def test_other_exceptions_become_engine_dead_errors() -> None:
     assert str(ipc_messages.raised(ipc_messages.failure(KeyError()))) == "KeyError"
 
 
+class OutOfMemoryError(RuntimeError):
+    """As frameworks name theirs."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("RESOURCE_EXHAUSTED: out of HBM"),
+    ],
+)
+def test_a_memory_shortage_names_what_to_lower(error: Exception) -> None:
+    back = ipc_messages.raised(ipc_messages.failure(error))
+    assert isinstance(back, ModelError)
+    assert str(back).startswith(str(error) or "out of memory")
+    for flag in ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--quantization"):
+        assert flag in str(back)
+
+
 def test_startup_table_shows_the_total() -> None:
     assert [line.split()[-2] for line in INFO.startup_table().splitlines()] == ["0.25", "0.50", "0.75"]
+
+
+def test_sequences_of_a_request_share_a_message_and_their_lists() -> None:
+    """n = 256 with a logit_bias of 49k tokens took 2 GB in the engine and 150 MB on the wire."""
+    bias = tuple((token, 1.0) for token in range(5000))
+    first = replace(REQUEST, request_id="0", rules=replace(REQUEST.rules, logit_bias=bias, seed=7), prompt_embeds=None)
+    n = [replace(first, request_id=str(index), rules=replace(first.rules, seed=7 + index)) for index in range(256)]
+    other = replace(first, request_id="other", prompt_token_ids=list(first.prompt_token_ids))
+    messages = list(ipc_messages.AddRequest.several([*n, other]))
+    assert len(messages) == 2
+    wire = ipc_messages.encode(messages[0])
+    assert len(wire) < 1.2 * len(ipc_messages.encode(messages[1])) + 256 * 20
+    decoded = ipc_messages.decode_to_engine(wire)
+    assert isinstance(decoded, ipc_messages.AddRequest)
+    sequences = list(decoded.sequences())
+    assert sequences == n
+    assert len({id(each.rules.logit_bias) for each in sequences}) == 1
+    assert len({id(each.prompt_token_ids) for each in sequences}) == 1
+
+
+def test_requests_that_differ_in_more_than_seed_are_sent_alone() -> None:
+    other = replace(REQUEST, request_id="other", max_tokens=REQUEST.max_tokens + 1)
+    messages = list(ipc_messages.AddRequest.several([REQUEST, other]))
+    assert messages == [ipc_messages.AddRequest(REQUEST), ipc_messages.AddRequest(other)]

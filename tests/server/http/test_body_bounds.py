@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import interface
 import pytest
@@ -12,8 +14,18 @@ from support.api_bodies import LEAST, path_of
 from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import RequestError
+from pagoda.common.request_bounds import (
+    BOUNDS,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_TEXT_CHARACTERS,
+    Bound,
+    bound_of,
+)
+from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.app import BODIES, bodies_of
-from pagoda.server.http.body import RequestBody, is_unsupported, parse
+from pagoda.server.http.body import RequestBody, is_hint, is_unsupported, parse, parse_tolerant
+from pagoda.server.openai.completion import CompletionRequest
+from pagoda.server.pooling.scoring import ScoreRequest
 
 NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "true", '""', '"one"', '{"a": {"a": 1}}', "[[[1]]]"]
 FAR_OUT = [-1, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**40]
@@ -22,6 +34,14 @@ TEXT_OR_IDS = {"prompt", "input"}
 """Texts or token ids: what they may be is not said field by field."""
 
 CANARY = {"prompt": "a", "max_tokens": 2}
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "length_penalty": {"use_beam_search": True},
+    "top_logprobs": {"logprobs": True},
+    "logprob_token_ids": {"logprobs": 1},
+    "best_of": {"temperature": 1},
+}
+"""Fields without which another is refused for a different reason."""
 
 
 def every_body() -> list[type[RequestBody]]:
@@ -88,18 +108,125 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
+def values_outside(bound: Bound) -> list[Any]:
+    """Numbers outside the bounds: the nearest ones, and those far out that no row allows."""
+    assert bound.low is not None
+    assert bound.high is not None
+    below = bound.low if bound.above else bound.low - 1
+    return [below, *(each for each in (bound.high + 1, *FAR_OUT) if not bound.low <= each <= bound.high)]
+
+
 @pytest.mark.parametrize(("body", "name", "listed"), fields())
-def test_numbers_out_of_bounds_are_no_server_error(
+def test_numbers_out_of_bounds_are_refused_by_name(
     server: LiveServer, body: type[RequestBody], name: str, listed: bool
 ) -> None:
-    path = path_of(body.__name__)
-    if path.startswith("/abort"):
-        return
-    for value in FAR_OUT:
-        fields = LEAST[body.__name__] | {name: [value] if listed else value}
+    """Every number just outside of its row, and far outside, is a 400 that names the field; the next is served."""
+    bound = bound_of(body.__name__, name)
+    assert bound is not None, "each numeric field has a row in request_bounds"
+    path, more = path_of(body.__name__), BESIDE.get(name, {})
+    for value in values_outside(bound):
+        fields = LEAST[body.__name__] | more | {name: [value] if listed else value}
         status, answer = server.post(path, fields)
-        assert status in (200, 400, 403), (value, answer)  # 403: adapters are loaded at start only
-        if status == 400:
-            assert answer["error"]["message"], value
+        assert status == 400, (value, answer)
+        named = answer["error"].get("param") or answer["error"]["message"].partition(":")[0].partition(" ")[0]
+        assert named.partition("[")[0].partition(".")[0] == name, (value, answer)
     assert server.post("/v1/completions", CANARY)[1]["choices"][0]["text"] == "bc"
     assert not server.llm.num_unfinished
+
+
+@pytest.mark.parametrize(("body", "name", "listed"), fields())
+def test_numbers_within_their_row_are_valid(body: type[RequestBody], name: str, listed: bool) -> None:
+    """No body has narrower bounds than the table says."""
+    bound = bound_of(body.__name__, name)
+    assert bound is not None
+    for value in (bound.low, bound.high):
+        if value is not None and not (bound.above and value == bound.low):
+            fields = LEAST[body.__name__] | {name: [value] if listed else value}
+            parse_tolerant(body, json.dumps(fields).encode())
+
+
+# Texts and lists.
+
+
+def every_object() -> list[type[RequestBody]]:
+    """Bodies, and the objects in them."""
+    classes: dict[type[RequestBody], None] = {}
+
+    def add(annotation: Any) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, RequestBody) and annotation not in classes:
+            classes[annotation] = None
+            for field in annotation.model_fields.values():
+                add(field.annotation)
+        for each in get_args(annotation):
+            add(each)
+
+    for body in every_body():
+        add(body)
+    return list(classes)
+
+
+def types_of(annotation: Any) -> set[Any]:
+    """The types in an annotation, without those of the entries of lists and objects, and without request objects."""
+    if get_origin(annotation) is Annotated:
+        return types_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(types_of, get_args(annotation)))
+    return {get_origin(annotation) or annotation}
+
+
+def bounded_fields() -> list[tuple[type[RequestBody], str]]:
+    return [
+        (each, name)
+        for each in every_object()
+        for name, field in each.model_fields.items()
+        if types_of(field.annotation) & {int, float, str, list} and not is_unsupported(field) and not is_hint(field)
+    ]
+
+
+def test_every_number_text_and_list_has_a_row_and_every_row_a_field() -> None:
+    missing = [f"{each.__name__}.{name}" for each, name in bounded_fields() if bound_of(each.__name__, name) is None]
+    assert missing == []
+    known = {name for each in every_object() for name in (*each.model_fields, *_aliases(each))}
+    known |= {f"{each.__name__}.{name}" for each in every_object() for name in each.model_fields}
+    known |= {f"SamplingParams.{each.name}" for each in dataclasses.fields(SamplingParams)}
+    assert sorted(BOUNDS.keys() - known) == []
+    for each, name in bounded_fields():
+        bound, types = bound_of(each.__name__, name), types_of(each.model_fields[name].annotation)
+        assert bound is not None
+        assert str not in types or bound.characters, (each, name)
+        assert list not in types or bound.entries, (each, name)
+        assert not types & {int, float} or None not in (bound.low, bound.high), (each, name)
+
+
+def _aliases(each: type[RequestBody]) -> list[str]:
+    return [field.alias for field in each.model_fields.values() if field.alias]
+
+
+LONGEST_TRIED = 70_000
+
+
+@pytest.mark.parametrize(("body", "name"), [each for each in bounded_fields() if each[0].__name__ in LEAST])
+def test_texts_and_lists_beyond_their_row_are_refused_by_name(body: type[RequestBody], name: str) -> None:
+    bound, types = bound_of(body.__name__, name), types_of(body.model_fields[name].annotation)
+    assert bound is not None
+    if bound.sampled:  # see test_sampling_params
+        return
+    key = body.model_fields[name].alias or name
+    values: list[Any] = []
+    if str in types and bound.characters and bound.characters <= LONGEST_TRIED:
+        values.append("a" * (bound.characters + 1))
+    if list in types and bound.entries and bound.entries <= LONGEST_TRIED:
+        item = LEAST[body.__name__].get(key)
+        values.append((item if isinstance(item, list) and item else ["a"])[:1] * (bound.entries + 1))
+    for value in values:
+        with pytest.raises(RequestError) as error:
+            parse(body, json.dumps(LEAST[body.__name__] | {key: value}).encode())
+        assert error.value.field.partition("[")[0] == key
+
+
+def test_the_schema_of_a_text_has_the_characters_of_its_row() -> None:
+    """Longer texts than a test can send."""
+    prompt = ScoreRequest.model_json_schema()["properties"]["instruction"]
+    assert {each.get("maxLength") for each in prompt["anyOf"]} >= {MAX_TEXT_CHARACTERS}
+    grammar = CompletionRequest.model_json_schema()["properties"]["guided_regex"]
+    assert {each.get("maxLength") for each in grammar["anyOf"]} >= {MAX_GRAMMAR_CHARACTERS}

@@ -11,7 +11,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 
 from pagoda.server.http.body import MAX_IGNORED, Ignored, parse, parse_tolerant
-from pagoda.server.http.server import MAX_HEADER_NAMES, header_value
+from pagoda.server.http.server import MAX_HEADER_BYTES, MAX_HEADER_NAMES, header_value
 from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.responses.request import ResponsesRequest
 
@@ -246,7 +246,10 @@ def test_the_header_is_bounded_ascii() -> None:
     value = header_value(names)
     assert value.isascii()
     assert value.isprintable()
-    assert value.endswith(", +3 more")
+    shown, _, more = value.rpartition(", +")
+    assert len(shown.split(", ")) + int(more.removesuffix(" more")) == MAX_HEADER_NAMES + 3
+    assert len(shown) <= MAX_HEADER_BYTES
+    assert header_value([Ignored(f"f{i}", "unknown") for i in range(MAX_HEADER_NAMES + 3)]).endswith(", +3 more")
     assert len(value) < 8_192
 
 

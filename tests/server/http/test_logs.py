@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +138,22 @@ def test_the_engine_process_uses_the_same_configuration(capfd: pytest.CaptureFix
     client.close()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "hello" in line]
     assert line.startswith("[engine] INFO ")
+
+
+@pytest.mark.setting("--log-format")
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(config(log_format="json", log_prefix="replica 3"), also=("uvicorn",))
+    try:
+        raise ValueError('a "quoted"\ncause')
+    except ValueError:
+        logging.getLogger("pagoda.some.module").exception("it failed:\n%s", "\u2028")
+    logging.getLogger("uvicorn").warning("so did I")
+    failed, warned = map(json.loads, capsys.readouterr().err.splitlines())
+    assert datetime.fromisoformat(failed["time"]).tzinfo is not None
+    assert (failed["level"], failed["logger"]) == ("ERROR", "pagoda.some.module")
+    assert (failed["message"], failed["prefix"]) == ("it failed:\n\u2028", "replica 3")
+    assert failed["line"].startswith("test_logs:")
+    assert failed["process"] == os.getpid()
+    assert failed["exception"].splitlines()[-2:] == ['ValueError: a "quoted"', "cause"]
+    assert (warned["logger"], warned["message"]) == ("uvicorn", "so did I")
+    assert "exception" not in warned

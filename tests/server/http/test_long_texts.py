@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.watching import eventually
 
 from pagoda.common.text import tokenizer
 from pagoda.common.text.tokenizer import Tokenizer
@@ -135,3 +137,54 @@ def test_token_ids_are_counted_before_they_are_checked(server: LiveServer) -> No
     status, answer = server.post("/v1/completions", {"prompt": [5] * 1_000_000})
     assert status == 400
     assert "the prompt is too long: 1000000 tokens" in answer["error"]["message"]
+
+
+CHUNK_SECONDS = 0.05
+LEAVING = [
+    ("fake:endless", "/v1/completions", {"prompt": "TEXT"}),
+    ("fake:endless", "/v1/completions", {"prompt": "TEXT", "add_special_tokens": False}),
+    ("fake:endless", "/v1/chat/completions", {"messages": [{"role": "user", "content": "TEXT"}]}),
+    ("fake:endless", "/v1/responses", {"input": "TEXT"}),
+    (
+        "fake:endless",
+        "/v1/messages",
+        {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "TEXT"}]},
+    ),
+    ("fake:endless", "/tokenize", {"prompt": "TEXT"}),
+]
+
+
+@pytest.mark.parametrize(("model", "path", "body"), LEAVING)
+def test_tokenising_ends_when_the_client_leaves(
+    model: str, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of 30 chunks, whose tokens fit as far as they are counted."""
+    seen: list[int] = []
+    count = Tokenizer._count
+
+    def slowly(self: Tokenizer, text: str) -> int:
+        count(self, text[:1])
+        seen.append(len(text))
+        time.sleep(CHUNK_SECONDS)
+        return 1
+
+    monkeypatch.setattr(Tokenizer, "_count", slowly)
+    text = "a" * (30 * tokenizer.CHUNK_CHARS)
+    given = {name: _with_text(value, text) for name, value in body.items()}
+    with live_server(model) as server:
+        connection = server.sent(path, given, {"content-type": "application/json"})
+        eventually(lambda: len(seen) >= 2)
+        connection.close()
+        threads = server.llm.text_threads
+        eventually(lambda: not threads._running)
+        assert len(seen) < 18
+        assert server.llm.num_unfinished == 0
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def _with_text(value: Any, text: str) -> Any:
+    if isinstance(value, list):
+        return [_with_text(each, text) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_text(each, text) for name, each in value.items()}
+    return text if value == "TEXT" else value

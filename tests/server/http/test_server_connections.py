@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -12,12 +15,13 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
-from support.watching import eventually
+from support.served import served, wait_ready
+from support.watching import eventually, logged
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.http import server as connections
-from pagoda.server.http.server import MAX_PIPELINED
+from pagoda.server.http import connections
+from pagoda.server.http.connections import MAX_PIPELINED, RESERVE
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -291,15 +295,89 @@ def test_a_chunked_body_is_limited_while_read() -> None:
 
 
 @pytest.mark.setting("--max-connections")
-def test_max_connections(server: LiveServer) -> None:
-    with ExitStack() as stack:
-        clients = [stack.enter_context(closing(connected(server))) for _ in range(QUICK["max_connections"])]
-        eventually(lambda: len(server._server.server_state.connections) == len(clients))
+def test_a_new_connection_replaces_the_one_that_has_waited_longest() -> None:
+    count = 20
+    with live_server(max_connections=count, timeout_headers=60.0) as server, ExitStack() as stack:
+        clients = [stack.enter_context(closing(connected(server))) for _ in range(count)]
+        clients[1].sendall(GET)  # half a head is no reason to stay
+        eventually(lambda: len(server._server.server_state.connections) == count)
+        for waiting in clients[:3]:
+            client = stack.enter_context(closing(connected(server)))
+            client.sendall(GET + b"\r\n")
+            assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
+            assert answer(waiting) == b""  # closed
+            assert len(server._server.server_state.connections) <= count
+        clients[5].sendall(GET + b"\r\n")
+        assert answer(clients[5], lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
+
+
+def test_while_all_connections_are_busy_only_probes_are_answered() -> None:
+    payload = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
+    busy = POST + b"content-length: %d\r\n\r\n" % len(payload) + payload
+    with live_server("fake:slow", max_connections=3) as server, ExitStack() as stack:
+        clients = [stack.enter_context(closing(connected(server))) for _ in range(3)]
+        for client in clients:
+            client.sendall(busy)
+        eventually(lambda: server.state.running == 3)
         with closing(connected(server)) as client:
+            client.sendall(busy)
             refused(client, 503, "--max-connections")
-        clients[0].sendall(GET + b"\r\n")
-        assert answer(clients[0], lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
-    serves(server)
+        with closing(connected(server)) as client:
+            client.sendall(b"GET /health?x=1 HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert answer(client).startswith(b"HTTP/1.1 200")  # and is closed
+        extra = [stack.enter_context(closing(connected(server))) for _ in range(40)]
+        eventually(lambda: sum(not answered(each) for each in extra) >= 20)  # so many wait, the others are closed
+        assert len(server._server.server_state.connections) <= 3 + RESERVE
+        for client in clients:
+            assert b"HTTP/1.1 200" in answer(client, lambda received: received.endswith(b"}"))
+    assert RESERVE < 20
+
+
+def answered(client: socket.socket) -> bool:
+    """Return whether the connection is still open without an answer."""
+    client.settimeout(0.01)
+    try:
+        return client.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_probes_are_answered_when_no_descriptors_are_left() -> None:
+    with served("fake", "--timeout-headers", "3") as (process, url):
+        port = int(url.rpartition(":")[2])
+        lines: list[str] = []
+        wait_ready(process)
+        assert process.stderr is not None
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
+        reader.start()
+        left = 10 + RESERVE
+        used = len(os.listdir(f"/proc/{process.pid}/fd"))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used + 10, used + 10))
+        with ExitStack() as stack:
+            for _ in range(4 * left):
+                client = stack.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=10)))
+                client.sendall(GET)
+                began = time.monotonic()
+                with closing(socket.create_connection(("127.0.0.1", port), timeout=10)) as probe:
+                    probe.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                    assert answer(probe, lambda received: b"\r\n\r\n" in received).startswith(b"HTTP/1.1 200")
+                assert time.monotonic() - began < 5
+        process.terminate()
+        assert process.wait(60) == 0
+        reader.join(10)
+    shortages = [line for line in lines if "ulimit -n" in line]
+    assert 1 <= len(shortages) <= 3, lines[-20:]
+
+
+def test_invalid_requests_do_not_fill_the_log(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    with logged(caplog, "pagoda"), logged(caplog, "uvicorn.error"):
+        for _ in range(50):
+            with closing(connected(server)) as client:
+                client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+                assert answer(client, lambda received: b"}}" in received).startswith(b"HTTP/1.1 400")
+    assert sum("Invalid HTTP" in record.getMessage() for record in caplog.records) <= 1
 
 
 def test_pipelined_requests_are_limited(slow: LiveServer) -> None:

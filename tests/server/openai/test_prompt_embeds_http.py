@@ -19,7 +19,6 @@ from support.live_server import LiveServer, live_server
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import RequestError
-from pagoda.server.processing import inputs
 from pagoda.server.processing.prompt_embeds import from_array, from_base64
 
 PATH = "/v1/completions"
@@ -244,14 +243,6 @@ def test_fields_that_need_prompt_tokens_are_refused(server: LiveServer, field: s
 def test_embeddings_cannot_be_rendered(server: LiveServer) -> None:
     status, answer = server.post(f"{PATH}/render", {"prompt_embeds": saved(rows("abc"))})
     assert (status, answer["error"]["param"]) == (400, "prompt_embeds")
-
-
-def test_copied_embeddings_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "MAX_COPIED_BYTES", 2 * 3 * 4 * WIDTH)
-    body = {"prompt_embeds": saved(rows("abc")), "max_tokens": 1}
-    assert server.post(PATH, body | {"n": 3})[0] == 200
-    status, answer = server.post(PATH, body | {"n": 4})
-    assert (status, answer["error"]["param"]) == (400, "n")
 
 
 def test_embeddings_need_the_flag() -> None:

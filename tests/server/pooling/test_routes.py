@@ -615,7 +615,7 @@ def test_repeated_types_are_encoded_once(embed: LiveServer, monkeypatch: pytest.
     encoded: list[str] = []
     encode = cohere._encoded
     monkeypatch.setattr(cohere, "_encoded", lambda kind, each: encoded.append(kind) or encode(kind, each))
-    kinds = ["float", "base64"] * 100
+    kinds = ["float", "base64"] * 8
     assert embed.post("/v2/embed", {"texts": ["abc"], "embedding_types": kinds})[0] == 200
     assert encoded == ["float", "base64"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from support.watching import Children
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.errors import RequestError
+from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
 from pagoda.server.processing import grammar_check
 from pagoda.server.processing.grammar_check import GrammarCheck
@@ -101,12 +100,11 @@ def test_what_does_not_is_told_and_the_next_passes(check, grammar, words):
     assert why(check, text(choice=["x", "y"])) == ""
 
 
-def test_what_takes_too_long_is_refused(monkeypatch):
+def test_what_takes_too_long_is_refused() -> None:
     patterns = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(30)]}
     check = GrammarCheck(vocabulary, seconds=0.3, elapsed=300)
     try:
         assert "takes more than 0.3 s" in why(check, text(json=patterns))
-        check._seconds = 60
         assert why(check, text(choice=["x"])) == ""
     finally:
         check.close()
@@ -116,7 +114,7 @@ def scripted(tmp_path, body: str) -> tuple[str, ...]:
     """A process that says it is ready, and then this."""
     path = tmp_path / "worker.py"
     path.write_text(
-        "import sys, time\nfrom pagoda.server.processing.grammar_worker import read_frame, write_frame\n"
+        "import sys, time\nfrom pagoda.server.processing.worker import read_frame, write_frame\n"
         "inp, out = sys.stdin.buffer, sys.stdout.buffer\nread_frame(inp)\nwrite_frame(out, b'ready')\n"
         + textwrap.dedent(body)
     )
@@ -146,9 +144,70 @@ def test_what_passed_is_not_tried_again(tmp_path, monkeypatch):
         check.close()
 
 
-def test_a_queue_that_is_full_is_told(check, monkeypatch):
-    monkeypatch.setattr(grammar_check, "MAX_WAITING", 0)
-    assert "too many new grammars" in why(check, text(choice=["new"]))
+SLOW = "while True:\n    read_frame(inp)\n    time.sleep(0.2)\n    write_frame(out, b'')\n"
+
+
+def test_a_full_line_is_refused_and_other_keys_keep_their_share(tmp_path):
+    """32 grammars of one key are in line: more of it are refused, and another key's first is the next but one."""
+
+    async def run() -> None:
+        check = GrammarCheck(vocabulary, scripted(tmp_path, SLOW))
+        try:
+            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), b"a", 32)) for i in range(40)]
+            await asyncio.sleep(0)
+            refusals = [task.exception() for task in many if task.done()]
+            assert len(refusals) == 8
+            assert all(isinstance(each, QueueFullError) and "this API key" in str(each) for each in refusals)
+            await asyncio.wait_for(check.check(Grammar("b"), b"b", 32), 60)
+            assert sum(task.done() for task in many) - len(refusals) <= 3
+            for task in many:
+                task.cancel()
+            await asyncio.gather(*many, return_exceptions=True)
+            await asyncio.wait_for(check.check(Grammar("c"), b"a", 32), 60)
+        finally:
+            check.close()
+
+    asyncio.run(run())
+
+
+def test_the_line_is_bounded_for_all_keys_together(tmp_path):
+    async def run() -> None:
+        check = GrammarCheck(vocabulary, scripted(tmp_path, SLOW))
+        try:
+            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), f"k{i % 8}".encode())) for i in range(64)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="too many new grammars in line; try again later"):
+                await check.check(Grammar("b"), b"b")
+            for task in many:
+                task.cancel()
+            await asyncio.gather(*many, return_exceptions=True)
+        finally:
+            check.close()
+
+    asyncio.run(run())
+
+
+def test_a_grammar_in_line_is_compiled_once_for_all_who_wait(tmp_path):
+    """The process answers `no` from the second grammar on. The first request is cancelled: the others go on."""
+    program = scripted(
+        tmp_path,
+        "for say in (b'', b'no', b'no'):\n    read_frame(inp)\n    time.sleep(0.2)\n    write_frame(out, say)\n",
+    )
+
+    async def run() -> None:
+        check = GrammarCheck(vocabulary, program)
+        try:
+            await asyncio.gather(*(check.check(Grammar("same"), b"a", 1) for _ in range(200)))
+            same = [asyncio.create_task(check.check(Grammar("other"), b"a", 1)) for _ in range(3)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            same[0].cancel()
+            ends = await asyncio.gather(*same, return_exceptions=True)
+            assert [type(each) for each in ends] == [asyncio.CancelledError, RequestError, RequestError]
+        finally:
+            check.close()
+
+    asyncio.run(run())
 
 
 def test_a_process_that_does_not_start_is_no_answer():
@@ -158,16 +217,6 @@ def test_a_process_that_does_not_start_is_no_answer():
             asyncio.run(check.check(text(choice=["x"])))
     finally:
         check.close()
-
-
-def test_the_process_does_not_outlive_its_parent(check):
-    assert why(check, Grammar(json.dumps({"grammars": [{"json_schema": {}}]}))) == ""
-    process = check._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(60) == 0
-    check._process = None
 
 
 def test_closing_while_it_starts_leaves_no_process():

@@ -13,7 +13,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.models.family import AnswerFormat
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.processing import inputs as inputs_module
-from pagoda.server.processing.inputs import InputProcessor, Prompt, PromptType
+from pagoda.server.processing.inputs import ALONE, InputProcessor, Prompt, PromptType, RequestOrigin
 
 INFO = build(EngineConfig(model=ModelConfig(model="fake"))).info
 TOKENIZER = byte_tokenizer()
@@ -213,14 +213,36 @@ def test_without_a_tokenizer_text_is_refused(prompt: PromptType, params: dict[st
     assert caught.value.field == field
 
 
-def test_copies_of_a_prompt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs_module, "MAX_COPIED", 8)
-    assert len(inputs().prepare("r", "abc", SamplingParams(n=2)).children) == 2  # the prompt, and what ends it
-    longer = [{"allowed_token_ids": [1, 2]}, {"logit_bias": {1: 1.0}}, {"stop_token_ids": [1]}, {"bad_words": ["x"]}]
-    for params in ({"n": 3}, *({"n": 2} | each for each in longer)):
-        with pytest.raises(RequestError, match="lower n") as refused:
-            inputs().prepare("r", "abc", SamplingParams(**params))
-        assert refused.value.field == "n"
+@pytest.mark.setting("--max-request-cost")
+def test_cost_of_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n x prompts x (prompt + max_tokens), where lists make tokens dearer."""
+    monkeypatch.setattr(inputs_module, "LISTED_PER_TOKEN", 4)
+    monkeypatch.setattr(inputs_module, "COMPARED_PER_TOKEN", 1)
+    bounded = InputProcessor(ModelConfig(model="fake"), INFO, TOKENIZER, max_cost=2 * (3 + 5))
+    assert len(bounded.prepare("r", "abc", SamplingParams(n=2, max_tokens=5)).children) == 2
+    bounded.prepare("r", "abc", SamplingParams(max_tokens=10, logit_bias={1: 1.0}))  # 3 + 10 * 1.25
+    refusals: list[tuple[dict[str, Any], RequestOrigin, str]] = [
+        ({"n": 3, "max_tokens": 5}, ALONE, "n"),
+        ({"n": 2, "max_tokens": 6}, ALONE, "n"),
+        ({"n": 1, "max_tokens": 6}, RequestOrigin(prompts=2), "n"),
+        ({"n": 1, "max_tokens": 14}, ALONE, "max_tokens"),
+        ({"max_tokens": 5, "logit_bias": dict.fromkeys(range(16), 1.0)}, ALONE, "logit_bias"),
+        ({"max_tokens": 5, "allowed_token_ids": list(range(16))}, ALONE, "allowed_token_ids"),
+        ({"max_tokens": 5, "bad_words": ["wxyz"]}, ALONE, "bad_words"),
+    ]
+    for params, origin, field in refusals:
+        with pytest.raises(RequestError, match=rf"--max-request-cost\); lower {field}") as refused:
+            bounded.prepare("r", "abc", SamplingParams(**params), origin=origin)
+        assert refused.value.field == field
+        inputs().prepare("r", "abc", SamplingParams(**params), origin=origin)  # offline there is no limit
+
+
+def test_sequences_name_their_key_and_their_request() -> None:
+    origin = RequestOrigin("key", "http-request", 2)
+    assert [
+        (each.owner, each.group) for each in inputs().prepare("r", "abc", SamplingParams(n=2), origin=origin).children
+    ] == [("key", "http-request")] * 2
+    assert {each.group for each in inputs().prepare("r", "abc", SamplingParams(n=2)).children} == {"r"}
 
 
 @pytest.mark.parametrize("params", [{"seed": 2**63 - 1}, {"seed": -5}, {}, {"temperature": 0.0}])

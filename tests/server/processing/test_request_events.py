@@ -113,7 +113,7 @@ def test_requests_of_a_dead_engine_end_with_an_error(monkeypatch: pytest.MonkeyP
     bench = EventBench(monkeypatch)
     pool = pooling_request("p", [1, 2], PoolingRules(task="embed", use_activation=True))
     bench.processor.add(PreparedRequest("p", Prompt("p", [1, 2]), PoolingParams(), [pool], 0.0, 1.25))
-    bench.processor.fail()
+    bench.processor.fail(bench.processor.request_ids)
     assert [each.finish_reason for each in bench.events.sequences] == ["error"] * 3
     assert bench.processor.request_ids == []
 

@@ -178,7 +178,7 @@ def by_variable(setting: Setting, value: Any, path: Path, monkeypatch: pytest.Mo
 
 Way = Callable[[Setting, Any, Path, pytest.MonkeyPatch], EngineConfig]
 WAYS: tuple[Way, ...] = (by_keyword, by_attribute, by_flag, by_file, by_variable)
-NOT_ALONE = {"reasoning_parser_plugin"}
+NOT_ALONE = {"reasoning_parser_plugin", "collect_detailed_traces"}
 """Settings that are refused unless another is set."""
 NAMED = [
     pytest.param(each, id=each.name)

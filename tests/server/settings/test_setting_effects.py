@@ -158,6 +158,12 @@ def test_kv_cache_memory_bytes(folder: Path) -> None:
         tiny(folder, "--kv-cache-memory-bytes", "1k")
 
 
+def test_a_machine_without_memory_for_the_kv_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.backends.reference.memory.available_bytes", lambda: 3 << 10)
+    with pytest.raises(ConfigError, match=r"only 0 MiB of memory are free.*lower --max-model-len"):
+        tiny(folder)
+
+
 @pytest.mark.setting("--block-size")
 @pytest.mark.parametrize(("flags", "cached"), [((), 0), (("--block-size", "16"), 16), (("--block-size", "4"), 20)])
 def test_block_size(folder: Path, flags: tuple[str, ...], cached: int) -> None:

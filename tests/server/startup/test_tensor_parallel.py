@@ -155,7 +155,8 @@ def test_a_server_names_the_rank_that_was_killed(model: str) -> None:
         _, log = process.communicate(timeout=60)
         assert "rank 1 (CPU) was killed by SIGKILL" in rest
         lines = [line for line in log.splitlines() if line.startswith("pagoda: error: ")]
-        assert lines == ["pagoda: error: rank 1 (CPU) was killed by SIGKILL: out of memory?"]
+        assert len(lines) == 1
+        assert lines[0].startswith("pagoda: error: rank 1 (CPU) was killed by SIGKILL: out of memory?")
         assert process.returncode == 1
         assert gone(engine)
         assert "Traceback" not in log

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support import tiny_folder
 from support.adapters import llama_modules, write_adapter
+from support.drafter_folders import DRAFTERS
 
 from pagoda import (
     LLM,
@@ -34,7 +35,7 @@ from pagoda.sampling_params import BeamSearchParams, RequestOutputKind, Structur
 from pagoda.utils.argparse_utils import FlexibleArgumentParser
 from pagoda.utils.print_utils import print_embeddings
 from pagoda.v1.engine.async_llm import AsyncLLM
-from pagoda.v1.metrics.reader import Counter, Gauge, Histogram
+from pagoda.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 from pagoda.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
 from pagoda.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -646,20 +647,93 @@ def adapters_on_quantised_weights(world: World) -> None:
     assert [answers[str(index)] for index in range(3)] == [answers[str(index)] for index in range(3, 6)]
 
 
+def speculative(world: World, drafter: str, **settings: Any) -> tuple[LLM, list[Any]]:
+    """An engine with random weights whose drafts are a drafter's, and its prompts by token ids."""
+    target = tiny_folder.write_model(world.folder / "target", num_hidden_layers=3)
+    folder = DRAFTERS[drafter](world.folder / drafter)
+    llm = LLM(
+        model=str(target),
+        tensor_parallel_size=1,
+        max_model_len=64,
+        speculative_config={"model": str(folder), **settings},
+        disable_log_stats=False,
+        kv_cache_memory_bytes=1 << 24,
+    )
+    tokenizer = llm.get_tokenizer()
+    return llm, [TokensPrompt(prompt_token_ids=tokenizer.encode(prompt)[:20]) for prompt in PROMPTS]
+
+
+def counted(llm: LLM, drafts: int) -> None:
+    """The metrics that examples of speculative decoding print."""
+    numbers = {metric.name: metric for metric in llm.get_metrics()}
+    drafted, accepted = (
+        numbers[f"vllm:spec_decode_{name}"] for name in ("num_draft_tokens", "num_accepted_tokens_per_pos")
+    )
+    assert isinstance(drafted, Counter)
+    assert drafted.value > 0
+    assert isinstance(accepted, Vector)
+    assert len(accepted.values) == drafts
+
+
+@example("features/speculative_decoding/spec_decode_offline.py (ngram)")
+def prompt_lookup(world: World) -> None:
+    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    llm = LLM(model=world.model, speculative_config=lookup, disable_log_stats=False, **QUICK)
+    prompts = [TokensPrompt(prompt_token_ids=llm.get_tokenizer().encode("one two three " * 8))]
+    texts(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24)))
+    counted(llm, 2)
+    llm.shutdown()
+
+
+@example("features/speculative_decoding/spec_decode_offline.py (draft_model)")
+def draft_model(world: World) -> None:
+    llm, prompts = speculative(
+        world, "draft_model", method="draft_model", num_speculative_tokens=2, enforce_eager=False, max_model_len=64
+    )
+    texts(llm.generate(prompts, sampling_params=SamplingParams(temperature=0, max_tokens=24)))
+    counted(llm, 2)
+    llm.shutdown()
+
+
+@example("features/speculative_decoding/spec_decode_offline.py (eagle)")
+@example("offline_inference/eagle.py")
+def eagle(world: World) -> None:
+    for method in ("eagle", "eagle3"):
+        llm, prompts = speculative(world, method, method=method, num_speculative_tokens=3)
+        texts(llm.generate(prompts, sampling_params=SamplingParams(temperature=0, max_tokens=24)))
+        counted(llm, 3)
+        llm.shutdown()
+
+
+@example("features/speculative_decoding/mlpspeculator_offline.py")
+def accelerator(world: World) -> None:
+    llm, prompts = speculative(world, "mlp_speculator")
+    texts(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24)))
+    counted(llm, 3)
+    llm.shutdown()
+
+
+@example("offline_inference/dynamic_spec_decode.py")
+def drafts_by_batch_size(world: World) -> None:
+    llm, prompts = speculative(
+        world, "draft_model", method="draft_model", num_speculative_tokens=2, disable_by_batch_size=3
+    )
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    texts(llm.generate(prompts, params))
+    numbers = {metric.name: metric for metric in llm.get_metrics()}
+    assert numbers["vllm:spec_decode_num_drafts"].value == 0, "four sequences run"
+    texts(llm.generate(prompts[:1], params))
+    counted(llm, 2)
+    llm.shutdown()
+
+
 LORA = LoRARequest("sql-lora", 1, "/tmp/adapter")
 REFUSED: dict[str, tuple[Callable[[World], Any], str]] = {
-    "alora/alora_offline_example.py": (lambda w: w.llm.llm_engine.add_lora(LORA), "enable-lora"),
-    **dict.fromkeys(
-        (
-            *("features/speculative_decoding/spec_decode_offline.py", "offline_inference/eagle.py"),
-            *("features/speculative_decoding/mlpspeculator_offline.py", "offline_inference/dynamic_spec_decode.py"),
-            "features/speculative_decoding/extract_hidden_states_offline.py",
-        ),
-        (
-            lambda w: EngineArgs(w.model, speculative_config={"method": "eagle", "num_speculative_tokens": 2}),
-            "speculative",
-        ),
+    "features/speculative_decoding/extract_hidden_states_offline.py": (
+        lambda w: EngineArgs(w.model, speculative_config={"method": "extract_hidden_states"}).create_engine_config(),
+        "hidden states are not exported",
     ),
+    "alora/alora_offline_example.py": (lambda w: w.llm.llm_engine.add_lora(LORA), "enable-lora"),
     **dict.fromkeys(
         (
             *("disaggregated/disaggregated_prefill.py", "disaggregated/example_connector/prefill_example.py"),

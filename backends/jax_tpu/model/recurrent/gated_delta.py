@@ -12,6 +12,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.recurrent.convolution import convolve, l2_norm
 from pagoda.common.models.mixers import GatedDelta
@@ -37,6 +38,11 @@ class JaxGatedDelta(nnx.Module):
         self.decay_offset = wide.parameter("KG", slots, group)
         self.norm = JaxNorm(spec.norm, spec.value_dim, build)
         self.out = build.matrix("out", "DK", width, slots * group * spec.value_dim)
+        values = group * spec.value_dim
+        parts = ((slots, spec.key_dim), (slots, spec.key_dim), (slots, values), (slots, values))
+        self.lora_in = matrix_lora(build, "D", width, "K.", *parts)
+        self.rates_lora = matrix_lora(build, "D", width, "K.", (slots, group), (slots, group))
+        self.lora_out = matrix_lora(build, "K", slots * values, "D", (width,))
 
     def __call__(
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
@@ -44,16 +50,17 @@ class JaxGatedDelta(nnx.Module):
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
         spec, batch = self.spec, step.states(cache_index)
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        inner = jax.lax.optimization_barrier(project(x, self.inner, step))
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         qkv, gate = inner[..., : self.channels].astype(jnp.float32), inner[..., self.channels :]
         layer = step.cache_layer(cache_index, caches[0])
         qkv, tails = convolve(qkv, self.taps[...], caches[0], layer, batch, step.seq_ids)
-        inputs = self._inputs(jax.nn.silu(qkv), project(x, self.rates[...]).astype(jnp.float32))
+        rates = adapted(project(x, self.rates[...]), self.rates_lora, x, step)
+        inputs = self._inputs(jax.nn.silu(qkv), rates.astype(jnp.float32))
         options = {"decode_only": step.decode_only, "exact": x.dtype == jnp.float32, **step.kernel.options}
         heads, states = gated_delta(inputs, caches[1], layer, batch, **options)
         gates = jax.nn.silu(gate.astype(jnp.float32)).reshape(len(x), -1, spec.value_dim)
-        gated = (self.norm(heads.astype(x.dtype)) * gates).astype(x.dtype)
-        return all_reduce(project(gated.reshape(len(x), -1), self.out, step)), (tails, states)
+        gated = (self.norm(heads.astype(x.dtype)) * gates).astype(x.dtype).reshape(len(x), -1)
+        return all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step)), (tails, states)
 
     def _inputs(self, qkv: jax.Array, rates: jax.Array) -> DeltaInputs:
         """Qkv [T, K, channels] after the convolution, rates [T, K, 2 G] -> the rule's inputs."""

@@ -11,6 +11,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.recurrent.convolution import convolve, l2_norm
 from pagoda.common.models.mixers import KimiDelta
@@ -37,6 +38,13 @@ class JaxKimiDelta(nnx.Module):
         self.decay_offset = wide.parameter("K.", slots, dim)
         self.norm = JaxNorm(spec.norm, dim, build)
         self.out = build.matrix("out", "DK", width, slots * dim)
+        self.lora_in = matrix_lora(build, "D", width, "K.", *((slots, dim),) * 3)
+        self.beta_lora = matrix_lora(build, "D", width, "K", (slots,))
+        ranks, source = ((spec.rank,), (spec.rank,)) if spec.rank is not None else (), spec.rank or width
+        self.low_rank_lora = matrix_lora(build, "D", width, ".", *ranks) if ranks else None
+        axis = "D" if spec.rank is None else "."
+        self.decay_lora, self.gate_lora = (matrix_lora(build, axis, source, "K.", (slots, dim)) for _ in range(2))
+        self.lora_out = matrix_lora(build, "K", slots * dim, "D", (width,))
 
     def __call__(
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
@@ -44,18 +52,28 @@ class JaxKimiDelta(nnx.Module):
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
         batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        qkv = jax.lax.optimization_barrier(project(x, self.inner, step)).astype(jnp.float32)
+        qkv = jax.lax.optimization_barrier(project(x, self.inner, step))
+        qkv = adapted(qkv, self.lora_in, x, step).astype(jnp.float32)
         qkv, tails = convolve(qkv, self.taps[...], caches[0], layer, batch, step.seq_ids)
         q, k, v = jnp.split(jax.nn.silu(qkv), 3, axis=-1)
-        low_rank = (x, x) if self.low_rank is None else jnp.split(project(x, self.low_rank[...]), 2, axis=-1)
-        log_decay = self._log_decay(project(low_rank[0], self.decay[...]))
-        beta = jax.nn.sigmoid(project(x, self.beta[...]).astype(jnp.float32))[..., None]
+        low_rank = self._low_rank(x, step)
+        log_decay = self._log_decay(adapted(project(low_rank[0], self.decay[...]), self.decay_lora, low_rank[0], step))
+        beta = adapted(project(x, self.beta[...]), self.beta_lora, x, step)
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))[..., None]
         inputs = RecurrenceInputs((l2_norm(q) * self.spec.head_dim**-0.5, l2_norm(k), log_decay), (v, beta))
         options = {"decode_only": step.decode_only, **step.kernel.options}
         heads, states = linear_recurrence(ChannelDelta(), inputs, caches[1], layer, batch, **options)
-        gates = jax.nn.sigmoid(project(low_rank[1], self.gate[...]).astype(jnp.float32))
+        gates = adapted(project(low_rank[1], self.gate[...]), self.gate_lora, low_rank[1], step)
+        gates = jax.nn.sigmoid(gates.astype(jnp.float32))
         gated = (self.norm(heads) * gates).astype(x.dtype).reshape(len(x), -1)
-        return all_reduce(project(gated, self.out, step)), (tails, states)
+        return all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step)), (tails, states)
+
+    def _low_rank(self, x: jax.Array, step: AnyStep) -> tuple[jax.Array, jax.Array]:
+        """X [T, D] -> what the decay and the gate are projected from, [T, R] each, or x."""
+        if self.low_rank is None:
+            return x, x
+        decay, gate = jnp.split(adapted(project(x, self.low_rank[...]), self.low_rank_lora, x, step), 2, axis=-1)
+        return decay, gate
 
     def _log_decay(self, decay: jax.Array) -> jax.Array:
         """Return the log decays of projected decays [T, K, H], in float32."""

@@ -20,6 +20,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     scale_norm,
 )
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.common.models.mixers import LightningAttention
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
@@ -35,6 +36,8 @@ class JaxLightningAttention(nnx.Module):
         self.norm = build.parameter("K.", slots, dim) if spec.norm.scale else None
         self.q_norm, self.k_norm = make_norm(spec.qk_norm, dim, build), make_norm(spec.qk_norm, dim, build)
         self.out = build.matrix("out", "DK", width, slots * dim)
+        self.lora_in = matrix_lora(build, "D", width, "K.", *((slots, dim),) * 4)
+        self.lora_out = matrix_lora(build, "K", slots * dim, "D", (width,))
 
     def __call__(
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
@@ -42,7 +45,7 @@ class JaxLightningAttention(nnx.Module):
         """X [T, D], the stacked states, this layer's int32 [2] (block table, layer) -> [T, D], the states."""
         spec, batch, layer = self.spec, step.states(cache_index), step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        inner = jax.lax.optimization_barrier(project(x, self.inner, step))
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         qkv, gate = inner[..., : 3 * spec.head_dim], inner[..., 3 * spec.head_dim :]
         q, k, v = jnp.split(jax.nn.silu(qkv) if spec.silu else qkv, 3, axis=-1)
         q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
@@ -60,7 +63,7 @@ class JaxLightningAttention(nnx.Module):
         weight = None if self.norm is None else self.norm[...]
         normed = scale_norm(heads, mean[:, :, None], spec.norm, weight).astype(x.dtype)
         gated = (normed * jax.nn.sigmoid(gate)).reshape(len(x), -1)
-        return all_reduce(project(gated, self.out, step)), (states,)
+        return all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step)), (states,)
 
     def _groups(self, slots: int) -> jax.Array:
         """Return float32 [slots, groups]: 1 for the group of each head of this device. Empty positions have none."""

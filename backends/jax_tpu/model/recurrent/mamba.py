@@ -11,6 +11,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, apply_norm, make_norm
 from pagoda.backends.jax_tpu.model.layout import padded
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.recurrent.convolution import convolve
 from pagoda.common.models.mixers import Mamba
@@ -40,6 +41,8 @@ class JaxMamba(nnx.Module):
         self.decay_rate = wide.parameter("K..", slots, states, channels)
         self.skip = wide.parameter("K.", slots, channels)
         self.out = build.matrix("out", "DK", width, slots * channels)
+        self.lora_in = matrix_lora(build, "D", width, "K.", (slots, channels), (slots, channels))
+        self.lora_out = matrix_lora(build, "K", slots * channels, "D", (width,))
         self.out_bias = build.parameter("D", width) if spec.bias else None
 
     def __call__(
@@ -48,7 +51,7 @@ class JaxMamba(nnx.Module):
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
         batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        inner = jax.lax.optimization_barrier(project(x, self.inner, step))
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
         v, gate = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
@@ -57,8 +60,8 @@ class JaxMamba(nnx.Module):
         options = {"decode_only": step.decode_only, **step.kernel.options}
         inputs = self._inputs(v, x.dtype)
         mixed, states = linear_recurrence(Selective(), inputs, caches[1], layer, batch, **options)
-        gated = ((mixed + self.skip[...] * v) * jax.nn.silu(gate)).astype(x.dtype)
-        out = all_reduce(project(gated.reshape(len(x), -1), self.out, step))
+        gated = ((mixed + self.skip[...] * v) * jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
+        out = all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step))
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
 
     def _inputs(self, v: jax.Array, dtype: jnp.dtype) -> RecurrenceInputs:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, local_part, scale_norm
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.recurrent.convolution import convolve
 from pagoda.backends.jax_tpu.parallel import MODEL
@@ -46,6 +47,10 @@ class JaxMamba2(nnx.Module):
         self.skip = wide.parameter("KG", slots, group)
         self.norm = build.parameter("K.", slots, self.values) if spec.norm is not None and spec.norm.scale else None
         self.out = build.matrix("out", "DK", width, slots * self.values)
+        values, states = (slots, self.values), (slots, spec.state_dim)
+        self.lora_in = matrix_lora(build, "D", width, "K.", values, states, states, values)
+        self.steps_lora = matrix_lora(build, "D", width, "K.", (slots, group))
+        self.lora_out = matrix_lora(build, "K", slots * self.values, "D", (width,))
         self.out_bias = build.parameter("D", width) if spec.bias else None
 
     def __call__(
@@ -54,23 +59,23 @@ class JaxMamba2(nnx.Module):
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
         batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        inner = jax.lax.optimization_barrier(project(x, self.inner, step))
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
         vbc, gate = inner[..., : self.channels].astype(jnp.float32), inner[..., self.channels :].astype(jnp.float32)
         vbc, tails = convolve(vbc, self.taps[...], caches[0], layer, batch, step.seq_ids)
         vbc = jax.nn.silu(vbc if self.taps_bias is None else vbc + self.taps_bias[...])
-        inputs = self._inputs(vbc, self._step_sizes(x))
+        inputs = self._inputs(vbc, self._step_sizes(x, step))
         options = {"decode_only": step.decode_only, **step.kernel.options}
         heads, states = linear_recurrence(ScalarDecay(), inputs, caches[1], layer, batch, **options)
         heads = heads + jnp.repeat(self.skip[...], self.spec.head_dim, axis=1) * vbc[..., : self.values]
         mixed = self._gated(heads, jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
-        out = all_reduce(project(mixed, self.out, step))
+        out = all_reduce(adapted(project(mixed, self.out, step), self.lora_out, mixed, step))
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
 
-    def _step_sizes(self, x: jax.Array) -> jax.Array:
+    def _step_sizes(self, x: jax.Array, step: AnyStep) -> jax.Array:
         """X [T, D] -> float32 [T, K, G]."""
-        steps = project(x, self.steps[...])
+        steps = adapted(project(x, self.steps[...]), self.steps_lora, x, step)
         if self.steps_bias is not None:
             steps = steps + self.steps_bias[...]
         return jnp.clip(jax.nn.softplus(steps.astype(jnp.float32) + self.step_offset[...]), *self.spec.step_limit)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce
 from pagoda.backends.jax_tpu.model.layout import padded
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.recurrent.convolution import convolve
 from pagoda.common.models.mixers import ShortConvolution
@@ -28,6 +29,8 @@ class JaxShortConvolution(nnx.Module):
         self.taps = wide.parameter("K..", slots, channels, spec.taps)
         self.taps_bias = wide.parameter("K.", slots, channels) if spec.bias else None
         self.out = build.matrix("out", "DK", width, slots * channels)
+        self.lora_in = matrix_lora(build, "D", width, "K.", *((slots, channels),) * 3)
+        self.lora_out = matrix_lora(build, "K", slots * channels, "D", (width,))
         self.out_bias = build.parameter("D", width) if spec.bias else None
 
     def __call__(
@@ -36,7 +39,7 @@ class JaxShortConvolution(nnx.Module):
         """X [T, D], the stacked tails, this layer's int32 [2] (block table, layer) -> [T, D], the tails."""
         batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        inner = jax.lax.optimization_barrier(project(x, self.inner, step))
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
         b, c, v = jnp.split(inner, 3, axis=-1)
@@ -44,5 +47,5 @@ class JaxShortConvolution(nnx.Module):
         if self.taps_bias is not None:
             mixed = mixed + self.taps_bias[...]
         gated = (mixed * c).astype(x.dtype).reshape(len(x), -1)
-        out = all_reduce(project(gated, self.out, step))
+        out = all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step))
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails,)

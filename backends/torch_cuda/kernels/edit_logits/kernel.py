@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
-from pagoda.common.engine.sampling_state import MAX_WORD_HEADS
+from pagoda.common.engine.logit_edits import MAX_WORD_HEADS
 
 BLOCK = 1024
 WARPS = 4

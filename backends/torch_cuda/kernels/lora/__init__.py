@@ -21,6 +21,7 @@ __all__ = [
     "add_expanded",
     "output_sections",
     "padded_rank",
+    "shrunk",
     "sort_by_slot",
 ]
 
@@ -96,16 +97,21 @@ def add_adapters(y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows, c
         )
     if x.stride(1) != 1 or y.stride(1) != 1 or x.dtype != stack.a.dtype:
         raise ValueError(f"x is {x.dtype} with strides {x.stride()}, y has {y.stride()}; adapters are {stack.a.dtype}")
+    return add_expanded(y, shrunk(x, stack.a, stack.ranks, stack.rank, rows, chip), stack, rows, chip)
+
+
+def shrunk(x: Tensor, a: Tensor, ranks: Tensor, rank: int, rows: AdapterRows, chip: Chip) -> Tensor:
+    """Return addends [splits, T, P * R], float32, of A x, for x [T, I] and a [slots, P * R, I]; R: `rank`.
+
+    `ranks`: of `AdapterStack`. Rows without an adapter, and ranks beyond an adapter's, are undefined.
+    """
     if rows.tiles is None:
-        return add_expanded(y, shrink_reference(x, stack, rows)[None], stack, rows, chip)
+        return shrink_reference(x, a, ranks, rows)[None]
     if rows.invariant:
         splits = min(_INVARIANT_SPLITS, -(-x.shape[1] // kernel.split_size(x.shape[1], _INVARIANT_SPLITS)))
     else:
-        splits = kernel.choose_splits(
-            rows.tiles[1].numel(), stack.a.shape[1], stack.rank, x.shape[1], x.dtype, rows.tile, chip
-        )
-    parts = kernel.shrink(x, stack.a, stack.ranks, stack.rank, rows.tiles, rows.tile, splits, chip)
-    return add_expanded(y, parts, stack, rows, chip)
+        splits = kernel.choose_splits(rows.tiles[1].numel(), a.shape[1], rank, x.shape[1], x.dtype, rows.tile, chip)
+    return kernel.shrink(x, a, ranks, rank, rows.tiles, rows.tile, splits, chip)
 
 
 def add_expanded(y: Tensor, parts: Tensor, stack: AdapterStack, rows: AdapterRows, chip: Chip) -> Tensor:
@@ -116,19 +122,19 @@ def add_expanded(y: Tensor, parts: Tensor, stack: AdapterStack, rows: AdapterRow
     return y
 
 
-def shrink_reference(x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
+def shrink_reference(x: Tensor, a: Tensor, ranks: Tensor, rows: AdapterRows) -> Tensor:
     """Return A x, float32 [T, P * R]; 0 for rows without an adapter."""
-    out = x.new_zeros((len(x), stack.a.shape[1]), dtype=torch.float32)
-    for slot in _used(rows, stack):
+    out = x.new_zeros((len(x), a.shape[1]), dtype=torch.float32)
+    for slot in _used(rows, ranks):
         mine = rows.slots == slot
-        out[mine] = invariant_linear_reference(x[mine], stack.a[slot], None, torch.float32)
+        out[mine] = invariant_linear_reference(x[mine], a[slot], None, torch.float32)
     return out
 
 
 def expand_reference(y: Tensor, h: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
     """Add B h to y [T, O] in place, a projection's columns of h [T, P * R] to its outputs; return y."""
     rounded = h.to(stack.b.dtype).float()
-    for slot in _used(rows, stack):
+    for slot in _used(rows, stack.ranks):
         mine = rows.slots == slot
         for projection, first, end in stack.sections.tolist():
             end = min(end, first + CHANNELS)
@@ -139,6 +145,6 @@ def expand_reference(y: Tensor, h: Tensor, stack: AdapterStack, rows: AdapterRow
     return y
 
 
-def _used(rows: AdapterRows, stack: AdapterStack) -> list[int]:
+def _used(rows: AdapterRows, ranks: Tensor) -> list[int]:
     """Return the slots of the rows, without the number of those that have none."""
-    return [slot for slot in rows.slots.unique().tolist() if slot < stack.slots and stack.ranks[slot]]
+    return [slot for slot in rows.slots.unique().tolist() if slot < len(ranks) and ranks[slot]]

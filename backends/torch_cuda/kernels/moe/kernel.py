@@ -63,19 +63,42 @@ def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile=No
     `tile`: rows of one expert per program; by default as many as an expert has on average. Rows are rounded before both
     products where the matrices say so and the chip multiplies such numbers.
     """
-    count, pairs, top = matrices(inner)[0].shape[0], chosen.numel(), chosen.shape[1]
-    tile = tile or choose_tile(pairs, count, any(widens(stack, pairs, chip) for stack in (inner, down)))
-    sorted_pairs = align(chosen, count, tile)
-    width = matrices(down)[2]
-    hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    out = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    products = Products(chosen, inner, down, x.dtype, chip, tile)
     activation = {"ACTIVATION": expert.activation, "GATED": expert.gated, **limits(expert.clamped, expert.clip)}
-    _launch(x, inner, inner_bias, hidden, sorted_pairs, tile, chip, top, activation)
-    _launch(hidden, down, down_bias, out, sorted_pairs, tile, chip, 1, _NO_ACTIVATION)
-    return out
+    return products.down(products.inner(x, inner_bias, matrices(down)[2], activation), down_bias)
 
 
 _NO_ACTIVATION: Final = {"ACTIVATION": "", "GATED": False, **limits()}
+
+
+class Products:
+    """The products of the pairs in chosen int32 [T, k], sorted once for both. Arguments as of `experts`."""
+
+    def __init__(self, chosen, inner, down, dtype, chip, tile=None):
+        count, pairs = matrices(inner)[0].shape[0], chosen.numel()
+        self.tile = tile or choose_tile(pairs, count, any(widens(stack, pairs, chip) for stack in (inner, down)))
+        self.sorted_pairs, self.top = align(chosen, count, self.tile), chosen.shape[1]
+        self._inner, self._down, self._chip = inner, down, chip
+        self._pairs, self._dtype, self._device = pairs, dtype, chosen.device
+
+    def inner(self, x, bias, outputs=None, activation=_NO_ACTIVATION):
+        """Return [T * k, outputs] of x [T, D]; without an activation, of all outputs."""
+        out = self._empty(outputs or _outputs(self._inner))
+        _launch(x, self._inner, bias, out, self.sorted_pairs, self.tile, self._chip, self.top, activation)
+        return out
+
+    def down(self, hidden, bias):
+        """Return [T * k, D] of hidden [T * k, F]."""
+        out = self._empty(_outputs(self._down))
+        _launch(hidden, self._down, bias, out, self.sorted_pairs, self.tile, self._chip, 1, _NO_ACTIVATION)
+        return out
+
+    def _empty(self, outputs):
+        return torch.empty(self._pairs, outputs, dtype=self._dtype, device=self._device)
+
+
+def _outputs(stack):
+    return stack.outputs if isinstance(stack, PackedMatrix) else stack.shape[1]
 
 
 def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
@@ -362,6 +385,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
         for tile in TILES if name == "plain" else TILES[:-1]:
             specs[f"{name}-{tile}-inner"] = _expert(name, tile, chip, inner=True)
         specs[f"{name}-{_FEW}-down"] = _expert(name, _FEW, chip)
+    for name in _FORMS:  # with adapters both products are without an activation
+        specs[f"{name}-{_FEW}-shared-rows"] = _expert(name, _FEW, chip, share=2, hot=False)
     specs[f"plain-{_SOME}-down"] = _expert("plain", _SOME, chip)
     specs[f"plain-{_MANY}-down"] = _expert("plain", _MANY, chip)
     specs[f"plain-{_FEW}-inner-fp16"] = _expert("plain", _FEW, chip, inner=True, dtype="fp16")
@@ -391,6 +416,7 @@ def _expert(
     chip: Chip,
     *,
     inner: bool = False,
+    share: int | None = None,
     dtype: str = "bf16",
     inputs: int = 14336,
     hot: bool = True,
@@ -407,7 +433,7 @@ def _expert(
     signature |= {"out": f"*{dtype}", "order": "*i32", "tile_experts": "*i32", "ends": "*i32"}
     signature |= {"pairs": "i32", "experts": "i32"}
     signature |= dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "scale_stride"), "i32:16")
-    constants |= {"SHARE": 2 if inner else 1, "ACTIVATION": "silu" if inner else "", "GATED": inner}
+    constants |= {"SHARE": share or (2 if inner else 1), "ACTIVATION": "silu" if inner else "", "GATED": inner}
     constants |= limits(clamped)
     constants |= {"NATIVE": chip.float8, "ROW_SCALES": scheme == "nvfp4", "BIAS": inputs % 256 != 0}
     return Launch(expert_kernel, signature, constants, warps, stages, hot=hot, wgmma=scheme == "plain" and hot)

@@ -27,15 +27,15 @@ _BESIDE: Final[tuple[Rule, ...]] = (
 )
 
 
-def numbered_after(target: ModelSpec, family: Family) -> DrafterFamily:
-    """Return the layer that is numbered after the last one, with the structure of the last one."""
-    prefix = f"model.layers.{len(target.layers)}."
+def numbered_after(target: ModelSpec, family: Family, count: int) -> DrafterFamily:
+    """Return the first of `count` layers that are numbered after the last one, with the structure of the last one."""
+    prefix, *others = (f"model.layers.{len(target.layers) + number}." for number in range(count))
     drafter = _drafter(target, JoinedInputs(target.final_norm, target.final_norm, blank_first=True), normed=False)
-    rules = (*_IN_LAYER, *family.rules)
-    return DrafterFamily(drafter, rules, _SHARED, renames=((prefix, "model.layers.0."),), only=prefix)
+    rules, unread = (*_IN_LAYER, *family.rules), tuple(f"{other}*" for other in others)
+    return DrafterFamily(drafter, rules, _SHARED, renames=((prefix, "model.layers.0."),), only=prefix, unread=unread)
 
 
-def in_mtp_layers(target: ModelSpec, family: Family) -> DrafterFamily:
+def in_mtp_layers(target: ModelSpec, family: Family, count: int) -> DrafterFamily:
     """Return the first of `model.mtp_layers`, which reads the hidden state first."""
     inputs = JoinedInputs(target.final_norm, target.final_norm, hidden_first=True, blank_first=True)
     prefix = "model.mtp_layers.0."

@@ -8,12 +8,12 @@ import torch
 
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.edit_logits import kernel as module
+from pagoda.common.engine.logit_edits import LogitEdits, allowed_bits
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import (
     SampledRow,
     SamplingState,
     additions,
-    allowed_bits,
     banned_words,
     penalties,
 )
@@ -36,7 +36,9 @@ def make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def place(index: int, row: int, prompt: int, known: int, **rules) -> SampledRow:
-    return SampledRow(index, row, known, SamplingState(SamplingRules(**rules), np.zeros(prompt, np.int32)))
+    made = SamplingRules(**rules)
+    state = SamplingState(made, np.zeros(prompt, np.int32), LogitEdits.of(made, VOCAB))
+    return SampledRow(index, row, known, state)
 
 
 def both(edit, *arguments) -> torch.Tensor:

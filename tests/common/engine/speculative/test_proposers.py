@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagoda.common.engine.speculative.ngram import NgramProposer
-from pagoda.common.engine.speculative.proposer import DraftContext, Proposer
+from pagoda.common.engine.speculative.proposer import DraftContext, PaddedGuesses, Proposer
 from pagoda.common.engine.speculative.suffix import LENGTHS, SEPARATOR, PastAnswers, SuffixProposer
 from pagoda.common.engine.speculative.token_index import TokenIndex, hashes_of
 from pagoda.common.engine.step import EMBEDDED
@@ -21,8 +21,15 @@ def context(
     return DraftContext(name, np.array(prompt, np.int32), list(outputs), list(drafts), most)
 
 
+def proposed(proposer: Proposer, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    guesses = proposer.propose(contexts)
+    if isinstance(guesses, PaddedGuesses):
+        return [row[:count] for row, count in zip(guesses.tokens.tolist(), guesses.counts.tolist(), strict=True)]
+    return [list(tokens) for tokens in guesses]
+
+
 def one(proposer: Proposer, given: DraftContext) -> list[int]:
-    return list(proposer.propose([given])[0])
+    return proposed(proposer, [given])[0]
 
 
 def ends(text: Sequence[int], gram: Sequence[int]) -> list[int]:
@@ -51,6 +58,56 @@ def test_an_index_finds_what_a_scan_finds(seed: int) -> None:
             found = list(index.ends_of(tail, number, hash))
             assert found == want[: len(found)]
             assert len(found) == len(want) or len(found) > 20, "chains are followed for a bounded number of links"
+
+
+def scanned(text: Sequence[int], drafts: Sequence[int], shortest: int, longest: int, most: int) -> list[int]:
+    """What prompt lookup is to propose, by comparing all places."""
+    whole, best, best_end = [*text, *drafts], 0, 0
+    for end in range(len(text) - 1, 0, -1):
+        length = 0
+        while length < min(longest, end, len(whole)) and text[end - 1 - length] == whole[-1 - length]:
+            length += 1
+        if length >= shortest and EMBEDDED not in text[end - shortest : end] and length > best:
+            best, best_end = length, end
+    if not best:
+        return []
+    while len(whole) < best_end + most:
+        whole.append(whole[best_end + len(whole) - len(text) - len(drafts)])
+    proposed = whole[best_end : best_end + most]
+    return proposed[: proposed.index(EMBEDDED)] if EMBEDDED in proposed else proposed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ngram_proposes_for_many_growing_sequences_what_scans_find(seed: int) -> None:
+    rng = random.Random(seed)
+    shortest, longest = rng.choice([(1, 1), (1, 3), (2, 5), (3, 3)])
+    proposer, number, found = NgramProposer(shortest, longest), 0, 0
+    running: dict[str, tuple[list[int], list[int], int]] = {}
+    for _ in range(60):
+        while len(running) < 7:
+            vocab = rng.choice([40, 200])
+            prompt = [rng.randrange(vocab) for _ in range(rng.choice([0, 1, 2, 30, 510, 511, 700]))]
+            if prompt and rng.random() < 0.3:
+                prompt[rng.randrange(len(prompt))] = EMBEDDED
+            running[f"{number}"] = prompt, [], vocab
+            number += 1
+        contexts, want = [], []
+        for name, (prompt, outputs, vocab) in running.items():
+            if rng.random() < 0.3:
+                continue
+            again = [prompt, outputs][bool(outputs)][-rng.randrange(1, 20) :]
+            outputs += [token for token in again if token != EMBEDDED] if rng.random() < 0.4 else []
+            outputs += [rng.randrange(vocab) for _ in range(rng.choice([0, 1, 1, 5, 40]))]
+            drafts = [rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 4]))]
+            most = rng.randrange(1, 8)
+            contexts.append(context(prompt, outputs, drafts, most, name))
+            want.append(scanned([*prompt, *outputs], drafts, shortest, longest, most))
+        if contexts:
+            assert proposed(proposer, contexts) == want
+        found += sum(map(bool, want))
+        for name in rng.sample(sorted(running), rng.randrange(2)):
+            proposer.finish(name, running.pop(name)[1])
+    assert found > 10
 
 
 def test_ngram_continues_the_longest_match() -> None:

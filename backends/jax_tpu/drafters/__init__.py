@@ -1,0 +1,1 @@
+"""Drafter models: their layers, their part of a step, their weights."""

@@ -1,0 +1,354 @@
+"""Records what a scheduler does: its state every some hundred steps, and its calls since, in bounded memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from typing import Any, Final
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.incident.snapshot import (
+    Aborted,
+    Added,
+    Cleared,
+    Event,
+    GroupSpec,
+    GroupTable,
+    InFlight,
+    KvShape,
+    PlanDetail,
+    Planned,
+    PoolState,
+    Reported,
+    RequestState,
+    SchedulerState,
+)
+from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.messages import EngineRequest, StepOutputs
+from pagoda.common.engine.request import Request
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.models.caches import StateCache, WindowCache
+
+SEGMENT_STEPS: Final = 1024
+"""Steps after which the state is taken again. A snapshot has one to two segments."""
+
+SEGMENT_PAGES: Final = 65_536
+"""Likewise pages of the requests added."""
+
+SEGMENT_EVENTS: Final = 16_384
+
+NUM_PLANS: Final = 8
+"""Newest plans that are kept whole."""
+
+ROW_ARRAYS: Final = (
+    *("computed", "total", "prefill_end", "limit", "capacity", "newest", "inflight", "drafts_inflight"),
+    *("drafts_from", "num_drafts", "num_guesses", "next_page", "epoch"),
+)
+"""Arrays of RunningBatch that a snapshot has."""
+
+
+@dataclass(slots=True)
+class _Queued:
+    """An Added event; its digests grow with the request."""
+
+    request: EngineRequest
+    state: Request
+
+
+@dataclass(slots=True)
+class _Plan:
+    plan: StepPlan | None = None
+    step: int | None = None
+    num_seqs: int = 0
+    num_tokens: int = 0
+    failed: bool = True  # until the scheduler returns
+
+
+@dataclass(slots=True)
+class _Result:
+    step: int
+    finished: dict[str, str] = field(default_factory=dict)
+    failed: bool = True
+
+
+_Entry = _Queued | list[str] | None | _Plan | _Result
+
+
+@dataclass(slots=True)
+class _Segment:
+    start: _Captured
+    entries: list[_Entry] = field(default_factory=list)
+    steps: int = 0
+    pages: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.steps >= SEGMENT_STEPS or self.pages >= SEGMENT_PAGES or len(self.entries) >= SEGMENT_EVENTS
+
+
+class Journal:
+    """The record of one scheduler. Call a method before or after each call of the scheduler, as they say."""
+
+    def __init__(self, scheduler: Scheduler, layout: KvLayout, num_blocks: tuple[int, ...]) -> None:
+        self._scheduler, self._layout, self._num_blocks = scheduler, layout, num_blocks
+        self._before: _Segment | None = None
+        self._segment = _Segment(_Captured(scheduler))
+        self._plans: deque[StepPlan] = deque(maxlen=NUM_PLANS)
+
+    def added(self, request: EngineRequest) -> None:
+        """After `add`."""
+        state = self._scheduler.request(request.request_id)
+        self._segment.entries.append(_Queued(request, state))
+        self._segment.pages += len(request.prompt_token_ids) // self._layout.block_size
+
+    def aborting(self, request_ids: list[str]) -> None:
+        """Before `abort`."""
+        if request_ids:
+            self._segment.entries.append(request_ids)
+
+    def clearing(self) -> None:
+        """Before the prefix cache is emptied."""
+        self._segment.entries.append(None)
+
+    def schedule(self, schedule: Callable[[], StepPlan | None]) -> StepPlan | None:
+        """Call `schedule` and record its plan."""
+        if self._segment.is_full:
+            self._before, self._segment = self._segment, _Segment(_Captured(self._scheduler))
+        entry = _Plan()
+        self._segment.entries.append(entry)
+        plan = schedule()
+        entry.failed = False
+        if plan is not None:
+            entry.step, entry.num_seqs, entry.num_tokens = plan.step, plan.num_seqs, plan.num_tokens
+            self._plans.append(plan)
+            self._segment.steps += 1
+        return plan
+
+    def update(self, plan: StepPlan, update: Callable[[], StepOutputs]) -> StepOutputs:
+        """Call `update`, which takes the result of `plan`, and record what finished."""
+        entry = _Result(plan.step)
+        self._segment.entries.append(entry)
+        before = self._scheduler.num_unfinished
+        outputs = update()
+        entry.failed = False
+        if self._scheduler.num_unfinished != before:
+            entry.finished = {each.request_id: each.finish_reason for each in outputs.outputs if each.finish_reason}
+        return outputs
+
+    def state(self, *, tokens: bool = False) -> tuple[SchedulerState, list[Event], list[PlanDetail], KvShape]:
+        """Return the oldest state kept, the events since, the last plans and the KV cache's shape."""
+        key = secrets.token_bytes(32)  # not kept, so that digests say nothing about tokens
+
+        def keyed(digest: bytes) -> str:
+            return blake2b(digest, digest_size=12, key=key).hexdigest()
+
+        segments = [each for each in (self._before, self._segment) if each is not None]
+        first = segments[0].start.state(keyed, tokens=tokens)
+        entries = [entry for segment in segments for entry in tuple(segment.entries)]
+        events = [_event(entry, keyed, tokens=tokens) for entry in entries]
+        return first, events, [_detail(plan) for plan in tuple(self._plans)], self._kv_shape()
+
+    def _kv_shape(self) -> KvShape:
+        groups = []
+        for group in self._layout.groups:
+            match group.spec:
+                case WindowCache(window=window):
+                    groups.append(GroupSpec("window", group.pool, window))
+                case StateCache():
+                    groups.append(GroupSpec("state", group.pool))
+                case _:
+                    groups.append(GroupSpec("full", group.pool))
+        extents = self._scheduler.kv.pools[0].extents
+        layout = self._layout
+        return KvShape(tuple(groups), layout.block_size, layout.snapshot_tokens, self._num_blocks, extents)
+
+
+Keyed = Callable[[bytes], str]
+
+_LISTS: Final = ("next", "prev", "refs", "reserved", "released_at")
+
+
+class _Captured:
+    """A copy of a scheduler's state that shares what never changes: prompts, digests, plans. Taken in milliseconds."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        batch = scheduler._batch
+        self._requests = [(each, _Values.of(each)) for each in scheduler._requests.values()]
+        self._pools = [(pool.capture(), dict(copies)) for pool, copies in zip(scheduler.kv.pools, scheduler.kv._copies)]
+        self._rows = {name: getattr(batch, name).copy() for name in ROW_ARRAYS}
+        self._free, self._epochs = list(batch._free), batch._epochs
+        self._in_flight = list(scheduler._in_flight)
+        self._served, self._rows_given = ({}, 0) if scheduler._fair is None else scheduler._fair.served()
+        self._lacks_blocks, self._prefills = scheduler._lacks_blocks, scheduler._prefills
+        self._added, self._steps, self._preemptions = scheduler._added, scheduler._steps, scheduler._preemptions
+
+    def state(self, keyed: Keyed, *, tokens: bool) -> SchedulerState:
+        """Return it as part of a snapshot."""
+        in_flight = [
+            InFlight(
+                each.plan.step,
+                each.plan.rows.tolist(),
+                each.plan.samples.tolist(),
+                each.plan.query_start.tolist(),
+                each.plan.context.tolist(),
+                [request.request_id for request in each.requests],
+                each.epochs.tolist(),
+                each.prompt_tokens,
+            )
+            for each in self._in_flight
+        ]
+        known = {request.request_id for request, _ in self._requests}
+        ended = [(each, _Values.of(each)) for step in self._in_flight for each in step.requests]
+        requests = self._requests + [pair for pair in ended if pair[0].request_id not in known]
+        return SchedulerState(
+            requests=[values.state(request, keyed, tokens=tokens) for request, values in requests],
+            pools=[_pool(*each, keyed) for each in self._pools],
+            rows={name: values.tolist() for name, values in self._rows.items()},
+            free_rows=self._free,
+            epochs=self._epochs,
+            in_flight=in_flight,
+            served=self._served,
+            rows_given=self._rows_given,
+            lacks_blocks=self._lacks_blocks,
+            prefills=self._prefills,
+            added=self._added,
+            steps=self._steps,
+            preemptions=self._preemptions,
+        )
+
+
+def _pool(captured: dict[str, Any], copies: dict[int, int], keyed: Keyed) -> PoolState:
+    values = dict(captured)
+    keys = values.pop("keys")
+    pages = {block: (keyed(key[0]), key[1]) for block, key in enumerate(keys) if key is not None}
+    return PoolState(
+        pages=pages,
+        copies=copies,
+        **{name: list(each) for name, each in values.items() if name in _LISTS},
+        num_free=values["num_free"],
+        clock=values["clock"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What changes in a Request."""
+
+    num_outputs: int
+    status: str
+    row: int
+    num_row_tokens: int
+    resumes_at: int
+    num_registered: int
+    num_pages: int
+    num_cached_tokens: int | None
+    num_preemptions: int
+    tables: tuple[GroupTable, ...]
+
+    @classmethod
+    def of(cls, request: Request) -> _Values:
+        groups = request.groups
+        return cls(
+            num_outputs=len(request.outputs),
+            status=request.status.name,
+            row=request.row,
+            num_row_tokens=len(request.tokens),
+            resumes_at=request.resumes_at,
+            num_registered=request.num_registered,
+            num_pages=request.num_pages,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            tables=tuple(
+                GroupTable(list(each.table), each.base, (each.reserved.start, each.reserved.stop)) for each in groups
+            ),
+        )
+
+    def state(self, request: Request, keyed: Keyed, *, tokens: bool) -> RequestState:
+        return RequestState(
+            request_id=request.request_id,
+            num_prompt=len(request.prompt),
+            num_outputs=self.num_outputs,
+            limit=request.limit,
+            rank=request.rank,
+            owner=request.owner,
+            group=request.group,
+            status=self.status,
+            reads_cache=request.reads_cache,
+            row=self.row,
+            num_row_tokens=self.num_row_tokens,
+            resumes_at=self.resumes_at,
+            num_registered=self.num_registered,
+            num_pages=self.num_pages,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            tables=list(self.tables),
+            digests=[keyed(digest) for digest in tuple(request.hashes)],
+            is_masked=request.mask_state is not None,
+            rules=shown_rules(request.rules),
+            token_ids=request.known_tokens().tolist() if tokens else None,
+        )
+
+
+def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
+    match entry:
+        case None:
+            return Cleared()
+        case list():
+            return Aborted(entry)
+        case _Plan():
+            return Planned(entry.step, entry.num_seqs, entry.num_tokens, entry.failed)
+        case _Result():
+            return Reported(entry.step, entry.finished, entry.failed)
+        case _Queued(request, state):
+            return Added(
+                request_id=request.request_id,
+                num_prompt=len(request.prompt_token_ids),
+                max_tokens=request.max_tokens,
+                priority=request.priority,
+                arrival=request.arrival,
+                owner=request.owner,
+                group=request.group,
+                reads_cache=state.reads_cache,
+                is_masked=state.mask_state is not None,
+                digests=[keyed(digest) for digest in tuple(state.hashes)],
+                rules=shown_rules(request.rules),
+                token_ids=state.known_tokens().tolist() if tokens else None,
+            )
+
+
+def _detail(plan: StepPlan) -> PlanDetail:
+    return PlanDetail(
+        step=plan.step,
+        shape=(plan.num_seqs, plan.num_tokens, max((table.shape[1] for table in plan.block_tables), default=0)),
+        rows=plan.rows.tolist(),
+        query_start=plan.query_start.tolist(),
+        context=plan.context.tolist(),
+        samples=plan.samples.tolist(),
+        starts=[start.row for start in plan.starts],
+        tables=[table.tolist() for table in plan.block_tables],
+    )
+
+
+def shown_rules(rules: SamplingRules) -> dict[str, Any]:
+    """Return the rules that differ from the defaults; of lists the length, of seeds and plug-ins' arguments nothing."""
+    hidden, plain = {"seed", "extra_args"}, SamplingRules()
+    shown: dict[str, Any] = {}
+    for each in fields(SamplingRules):
+        value = getattr(rules, each.name)
+        if each.name not in hidden and value != getattr(plain, each.name):
+            shown[each.name] = len(value) if isinstance(value, tuple) else value
+    return shown
+
+
+def why_not_replayable(scheduler: object, limits: Limits) -> str:
+    """Return why a scheduler cannot be recorded; empty if it can."""
+    if type(scheduler) is not Scheduler:
+        return f"the scheduler is a {type(scheduler).__name__}"
+    if limits.max_drafts:
+        return "speculative decoding"
+    return "LoRA adapters" if limits.max_loras else ""

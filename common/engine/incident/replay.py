@@ -1,0 +1,314 @@
+"""Steps a real scheduler through an incident snapshot, and compares its plans with those that were recorded."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagoda.common.engine.incident.snapshot import (
+    Aborted,
+    Added,
+    Cleared,
+    Event,
+    KvShape,
+    PlanDetail,
+    Planned,
+    PoolState,
+    Reported,
+    RequestState,
+    SchedulerState,
+    Snapshot,
+)
+from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.request import NO_ROW, GroupBlocks, Request, RequestStatus
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler, _InFlightStep
+from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.errors import RequestError
+from pagoda.common.models.caches import CacheSpec, FullCache, StateCache, WindowCache
+
+TOKEN, STOP = 0, 1
+"""Token ids of a replay: any token, and the one that ends a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedCall:
+    """One call of the scheduler: what it was, and how it differs from the record ("": it does not)."""
+
+    text: str
+    difference: str = ""
+    error: str = ""  # what the scheduler raised, with its traceback
+
+
+class Replay:
+    """A scheduler in the state of a snapshot. Raises RequestError for a snapshot that cannot be replayed."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        if snapshot.state is None or snapshot.kv is None:
+            raise RequestError("snapshot", f"this snapshot cannot be replayed: {snapshot.why_not or 'it has no state'}")
+        self._snapshot = snapshot
+        self.scheduler = restored(snapshot, snapshot.state, snapshot.kv)
+        self._details = {plan.step: plan for plan in snapshot.plans}
+        self._plans: deque[StepPlan] = deque(step.plan for step in self.scheduler._in_flight)
+
+    def recorded(self) -> Iterator[ReplayedCall]:
+        """Repeat the recorded calls. Ends at the first difference, or when the scheduler raises."""
+        for event in self._snapshot.events:
+            try:
+                call = self._repeat(event)
+            except Exception as error:
+                recorded = isinstance(event, Planned | Reported) and event.failed
+                why = "" if recorded else "the scheduler raised, which it did not at the incident"
+                yield ReplayedCall(_text(event), why, "".join(traceback.format_exception(error)))
+                return
+            yield call
+            if call.difference:
+                return
+
+    def further(self, steps: int) -> Iterator[ReplayedCall]:
+        """Run steps after the recorded ones; every sequence samples tokens up to its length."""
+        for _ in range(steps):
+            if not self.scheduler.num_unfinished:
+                return
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._plans.append(plan)
+            if not self._plans:
+                yield ReplayedCall("stuck: requests wait, none can run and none is in flight")
+                return
+            text = "nothing to plan" if plan is None else f"plan step {plan.step}: {_shape(plan)}"
+            if plan is None or len(self._plans) > 1:
+                self._report({})
+            yield ReplayedCall(text)
+
+    def _repeat(self, event: Event) -> ReplayedCall:
+        text = _text(event)
+        match event:
+            case Added():
+                self.scheduler.add(_engine_request(event))
+                _set_up(self.scheduler.request(event.request_id), event)
+            case Aborted(request_ids):
+                self.scheduler.abort(request_ids)
+            case Cleared():
+                self.scheduler.kv.clear_cache()
+            case Planned():
+                plan = self.scheduler.schedule()
+                if plan is not None:
+                    self._plans.append(plan)
+                return ReplayedCall(text, self._difference(event, plan))
+            case Reported(step, finished, failed):
+                if not self._plans or self._plans[0].step != step:
+                    return ReplayedCall(text, f"step {step} is not the oldest in flight")
+                if not failed:
+                    return ReplayedCall(text, self._report(finished))
+        return ReplayedCall(text)
+
+    def _difference(self, event: Planned, plan: StepPlan | None) -> str:
+        if event.failed:
+            return "the scheduler raised at the incident, now it does not"
+        now = None if plan is None else (plan.step, plan.num_seqs, plan.num_tokens)
+        then = None if event.step is None else (event.step, event.num_seqs, event.num_tokens)
+        if now != then:
+            return f"(step, sequences, tokens) is {now}, it was {then}"
+        detail = None if plan is None else self._details.get(plan.step)
+        return "" if plan is None or detail is None else _detail_difference(plan, detail)
+
+    def _report(self, finished: dict[str, str]) -> str:
+        """Apply the result of the oldest step, in which these requests finish. Returns the difference."""
+        plan = self._plans.popleft()
+        requests = self.scheduler._in_flight[0].requests
+        tokens = np.where(plan.samples, TOKEN, -1).astype(np.int32)
+        for index, request in enumerate(requests):
+            if finished.get(request.request_id) in ("stop", "error") and plan.samples[index]:
+                tokens[index] = STOP
+        outputs = self.scheduler.update(plan, StepResult(plan.step, tokens)).outputs
+        ended = {output.request_id for output in outputs if output.finish_reason}
+        if finished and ended != finished.keys():
+            return f"{sorted(ended)} finished, it was {sorted(finished)}"
+        return ""
+
+
+def _text(event: Event) -> str:
+    match event:
+        case Added():
+            return f"add {event.request_id}: {event.num_prompt} prompt tokens, at most {event.max_tokens} more"
+        case Aborted(request_ids):
+            return f"abort {', '.join(request_ids)}"
+        case Cleared():
+            return "clear the prefix cache"
+        case Planned():
+            if event.step is None:
+                return "plan: the scheduler raised" if event.failed else "plan: nothing"
+            return f"plan step {event.step}: {event.num_seqs} sequences, {event.num_tokens} tokens"
+        case Reported(step, finished, failed):
+            end = "; it failed" if failed else ""
+            names = f"; finished: {', '.join(f'{name} ({why})' for name, why in finished.items())}" if finished else ""
+            return f"result of step {step}{names}{end}"
+
+
+def _shape(plan: StepPlan) -> str:
+    return f"{plan.num_seqs} sequences, {plan.num_tokens} tokens"
+
+
+def _detail_difference(plan: StepPlan, detail: PlanDetail) -> str:
+    pairs = {
+        "rows": (plan.rows.tolist(), detail.rows),
+        "query_start": (plan.query_start.tolist(), detail.query_start),
+        "context": (plan.context.tolist(), detail.context),
+        "samples": (plan.samples.tolist(), detail.samples),
+        "starts": ([start.row for start in plan.starts], detail.starts),
+        "block tables": ([table.tolist() for table in plan.block_tables], detail.tables),
+    }
+    names = [name for name, (now, then) in pairs.items() if now != then]
+    return f"{', '.join(names)} of step {plan.step} differ" if names else ""
+
+
+# From the state in a file to a scheduler.
+
+
+def restored(snapshot: Snapshot, state: SchedulerState, shape: KvShape) -> Scheduler:
+    """Return a scheduler in the state of the file."""
+    limits = snapshot.limits
+    kv = KvManager(
+        _layout(shape),
+        shape.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_step_tokens=limits.max_step_tokens,
+        prefix_caching=limits.prefix_caching,
+        prefers_extents=shape.extents,
+    )
+    scheduler = Scheduler(limits, kv)
+    for pool, each, copies in zip(kv.pools, state.pools, kv._copies):
+        pool.restore(_pool_state(each))
+        copies.update(each.copies)
+    requests = {each.request_id: _request(each) for each in state.requests}
+    _restore_rows(scheduler, state, requests)
+    _restore_queues(scheduler, requests.values(), state)
+    for step in state.in_flight:
+        plan = _plan(step.step, step.rows, step.samples, step.query_start, step.context)
+        own = [requests[request_id] for request_id in step.request_ids]
+        scheduler._in_flight.append(_InFlightStep(plan, own, np.array(step.epochs, np.int64), step.prompt_tokens))
+    scheduler._lacks_blocks, scheduler._prefills = state.lacks_blocks, state.prefills
+    scheduler._added, scheduler._steps, scheduler._preemptions = state.added, state.steps, state.preemptions
+    return scheduler
+
+
+def _restore_rows(scheduler: Scheduler, state: SchedulerState, requests: dict[str, Request]) -> None:
+    batch = scheduler._batch
+    for name, values in state.rows.items():
+        getattr(batch, name)[:] = values
+    batch._free, batch._epochs = list(state.free_rows), state.epochs
+    for request in requests.values():
+        if request.row == NO_ROW:
+            continue
+        batch.request[request.row] = request
+        for table, group in zip(scheduler.kv._tables, request.groups):
+            table[request.row, : len(group.table)] = group.table
+
+
+def _restore_queues(scheduler: Scheduler, requests: Iterable[Request], state: SchedulerState) -> None:
+    unfinished = sorted((each for each in requests if not each.is_finished), key=lambda each: each.rank)
+    for request in unfinished:
+        scheduler._requests[request.request_id] = request
+        if request.status is RequestStatus.RUNNING:
+            scheduler.running.append(request)
+            if scheduler._fair is not None:
+                scheduler._fair.start(request)
+        else:
+            scheduler.waiting.push(request)
+    if scheduler._fair is not None:
+        scheduler._fair.restore_served(state.served, state.rows_given)
+
+
+def _layout(shape: KvShape) -> KvLayout:
+    def spec(kind: str, pool: int, window: int) -> CacheSpec:
+        # pools differ in kind; the head size tells those of one kind apart
+        match kind:
+            case "window":
+                return WindowCache(1, pool + 1, window)
+            case "state":
+                return StateCache(pool + 1)
+            case _:
+                return FullCache(1, pool + 1)
+
+    groups = [KvGroup(spec(each.kind, each.pool, each.window), (0,), pool=each.pool) for each in shape.groups]
+    return KvLayout(tuple(groups), shape.block_size, shape.snapshot_tokens)
+
+
+def _pool_state(state: PoolState) -> dict[str, object]:
+    keys: list[tuple[bytes, int] | None] = [None] * len(state.refs)
+    for block, (digest, group) in state.pages.items():
+        keys[block] = bytes.fromhex(digest), group
+    return {
+        "num_free": state.num_free,
+        "next": state.next,
+        "prev": state.prev,
+        "keys": keys,
+        "refs": state.refs,
+        "reserved": state.reserved,
+        "released_at": state.released_at,
+        "clock": state.clock,
+    }
+
+
+def _engine_request(event: Added) -> EngineRequest:
+    return EngineRequest(
+        request_id=event.request_id,
+        prompt_token_ids=[TOKEN] * event.num_prompt,
+        rules=SamplingRules(),
+        max_tokens=event.max_tokens,
+        stop_token_ids=frozenset({STOP}),
+        priority=event.priority,
+        arrival=event.arrival,
+        skip_reading_prefix_cache=not event.reads_cache,
+        owner=event.owner,
+        group=event.group,
+    )
+
+
+def _set_up(request: Request, event: Added | RequestState) -> None:
+    request.hashes = [bytes.fromhex(digest) for digest in event.digests]
+
+
+def _request(state: RequestState) -> Request:
+    """Return a request of the state."""
+    plain = EngineRequest(
+        request_id=state.request_id,
+        prompt_token_ids=[TOKEN] * state.num_prompt,
+        rules=SamplingRules(),
+        max_tokens=max(1, state.limit - state.num_prompt),
+        stop_token_ids=frozenset({STOP}),
+        skip_reading_prefix_cache=not state.reads_cache,
+        owner=state.owner,
+        group=state.group,
+    )
+    request = Request.of(plain, limit=state.limit, rank=tuple(state.rank))
+    _set_up(request, state)
+    request.outputs = [TOKEN] * state.num_outputs
+    request.status = RequestStatus[state.status]
+    request.row, request.resumes_at = state.row, state.resumes_at
+    request.tokens = np.full(state.num_row_tokens, TOKEN, np.int32)
+    request.num_registered, request.num_pages = state.num_registered, state.num_pages
+    request.num_cached_tokens, request.num_preemptions = state.num_cached_tokens, state.num_preemptions
+    request.groups = [GroupBlocks(list(each.table), each.base, range(*each.reserved)) for each in state.tables]
+    return request
+
+
+def _plan(step: int, rows: list[int], samples: list[bool], query_start: list[int], context: list[int]) -> StepPlan:
+    return StepPlan(
+        step=step,
+        starts=(),
+        rows=np.array(rows, np.int32),
+        query_start=np.array(query_start, np.int32),
+        context=np.array(context, np.int32),
+        token_ids=np.zeros(query_start[-1], np.int32),
+        block_tables=(),
+        samples=np.array(samples, np.bool_),
+    )

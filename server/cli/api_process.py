@@ -1,0 +1,118 @@
+"""One of several API server processes over one engine.
+
+    python -m pagoda.server.cli.api_process INDEX COUNT ADDRESS LISTENER CONTROL
+
+It is started by `api_servers`, never by hand. LISTENER and CONTROL are the descriptors of the listening socket and of
+the socket to the process of `pagoda serve`, whose EOF means that that process has ended. The sockets of the engine and
+of the API server processes are at ADDRESS. The configurations are read as msgpack from stdin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.errors import PagodaError
+from pagoda.common.observe.logs import configure
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli.api_servers import HURRY, READY
+from pagoda.server.cli.serve import application, bind_unix, until_stopped
+from pagoda.server.core_client.shared import SharedClient
+from pagoda.server.http.connections import raise_descriptor_limit
+from pagoda.server.http.forward import Forwarder
+from pagoda.server.http.peers import ApiPeers
+
+_AT_ONCE: Final = 1
+"""Connections accepted before other events, so that all processes get some."""
+
+
+class ParentControl:
+    """The socket to the process of `pagoda serve`. EOF ends this process at once."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        control.setblocking(False)
+
+    def ready(self) -> None:
+        """Report that requests are served."""
+        self._control.send(READY)
+
+    def watch(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+        """Set the events when the other process says so."""
+
+        def readable() -> None:
+            word = self._control.recv(1)
+            if not word:
+                os._exit(1)
+            stop.set()
+            if word == HURRY:
+                hurry.set()
+
+        asyncio.get_running_loop().add_reader(self._control.fileno(), readable)
+
+
+def serve(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    listener: socket.socket,
+    control: ParentControl,
+    address: str,
+    index: int,
+    count: int,
+) -> int:
+    """Serve until told to stop. Returns 0 if no request was cut, else 1. Raises the engine's error."""
+    raise_descriptor_limit(config.max_connections)
+    path = f"{address}.http".removeprefix("ipc://")
+    wrap = (lambda app: Forwarder(app, path, config.prefix)) if index else None
+    server, state = application(llm, config, wrap=wrap, at_once=_AT_ONCE)
+    listeners = [listener]
+    if index == 0:
+        server.private = bind_unix(path)
+        listeners.append(server.private)
+
+    async def run() -> int:
+        state.peers = ApiPeers(address, index, count, state.report)
+        await state.peers.start()
+        try:
+            return await until_stopped(server, state, listeners, control.watch, control.ready)
+        finally:
+            state.peers.close()
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(run())
+
+
+def main(words: Sequence[str], **parts: Any) -> int:
+    """Run an API server process and return its exit status. `parts`: arguments of AsyncLLM, for tests."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the other process decides
+        signal.signal(number, signal.SIG_IGN)
+    index, count, address = int(words[0]), int(words[1]), words[2]
+    listener, control = (socket.socket(fileno=int(word)) for word in words[3:5])
+    engine, config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, ServerConfig])
+    configure(engine.logging, also=("uvicorn",))
+    if index:
+        config = replace(config, files_dir=None)  # process 0 has the files
+    client = SharedClient(engine, address, index)
+    try:
+        llm = AsyncLLM(engine, wait=False, client=client, **parts)
+        return serve(llm, config, listener, ParentControl(control), address, index, count)
+    except PagodaError as error:
+        if index == 0 and client.failed is None:  # the engine's own failure is reported by the other process
+            print(f"pagoda: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    finally:
+        client.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""Several API server processes over one engine: the process of `pagoda serve`, which starts both.
+
+It binds the port, handles signals and reports failures. Each API server process (`api_process`) inherits the listening
+socket and a control socket. It sends READY on it, and is told to STOP and to HURRY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.server import ServerConfig
+from pagoda.server.child import child_env, describe_exit
+from pagoda.server.core_client import start_shared_engine
+from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.core_client.shared import output_address
+from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, encode, raised
+
+PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
+
+READY, STOP, HURRY = b"r", b"s", b"h"
+
+_END_SECONDS: Final = 10.0
+"""How long API server processes have to end after the engine has died or another of them has."""
+
+logger = logging.getLogger(__name__)
+
+WatchSignals = Callable[[asyncio.Event, asyncio.Event], None]
+"""Sets the first event on a signal and the second on a further one."""
+
+
+# The process of `pagoda serve`.
+
+
+def run_api_servers(
+    config: EngineConfig,
+    server: ServerConfig,
+    listener: socket.socket,
+    watch_signals: WatchSignals,
+    start_time: float,
+    start_engine: Callable[..., ProcessClient] = start_shared_engine,
+    program: Sequence[str] = PROGRAM,
+) -> int:
+    """Serve with --api-server-count processes until a signal (returns 0, or 1 if requests were cut) or a failure.
+
+    Raises the engine's error; one that keeps a process from starting is printed by process 0.
+    """
+    engine = start_engine(config, clients=server.api_server_count)
+    try:
+        supervisor = _Supervisor(config, server, engine, start_time)
+        return asyncio.run(supervisor.run(listener, watch_signals, program))
+    finally:
+        engine.close()
+
+
+class _Supervisor:
+    """Starts the API server processes and waits for the end of one, of the engine, or for a signal."""
+
+    def __init__(self, config: EngineConfig, server: ServerConfig, engine: ProcessClient, start_time: float) -> None:
+        self._config, self._server, self._engine = config, server, engine
+        self._start_time = start_time
+        self._info: EngineInfo | None = None
+        self._ready = 0
+        self._processes: list[_ApiServer] = []
+
+    async def run(self, listener: socket.socket, watch_signals: WatchSignals, program: Sequence[str]) -> int:
+        """See run_api_servers."""
+        loop = asyncio.get_running_loop()
+        dead: asyncio.Future[Failed] = loop.create_future()
+        self._engine.listen(loop, lambda message: self._on_message(message, dead))
+        stop, hurry = asyncio.Event(), asyncio.Event()
+        watch_signals(stop, hurry)
+        try:
+            for index in range(self._server.api_server_count):
+                words = [*program, str(index), str(self._server.api_server_count), self._engine.address]
+                self._processes.append(
+                    await _ApiServer.start(words, self._config, self._server, listener, self._on_ready)
+                )
+            return await self._watch(dead, stop, hurry)
+        finally:
+            for process in self._processes:
+                await process.end()
+
+    async def _watch(self, dead: asyncio.Future[Failed], stop: asyncio.Event, hurry: asyncio.Event) -> int:
+        ends = [asyncio.ensure_future(process.wait()) for process in self._processes]
+        stopping, hurrying = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(hurry.wait())
+        try:
+            first: set[asyncio.Future[Any]] = {dead, stopping, *ends}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if dead.done() and self._server.keep_alive_on_engine_death:
+                await asyncio.wait(first - {dead}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                self._tell(STOP)
+                hurrying.add_done_callback(lambda task: None if task.cancelled() else self._tell(HURRY))
+                return int(any(await asyncio.gather(*ends)))
+            if not dead.done():  # a process may end first when the engine dies
+                await asyncio.wait({dead}, timeout=0.5)
+            ended = next((end.result() for end in ends if end.done()), 1)
+            self._tell(HURRY)
+            await asyncio.wait(ends, timeout=_END_SECONDS)
+            if dead.done():
+                raise raised(dead.result())
+            if ended < 0:
+                logger.error("an API server process %s", describe_exit(ended))
+            return max(1, ended)
+        finally:
+            for task in (stopping, hurrying, *ends):
+                task.cancel()
+
+    def _on_message(self, message: FromEngine, dead: asyncio.Future[Failed]) -> None:
+        if isinstance(message, Ready):
+            self._info = message.info
+            self._log_ready()
+        elif isinstance(message, Failed) and not dead.done():
+            dead.set_result(message)
+            self._report(message)
+
+    def _report(self, failed: Failed) -> None:
+        """Tell the API server processes that the engine has died: it may not have been able to."""
+        context = zmq.Context()
+        data = encode(failed)
+        for index in range(self._server.api_server_count):
+            outputs = context.socket(zmq.PUSH)
+            outputs.connect(output_address(self._engine.address, index))
+            outputs.send(data)
+            outputs.close(linger=1000)
+        context.destroy(linger=1000)
+
+    def _on_ready(self) -> None:
+        self._ready += 1
+        self._log_ready()
+
+    def _log_ready(self) -> None:
+        if self._info is None or self._ready < self._server.api_server_count:
+            return
+        info = self._info
+        logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+        seconds = time.monotonic() - self._start_time
+        logger.info("ready after %.1f s with %d API server processes", seconds, self._ready)
+
+    def _tell(self, word: bytes) -> None:
+        for process in self._processes:
+            process.tell(word)
+
+
+class _ApiServer:
+    """One API server process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self._process, self._control = process, control
+
+    @classmethod
+    async def start(
+        cls,
+        words: Sequence[str],
+        config: EngineConfig,
+        server: ServerConfig,
+        listener: socket.socket,
+        on_ready: Callable[[], None],
+    ) -> _ApiServer:
+        """Start a process. `on_ready` is called when it serves requests."""
+        own, other = socket.socketpair()
+        with other:
+            descriptors = (listener.fileno(), other.fileno())
+            process = await asyncio.create_subprocess_exec(
+                *(*words, *map(str, descriptors)), stdin=asyncio.subprocess.PIPE, pass_fds=descriptors, env=child_env()
+            )
+        own.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        def readable() -> None:
+            try:
+                word = own.recv(1)
+            except OSError:
+                word = b""
+            if word == READY:
+                on_ready()
+            elif not word:
+                loop.remove_reader(own.fileno())
+
+        loop.add_reader(own.fileno(), readable)
+        assert process.stdin is not None
+        data = msgspec.msgpack.encode((config, server))
+        process.stdin.write(data)
+        process.stdin.close()
+        return cls(process, own)
+
+    async def wait(self) -> int:
+        """Return the exit status once the process has ended."""
+        return await self._process.wait()
+
+    def tell(self, word: bytes) -> None:
+        """Send STOP or HURRY."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.send(word)
+
+    async def end(self) -> None:
+        """End the process by force if it still runs."""
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self._control.close()
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()

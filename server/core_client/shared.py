@@ -1,0 +1,161 @@
+"""One engine process with several clients: what the engine sends is divided among API server processes.
+
+The process that started the engine gets what concerns all (ready, failed, heartbeats) on its own socket. Each client
+has an output socket, and puts its number in front of its commands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import zmq
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.messages import EngineOutput, StepOutputs
+from pagoda.common.errors import EngineDeadError
+from pagoda.server.core_client.client import Supervisor
+from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.ipc_messages import (
+    Abort,
+    AdapterState,
+    AddRequest,
+    FromEngine,
+    LoadAdapter,
+    Refused,
+    ResetDone,
+    ResetPrefixCache,
+    SleepState,
+    SnapshotTaken,
+    StepReply,
+    TakeSnapshot,
+    ToEngine,
+    encode,
+)
+
+STATS_SECONDS: Final = 0.5
+"""Interval at which a client without outputs gets the engine's statistics while it is busy."""
+
+
+def output_address(address: str, client: int) -> str:
+    """Return the address of a client's output socket."""
+    return f"{address}.out{client}"
+
+
+class ClientRouter:
+    """Divides an engine's messages among `count` clients. `send`: called with the number of a client and a message;
+    `broadcast`: with a message for all clients and the process that started the engine.
+
+    Client 0 gets the statistics of every step, whether or not it has outputs.
+    """
+
+    def __init__(
+        self, count: int, send: Callable[[int, FromEngine], None], broadcast: Callable[[FromEngine], None]
+    ) -> None:
+        self._count, self._send, self._broadcast = count, send, broadcast
+        self._owners: dict[str, int] = {}  # client of each unfinished sequence
+        self._sequences = [0] * count  # number of those, by client
+        self._reported = [0.0] * count  # when a client last got statistics
+
+    def note(self, client: int, command: ToEngine) -> ToEngine:
+        """Record a client's command and return it with a ticket that is unique among all clients."""
+        match command:
+            case AddRequest(request, others):
+                request_ids = [request.request_id, *(request_id for request_id, _ in others)]
+                self._owners |= dict.fromkeys(request_ids, client)
+                self._sequences[client] += len(request_ids)
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    self._forget(request_id)
+            case ResetPrefixCache() | LoadAdapter() | TakeSnapshot():
+                return msgspec.structs.replace(command, ticket=command.ticket * self._count + client)
+            case _:
+                pass
+        return command
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message to the client or clients that it concerns."""
+        match message:
+            case StepReply(step):
+                self._divide(step)
+            case Refused(request_id):
+                client = self._forget(request_id)
+                if client is not None:
+                    self._send(client, message)
+            case ResetDone() | AdapterState() | SleepState() | SnapshotTaken():
+                ticket, client = divmod(message.ticket, self._count)
+                self._send(client, msgspec.structs.replace(message, ticket=ticket))
+            case _:
+                self._broadcast(message)
+
+    def _divide(self, step: StepOutputs) -> None:
+        outputs: list[list[EngineOutput]] = [[] for _ in range(self._count)]
+        for output in step.outputs:
+            client = self._owners.get(output.request_id)
+            if client is not None:  # else it was aborted
+                outputs[client].append(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        now = time.monotonic()
+        for client, own in enumerate(outputs):
+            idle = not step.outputs
+            if client and not own and not idle and now - self._reported[client] < STATS_SECONDS:
+                continue
+            self._reported[client] = now
+            others = len(self._owners) - self._sequences[client]
+            self._send(client, StepReply(StepOutputs(outputs=own, stats=step.stats, earlier=step.earlier), others))
+
+    def _forget(self, request_id: str) -> int | None:
+        client = self._owners.pop(request_id, None)
+        if client is not None:
+            self._sequences[client] -= 1
+        return client
+
+
+class SharedClient(ProcessClient):
+    """Implements EngineClient for client `index` of an engine that another process started with its sockets at
+    `address`. That process reports the engine's exit.
+    """
+
+    def __init__(self, config: EngineConfig, address: str, index: int) -> None:
+        self._connect(Supervisor(config.runtime), output_address(address, index), f"{address}.in")
+        self._index = str(index).encode()
+
+    def send(self, command: ToEngine) -> None:
+        if self._closed or self._supervisor.failed is not None:
+            failed = self._supervisor.failed
+            raise EngineDeadError(failed.message if failed is not None else "the engine was shut down")
+        self._in.send_multipart((self._index, encode(command)))
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Disconnect from the engine, which goes on. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._out.FD)
+        self._in.close(linger=int(timeout * 1000))
+        self._out.close(linger=0)
+        self._context.term()
+
+
+class SharedInbox:
+    """Implements Inbox with the commands of all clients."""
+
+    def __init__(self, socket: zmq.Socket[bytes], router: ClientRouter, decode: Callable[[bytes], ToEngine]) -> None:
+        self._socket, self._router, self._decode = socket, router, decode
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        commands = [self._command(self._socket.recv_multipart())] if wait else []
+        while True:
+            try:
+                commands.append(self._command(self._socket.recv_multipart(zmq.NOBLOCK)))
+            except zmq.Again:
+                return commands
+
+    def _command(self, frames: list[bytes]) -> ToEngine:
+        """Return the command of a client, or of the process that started the engine, which has no number."""
+        command = self._decode(frames[-1])
+        return command if len(frames) == 1 else self._router.note(int(frames[0]), command)

@@ -1,0 +1,252 @@
+"""A child process that works on untrusted input, one request at a time, with limits of time and memory.
+
+Requests and replies are length-prefixed frames on the child's stdin and stdout. The first frame has what the child
+prepares itself with; it answers READY. A child that exceeds a limit or crashes is replaced by a new one at the next
+request. EOF on stdin ends the child, so that it does not outlive its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from pagoda.server.child import child_env
+
+START_SECONDS: Final = 60.0
+READY: Final = b"ready"
+
+Handler = Callable[[bytes], bytes]
+"""Returns the reply to a request."""
+
+
+class WorkerTimeoutError(Exception):
+    """The child did not reply in time, on however busy a machine."""
+
+
+class WorkerEndedError(Exception):
+    """The child ended at a request. `out_of_time`: it used up its processor time; else it crashed."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"ended with status {status}")
+        self.out_of_time = status == -signal.SIGPROF
+
+
+# The parent's side.
+
+
+class ChildWorker:
+    """Starts the child at the first request, and again after it has ended. Thread-safe; requests wait in turn."""
+
+    def __init__(
+        self, program: Sequence[str], elapsed: float, setup: Callable[[], bytes] = bytes, *, name: str = "worker"
+    ) -> None:
+        """`program`: its command line; `elapsed`: seconds for a reply; `setup`: makes the first frame, once."""
+        self._program, self._elapsed, self._make_setup, self._name = tuple(program), elapsed, setup, name
+        self._lock = threading.RLock()
+        self._setup: bytes | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., ChildWorker] | None = None
+        self._num_served = 0  # requests that the running child has answered
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None before the first request and after the last child has ended."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the child if it is not running. Raises RuntimeError if it does not start or the worker is closed."""
+        with self._lock:
+            self._started()
+
+    def call(self, data: bytes) -> bytes:
+        """Return the reply to a request. Raises WorkerTimeoutError, WorkerEndedError, and as `start` does.
+
+        If a child crashes that has served others, it may be for what they left in memory: a new one tries again.
+        """
+        with self._lock:
+            is_used = self._num_served > 0
+            try:
+                return self._call(data)
+            except WorkerEndedError as error:
+                if error.out_of_time or not is_used:
+                    raise
+            return self._call(data)
+
+    def _call(self, data: bytes) -> bytes:
+        process = self._started()
+        try:
+            reply = _exchange(process, data, self._elapsed)
+        except WorkerTimeoutError:
+            self._end()
+            raise
+        if reply is None:
+            self._end(forced=False)
+            raise WorkerEndedError(process.returncode)
+        self._num_served += 1
+        return reply
+
+    def close(self) -> None:
+        """End the child at once; a request in flight fails. Idempotent."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()  # what waits for its reply holds the lock and sees its end
+        with self._lock:
+            self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        self._check_open()
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        if self._setup is None:
+            self._setup = self._make_setup()
+        process = subprocess.Popen(
+            self._program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=child_env(),
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _kill, process)
+        try:
+            self._check_open()  # it may have been closed since this call began
+        except RuntimeError:
+            self._end()
+            raise
+        try:
+            ready = _exchange(process, self._setup, START_SECONDS)
+        except WorkerTimeoutError:
+            ready = None
+        if ready != READY:
+            self._end()
+            raise RuntimeError(f"the process of the {self._name} did not start")
+        return process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the {self._name} is closed")
+
+    def _end(self, *, forced: bool = True) -> None:
+        process, self._process = self._process, None
+        self._num_served = 0
+        if process is None:
+            return
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if forced:
+            process.kill()
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a child that closed its stdout or must end; its own exit status is kept if it ends within a second."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _exchange(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
+    """Send a frame and return the reply; None if the child ended. Raises WorkerTimeoutError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    until = time.monotonic() + seconds
+    try:
+        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, until)
+    except BrokenPipeError:
+        return None
+    size = _receive(process.stdout.fileno(), 4, until)
+    return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), until)
+
+
+def _send(descriptor: int, data: bytes, until: float) -> None:
+    left = memoryview(data)
+    os.set_blocking(descriptor, False)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            _wait(descriptor, select.POLLOUT, until)
+
+
+def _receive(descriptor: int, size: int, until: float) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        _wait(descriptor, select.POLLIN, until)
+        piece = os.read(descriptor, min(size - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def _wait(descriptor: int, event: int, until: float) -> None:
+    poll = select.poll()  # unlike select, for any number of open files
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise WorkerTimeoutError
+
+
+# The child's side.
+
+
+def serve(prepare: Callable[[bytes], Handler], seconds: float, memory: int) -> None:
+    """Answer requests until EOF. `prepare` gets the first frame.
+
+    A request may take so many seconds of processor time, at whose end SIGPROF ends the process, and `memory` bytes
+    beyond what the process has after `prepare`; allocations beyond fail.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # libraries may print
+    first = read_frame(sys.stdin.buffer)
+    if first is None:
+        return
+    handle = prepare(first)
+    _limit_memory(memory)
+    write_frame(replies, READY)
+    while (data := read_frame(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        reply = handle(data)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_frame(replies, reply)
+
+
+def write_frame(stream: BinaryIO, data: bytes) -> None:
+    """Write a frame and flush."""
+    stream.write(len(data).to_bytes(4, "big") + data)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """Read the next frame; None at EOF."""
+    size = stream.read(4)
+    return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
+
+
+def _limit_memory(extra: int) -> None:
+    """Limit the address space to what is mapped now and so many bytes, where Linux says what is."""
+    if not Path("/proc/self/statm").exists():
+        return
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = mapped + extra if hard == resource.RLIM_INFINITY else min(mapped + extra, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

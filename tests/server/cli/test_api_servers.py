@@ -1,0 +1,322 @@
+"""Several API server processes over one (fake) engine process, as `pagoda serve --api-server-count` starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.served import served, wait_ready
+from support.watching import eventually, gone
+
+from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.errors import ConfigError
+from pagoda.server.cli.serve import check_processes
+from pagoda.server.http.peers import PeerReport
+from pagoda.server.settings.flags import AsyncEngineArgs
+
+COUNT = 3
+TRACKED = "--enable-server-load-tracking"
+JSON = {"content-type": "application/json"}
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[str], url: str, folder: Path) -> None:
+        self.process, self.address, self._base = process, url.removeprefix("http://"), folder
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+        """Return status, headers and content of a request on a connection of its own."""
+        with closing(HTTPConnection(self.address, timeout=60)) as connection:
+            raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, raw, JSON | (headers or {}))
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+
+    def completion(self, tokens: int, stream: bool = False) -> tuple[int, bytes]:
+        body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+        status, _, text = self.request("POST", "/v1/completions", body)
+        return status, text
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples, as whichever process answers reports them."""
+        text = self.request("GET", "/metrics")[2].decode()
+        return sum(
+            float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
+        )
+
+    def running(self) -> int:
+        return int(json.loads(self.request("GET", "/load")[2])["server_load"])
+
+    @property
+    def folder(self) -> Path:
+        """The private folder of this server's sockets."""
+        (folder,) = self._base.glob("pagoda-ipc-*")
+        return folder
+
+    def report(self, index: int) -> PeerReport:
+        """Return what one process reports of itself."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(self.folder / f"engine.api{index}"))
+            client.sendall(b"a")
+            data = b""
+            while part := client.recv(65536):
+                data += part
+        return msgspec.msgpack.decode(data, type=PeerReport)
+
+    def children(self) -> list[int]:
+        """Return the process ids of the API server processes and of the engine."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+
+    def api_processes(self) -> list[int]:
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.children()}
+        return [pid for pid, command in commands.items() if b"--api-process" in command]
+
+
+@contextmanager
+def api_servers(model: str, folder: Path, *flags: str) -> Iterator[Server]:
+    words = ("--api-server-count", str(COUNT), "--rpc-base-path", str(folder), "--served-model-name", "m", *flags)
+    with served(model, *words) as (process, url):
+        wait_ready(process)
+        yield Server(process, url, folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with api_servers("fake:slow", tmp_path_factory.mktemp("a"), TRACKED, "--root-path", "/x") as server:
+        yield server
+
+
+@pytest.mark.setting("--api-server-count")
+def test_all_processes_serve_and_each_reports_the_metrics_of_all(server: Server) -> None:
+    names = ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count")
+    before = [server.metric(name) for name in names]
+    steps = server.metric("vllm:iteration_tokens_total_sum")
+    with ThreadPoolExecutor(30) as pool:
+        answers = list(pool.map(lambda _: server.completion(7), range(90)))
+    assert [status for status, _ in answers] == [200] * 90
+    reports = [server.report(index) for index in range(COUNT)]
+    assert all(report.generated for report in reports)
+    for _ in range(12):  # whichever process answers
+        assert [server.metric(name) for name in names] == [before[0] + 90, before[1] + 630, before[2] + 90]
+        assert server.metric("vllm:iteration_tokens_total_sum") == steps + 90 * 8  # with the token of the prompt
+        assert server.metric("vllm:num_requests_running") == 0
+        assert server.metric("vllm:cache_config_info") == 1
+    assert server.metric("process_open_fds") > max(value(report, "process_open_fds") for report in reports)
+    accept = {"accept": "application/openmetrics-text"}
+    assert b"# EOF" in server.request("GET", "/metrics", headers=accept)[2]
+
+
+def value(report: PeerReport, name: str) -> float:
+    return next(family.samples[0][2] for family in report.metrics if family.name == name)
+
+
+def test_load_counts_the_requests_of_all_processes(server: Server) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(server.completion, 60, True) for _ in range(12)]
+        eventually(lambda: server.running() == 12)
+        assert all(each.result()[1].endswith(b"[DONE]\n\n") for each in answers)
+    eventually(lambda: server.running() == 0)
+
+
+def test_stored_state_is_found_whichever_process_answers(server: Server) -> None:
+    status, _, text = server.request("POST", "/v1/responses", {"input": "a", "max_output_tokens": 4, "store": True})
+    assert status == 200
+    response = json.loads(text)["id"]
+    for prefix in ("", "/x"):
+        for _ in range(6):
+            status, headers, text = server.request("GET", f"{prefix}/v1/responses/{response}")
+            assert (status, json.loads(text)["id"]) == (200, response)
+            assert int(headers["content-length"]) == len(text)
+            assert len(headers.get_all("date")) == 1
+    body = {"input": "a", "previous_response_id": response, "max_output_tokens": 4, "stream": True}
+    for _ in range(6):
+        status, headers, text = server.request("POST", "/v1/responses", body)
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert b"response.completed" in text or b"response.incomplete" in text
+    assert server.request("HEAD", f"/v1/responses/{response}")[::2] == (200, b"")
+    assert server.request("DELETE", f"/v1/responses/{response}")[0] == 200
+    for _ in range(6):
+        assert server.request("GET", f"/v1/responses/{response}")[0] == 404
+
+
+def test_files_are_stored_once(server: Server) -> None:
+    line = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}})
+    part = b'--b\r\ncontent-disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+    content = line.encode() * 2000
+    form = part % (b"purpose", b"", b"batch") + part % (b"file", b'; filename="f.jsonl"', content) + b"--b--\r\n"
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    status, _, text = server.request("POST", "/v1/files", form, kind)
+    assert status == 200, text
+    chunks = b"".join(
+        b"%x\r\n%b\r\n" % (len(form[at : at + 999]), form[at : at + 999]) for at in range(0, len(form), 999)
+    )
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    head += b"expect: 100-continue\r\n"
+    host, port = server.address.split(":")
+    with closing(socket.create_connection((host, int(port)), timeout=60)) as client:
+        client.sendall(head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        received = b""
+        while b'"object":"file"' not in received:
+            received += client.recv(65536)
+    for _ in range(6):
+        files = json.loads(server.request("GET", "/v1/files")[2])["data"]
+        assert [each["bytes"] for each in files] == [len(content)] * 2
+        assert server.request("GET", f"/v1/files/{files[0]['id']}/content")[2] == content
+
+
+def test_a_client_that_disconnects_ends_a_forwarded_request(server: Server) -> None:
+    body = json.dumps({"input": "a", "max_output_tokens": 60, "stream": True, "store": False}).encode()
+    host, port = server.address.split(":")
+    clients = [socket.create_connection((host, int(port)), timeout=60) for _ in range(6)]
+    before = server.metric("vllm:request_success_total")
+    for client in clients:
+        client.sendall(b"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        client.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
+        client.recv(100)
+    for client in clients:
+        client.close()
+    eventually(lambda: server.running() == 0)
+    eventually(lambda: server.metric("vllm:request_success_total") == before + 6)
+    text = server.request("GET", "/metrics")[2].decode()
+    aborted = re.search(r'finished_reason="abort".*} (\d+)', text)
+    assert aborted is not None
+    assert int(aborted[1]) >= 3
+
+
+def test_sockets_are_private(server: Server) -> None:
+    assert stat.S_IMODE(server.folder.stat().st_mode) == 0o700
+    sockets = [each for each in server.folder.iterdir() if each.is_socket()]
+    assert len(sockets) == 2 + 2 * COUNT + 1
+    assert {stat.S_IMODE(each.stat().st_mode) for each in sockets} == {0o600}
+
+
+def test_the_queue_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
+    flags = (TRACKED, "--max-num-queued-reqs", "12")
+    with api_servers("fake:endless", tmp_path, *flags) as server, ThreadPoolExecutor(12) as pool:
+        for _ in range(12):
+            pool.submit(server.completion, 60_000)
+        eventually(lambda: server.running() == 12)
+        time.sleep(0.6)  # the interval at which processes learn of each other's requests
+        assert [server.completion(1)[0] for _ in range(12)] == [429] * 12
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 1
+
+
+def test_a_signal_lets_the_requests_of_all_processes_finish(tmp_path: Path) -> None:
+    with api_servers("fake:slow", tmp_path, TRACKED, "--shutdown-timeout", "30") as server:
+        with ThreadPoolExecutor(24) as pool:
+            answers = [pool.submit(server.completion, 60, True) for _ in range(20)]
+            body = {"input": "a", "max_output_tokens": 60}
+            forwarded = [pool.submit(server.request, "POST", "/v1/responses", body) for _ in range(4)]
+            eventually(lambda: server.running() == 24)
+            os.killpg(server.process.pid, signal.SIGTERM)
+            assert all(each.result()[1].endswith(b"[DONE]\n\n") for each in answers)
+            assert all(each.result()[0] == 200 for each in forwarded)
+        assert server.process.wait(60) == 0
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_cut_requests_get_errors_and_the_exit_status_says_so(tmp_path: Path, signals: int) -> None:
+    seconds = "1" if signals == 1 else "60"
+    with api_servers("fake:endless", tmp_path, TRACKED, "--shutdown-timeout", seconds) as server:
+        with ThreadPoolExecutor(12) as pool:
+            answers = [pool.submit(server.completion, 60_000, True) for _ in range(12)]
+            eventually(lambda: server.running() == 12)
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+            assert all(b"shutting down" in each.result()[1] for each in answers)
+        assert server.process.wait(10) == 1
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+
+
+def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Path) -> None:
+    with api_servers("fake:endless", tmp_path, TRACKED) as server:
+        children, apis = server.children(), server.api_processes()
+        (engine,) = set(children) - set(apis)
+        assert len(apis) == COUNT
+        with ThreadPoolExecutor(30) as pool:
+            answers = [pool.submit(server.completion, 60_000, True) for _ in range(30)]
+            eventually(lambda: server.running() == 30)
+            os.kill(engine, signal.SIGKILL)
+            began = time.monotonic()
+            assert all(b"killed by SIGKILL" in each.result()[1] for each in answers)
+            assert time.monotonic() - began < 5  # a second on a machine with nothing else to do
+        assert server.process.wait(20) == 1
+        assert server.process.stderr is not None
+        lines = server.process.stderr.read().rstrip().splitlines()
+        assert [line for line in lines if "pagoda: error" in line] == lines[-1:]
+        assert all(map(gone, children))
+
+
+@pytest.mark.parametrize("victim", ["api", "parent"])
+def test_no_process_outlives_a_killed_one(tmp_path: Path, victim: str) -> None:
+    with api_servers("fake:endless", tmp_path) as server:
+        children = server.children()
+        os.kill(server.api_processes()[1] if victim == "api" else server.process.pid, signal.SIGKILL)
+        assert server.process.wait(20) == (1 if victim == "api" else -signal.SIGKILL)
+        assert all(map(gone, children))
+        if victim == "api":
+            assert server.process.stderr is not None
+            assert "an API server process was killed by SIGKILL" in server.process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "line", "status"),
+    [
+        ("fake:config", (), "--dtype: not today; use another", 2),
+        ("fake:bug", (), "KeyError: 'a bug'", 1),
+        ("fake", ("--middleware", "nowhere.Thing"), "--middleware", 1),
+    ],
+)
+def test_what_keeps_the_server_from_starting_is_one_line(
+    model: str, flags: tuple[str, ...], line: str, status: int
+) -> None:
+    with served(model, "--api-server-count", "2", *flags) as (process, _):
+        assert process.stderr is not None
+        lines = process.stderr.read().rstrip().splitlines()
+        assert process.wait(60) == status
+    errors = [each for each in lines if each.startswith("pagoda: error: ")]
+    assert len(errors) == 1
+    assert line in errors[0]
+
+
+@pytest.mark.parametrize("wanted", [0, 65])
+def test_invalid_counts(wanted: int) -> None:
+    with pytest.raises(ConfigError, match="--api-server-count"):
+        ServerConfig(api_server_count=wanted)
+
+
+@pytest.mark.parametrize("field", ["headless", "disable_frontend_multiprocessing", "server_dev_mode"])
+def test_settings_of_a_single_process(field: str) -> None:
+    with pytest.raises(ConfigError, match="--api-server-count"):
+        ServerConfig(api_server_count=2, **{field: True})
+
+
+def test_features_of_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = ServerConfig(api_server_count=2)
+    asleep = AsyncEngineArgs("fake", enable_sleep_mode=True).create_engine_config()
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        check_processes(asleep, several)
+    check_processes(asleep, ServerConfig())
+    plain = AsyncEngineArgs("fake").create_engine_config()
+    check_processes(plain, several)
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        check_processes(plain, several)

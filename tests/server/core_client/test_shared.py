@@ -1,0 +1,106 @@
+"""An engine's messages are divided among its clients."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.server.core_client import shared
+from pagoda.server.core_client.shared import ClientRouter
+from pagoda.server.ipc_messages import (
+    Abort,
+    AddRequest,
+    Failed,
+    FromEngine,
+    Heartbeat,
+    Refused,
+    ResetDone,
+    ResetPrefixCache,
+    Shutdown,
+    StepReply,
+)
+
+
+class Clients:
+    def __init__(self, count: int = 2) -> None:
+        self.sent: list[tuple[int | None, FromEngine]] = []  # None: all clients
+        self.router = ClientRouter(
+            count, lambda client, message: self.sent.append((client, message)), lambda m: self.sent.append((None, m))
+        )
+
+    def add(self, client: int, *request_ids: str) -> None:
+        for each in request_ids:
+            request = EngineRequest(request_id=each, prompt_token_ids=[1], rules=SamplingRules(), max_tokens=1)
+            assert self.router.note(client, AddRequest(request)) == AddRequest(request)
+
+    def step(self, *outputs: EngineOutput) -> dict[int | None, StepReply]:
+        """Send a step and return what each client gets."""
+        self.sent.clear()
+        self.router.send(StepReply(StepOutputs(outputs=list(outputs), stats=EngineStats(running=1))))
+        return {client: message for client, message in self.sent if isinstance(message, StepReply)}
+
+
+def token(request_id: str, *, last: bool = False) -> EngineOutput:
+    return EngineOutput(request_id=request_id, new_token_ids=[1], finish_reason="length" if last else None)
+
+
+def ids(reply: StepReply) -> list[str]:
+    return [output.request_id for output in reply.outputs.outputs]
+
+
+def test_each_client_gets_its_outputs_and_the_number_of_the_others_sequences() -> None:
+    clients = Clients()
+    clients.add(0, "a", "b")
+    clients.add(1, "c")
+    replies = clients.step(token("c"), token("a"), token("b", last=True))
+    assert ids(replies[0]) == ["a", "b"]
+    assert ids(replies[1]) == ["c"]
+    assert [replies[0].others, replies[1].others] == [1, 1]  # b has ended
+    assert replies[1].outputs.stats.running == 1
+    clients.router.note(0, Abort(["a"]))
+    replies = clients.step(token("a"), token("c"))
+    assert ids(replies[0]) == []  # aborted, but client 0 gets every step
+    assert [replies[0].others, replies[1].others] == [1, 0]
+
+
+def test_a_client_without_outputs_gets_statistics_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(shared.time, "monotonic", lambda: now)
+    clients = Clients(3)
+    clients.add(0, "a")
+    assert set(clients.step(token("a"))) == {0, 1, 2}  # the first
+    assert set(clients.step(token("a"))) == {0}
+    now += shared.STATS_SECONDS
+    assert set(clients.step(token("a"))) == {0, 1, 2}
+    assert set(clients.step()) == {0, 1, 2}  # the engine is idle
+
+
+def test_replies_go_to_the_client_that_asked() -> None:
+    clients = Clients(3)
+    tickets = {}
+    for client in range(3):
+        command = clients.router.note(client, ResetPrefixCache(7))
+        assert isinstance(command, ResetPrefixCache)
+        tickets[client] = command.ticket
+    assert len(set(tickets.values())) == 3
+    for client in (2, 0, 1):
+        clients.router.send(ResetDone(tickets[client]))
+    assert clients.sent == [(client, ResetDone(7)) for client in (2, 0, 1)]
+    assert clients.router.note(1, Shutdown()) == Shutdown()
+
+
+def test_a_refused_request_is_reported_to_its_client() -> None:
+    clients = Clients()
+    clients.add(1, "a")
+    clients.router.send(Refused("a", "prompt", "too long"))
+    clients.router.send(Refused("unknown", "prompt", "too long"))
+    assert clients.sent == [(1, Refused("a", "prompt", "too long"))]
+    assert clients.step()[0].others == 0
+
+
+def test_what_concerns_all_is_sent_to_all() -> None:
+    clients = Clients()
+    for message in (Heartbeat(1, True), Failed("EngineDeadError", "x")):
+        clients.router.send(message)
+        assert clients.sent.pop() == (None, message)

@@ -1,0 +1,87 @@
+"""No request holds the event loop for long, whatever its size: other requests keep streaming and /health answers.
+
+The longest callback is measured in processor time of the loop's thread, so that a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import fake_engine
+from support.live_server import LiveServer, live_server
+
+MAX_SECONDS = 0.25
+
+
+class LongestCallback:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._run = asyncio.Handle._run
+
+    def timed(self, handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        self._run(handle)
+        self.seconds = max(self.seconds, time.thread_time() - began)
+
+
+@pytest.fixture
+def longest(monkeypatch: pytest.MonkeyPatch) -> Iterator[LongestCallback]:
+    measured = LongestCallback()
+    gc.collect()
+    gc.freeze()  # as the server does when it is ready
+    monkeypatch.setattr(asyncio.events.Handle, "_run", lambda handle: measured.timed(handle))
+    yield measured
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_engine, "MAX_LEN", 65_536)
+        with live_server("fake", engine={"max_num_seqs": 64}) as server:
+            yield server
+
+
+def messages(count: int) -> list[dict[str, str]]:
+    return [{"role": "assistant" if index % 2 else "user", "content": "hi"} for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions/batch", {"messages": [messages(30)] * 1000, "max_tokens": 1}, 200),
+        ("/v1/completions", {"prompt": "a", "n": 4096, "max_tokens": 2, "logprobs": 5}, 200),
+        ("/v1/completions", {"prompt": [7] * 8000, "max_tokens": 1, "prompt_logprobs": 20}, 200),
+        ("/v1/completions", {"prompt": ["hi"] * 4096, "max_tokens": 1}, 200),
+        ("/v1/completions", {"prompt": [7] * 2_000_000, "max_tokens": 1}, 400),
+        ("/v1/completions", {"prompt": [[7] * 400] * 4096, "max_tokens": 1}, 200),
+        ("/v1/completions", {"prompt": "hello " * 5_000_000, "max_tokens": 1}, 400),
+        ("/v1/chat/completions", {"messages": messages(16_000), "max_tokens": 1}, 400),
+        ("/v1/responses", {"input": [{"role": "user", "content": "hi"}] * 16_000, "max_output_tokens": 1}, 400),
+        ("/detokenize", {"tokens": [7] * 1_000_000}, 200),
+    ],
+    ids=["batch", "n", "prompt logprobs", "prompts", "ids", "lists of ids", "text", "messages", "items", "detokenize"],
+)
+def test_a_large_request_does_not_hold_the_event_loop(
+    server: LiveServer, longest: LongestCallback, path: str, body: dict[str, Any], status: int
+) -> None:
+    raw = json.dumps(body).encode()
+    assert server.response("POST", path, raw).status == status
+    assert longest.seconds < MAX_SECONDS
+
+
+@pytest.mark.parametrize("kind", [False, True])
+def test_logprobs_of_a_long_prompt_are_complete(server: LiveServer, kind: bool) -> None:
+    body = {"prompt": [7, 8] * 200, "max_tokens": 3, "prompt_logprobs": 2, "echo": kind, "logprobs": 1}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200
+    positions = answer["choices"][0]["prompt_logprobs"]
+    assert positions[0] is None
+    assert [next(iter(each)) for each in positions[1:]] == ["8", "7"] * 199 + ["8"]
+    assert all(len(each) >= 2 for each in positions[1:])

@@ -1,0 +1,204 @@
+"""Limits of the queue: sequences, prompt tokens, each key's share and new grammars are 429s, counted; time is a 504."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.live_server import LiveServer, live_server
+from support.watching import eventually
+
+from pagoda.common.errors import RequestError
+from pagoda.server.http.state import queue_limits
+from pagoda.server.processing.grammar_check import GrammarCheck
+from pagoda.server.processing.queue_use import Load, OverLimitError, QueueLimits, QueueUse
+
+ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
+SLOW = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
+SHORT = {"prompt": "abc", "max_tokens": 1}
+
+
+def rejections(server: LiveServer, reason: str) -> float:
+    labels = {"model_name": "fake", "reason": reason}
+    value = server.state.metrics.registry.get_sample_value("vllm:admission_rejections_total", labels)
+    assert value is not None
+    return value
+
+
+def started(server: LiveServer, body: dict[str, Any], headers: dict[str, str], count: int = 1) -> list[Any]:
+    """Connections with running requests."""
+    before = server.llm.num_unfinished
+    connections = [server.sent("/v1/completions", body, headers) for _ in range(count)]
+    eventually(lambda: server.llm.num_unfinished == before + count)
+    return connections
+
+
+@pytest.mark.setting("--max-num-queued-tokens")
+def test_queued_prompt_tokens_are_bounded() -> None:
+    with live_server("fake:slow", engine={"max_num_queued_tokens": 20}) as server:
+        (connection,) = started(server, SLOW | {"prompt": "a" * 15}, {})
+        refused = server.response("POST", "/v1/completions", SHORT | {"prompt": "a" * 6})
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert json.loads(refused.body)["error"]["type"] == "TooManyRequestsError"
+        assert rejections(server, "max_num_queued_tokens") == 1
+        assert server.post("/v1/completions", SHORT | {"prompt": "a" * 5})[0] == 200
+        connection.close()
+        eventually(lambda: not server.llm.num_unfinished)
+        assert server.post("/v1/completions", SHORT | {"prompt": "a" * 20})[0] == 200
+        status, answer = server.post("/v1/completions", SHORT | {"prompt": "a" * 11, "n": 2, "temperature": 1})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert "22 prompt tokens are above the limit of 20 (--max-num-queued-tokens)" in answer["error"]["message"]
+
+
+@pytest.mark.setting("--max-key-share")
+def test_a_key_cannot_fill_the_queue_of_others() -> None:
+    engine = {"max_num_queued_reqs": 8, "max_key_share": 0.5}
+    with live_server("fake:slow", engine=engine, api_key=("alice", "bob")) as server:
+        connections = started(server, SLOW, ALICE, 4)
+        refused = server.response("POST", "/v1/completions", SHORT, ALICE)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert b"this API key has 4 of its 4 sequences in progress (--max-key-share)" in refused.body
+        assert rejections(server, "max_key_share") == 1
+        assert server.post("/v1/completions", SHORT, **BOB)[0] == 200
+        connections += started(server, SLOW, BOB, 4)
+        assert server.post("/v1/completions", SHORT, **BOB)[0] == 429
+        assert rejections(server, "max_num_queued_reqs") == 1
+        for connection in connections:
+            connection.close()
+        eventually(lambda: not server.llm.num_unfinished)
+        assert server.post("/v1/completions", SHORT, **ALICE)[0] == 200
+
+
+def test_one_key_may_use_the_whole_queue() -> None:
+    with live_server("fake:slow", engine={"max_num_queued_reqs": 2}, api_key=("alice",)) as server:
+        connections = started(server, SLOW, ALICE, 2)
+        assert server.post("/v1/completions", SHORT, **ALICE)[0] == 429
+        for connection in connections:
+            connection.close()
+
+
+def test_a_request_of_many_prompts_is_refused_before_any_of_them_runs() -> None:
+    with live_server("fake:slow", engine={"max_num_queued_reqs": 4}) as server:
+        (connection,) = started(server, SLOW, {})
+        assert server.post("/v1/completions", SHORT | {"prompt": ["a"] * 4})[0] == 429
+        assert server.llm.num_unfinished == 1
+        connection.close()
+
+
+def test_default_limits_follow_what_the_engine_runs() -> None:
+    with live_server(engine={"max_num_seqs": 300}) as server:
+        limits = queue_limits(server.llm.config, server.llm.info, 2)
+        assert (limits.sequences, limits.tokens, limits.key_share) == (2400, 1 << 22, 0.5)
+        assert server.llm._admission.limits == queue_limits(server.llm.config, server.llm.info, 0)
+    with live_server(engine={"max_num_seqs": 2}) as server:
+        assert queue_limits(server.llm.config, server.llm.info, 1) == QueueLimits(
+            sequences=2048, tokens=1 << 22, key_share=1.0
+        )
+
+
+def test_what_ended_does_not_count() -> None:
+    use = QueueUse()
+    limits = QueueLimits(sequences=4, tokens=100, key_share=0.5)
+    use.add("a", b"x", Load(2, 40))
+    use.add("b", b"y", Load(1, 10))
+    with pytest.raises(OverLimitError) as error:
+        limits.check(use, b"x", Load(1))
+    assert error.value.reason == "max_key_share"
+    limits.check(use, b"y", Load(1, 40))
+    with pytest.raises(RequestError, match=r"51 prompt tokens are above the limit of 50 \(--max-num-queued-tokens x"):
+        limits.check(use, b"y", Load(1, 51))
+    use.remove(["a", "unknown", "a"])
+    assert (use.total, use.of(b"x"), use.of(b"y")) == (Load(1, 10), Load(), Load(1, 10))
+    limits.check(use, b"x", Load(2, 50))
+
+
+def test_every_end_of_a_request_frees_its_part_of_the_queue() -> None:
+    with live_server("fake:slow") as server:
+        requests = server.llm._ready().requests
+        for close in (True, False):
+            (connection,) = started(server, SLOW, {})
+            assert requests.use.total == Load(1, 3)
+            if close:
+                connection.close()
+            else:
+                server.call(server.llm.abort(server.llm.request_ids))
+            eventually(lambda: requests.use.total == Load())
+            connection.close()
+        assert server.post("/v1/completions", SHORT)[0] == 200
+        assert requests.use.total == Load()
+
+
+# New grammars.
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Grammar checks wait for this event."""
+    event = threading.Event()
+    monkeypatch.setattr(GrammarCheck, "_try", lambda self, grammar: "" if event.wait(60) else "late")
+    yield event
+    event.set()
+
+
+def test_new_grammars_beyond_a_keys_share_are_429(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.server.async_llm.MAX_WAITING", 2)
+
+    def asked(word: str) -> dict[str, Any]:
+        return SHORT | {"structured_outputs": {"choice": [word]}}
+
+    with live_server(api_key=("alice", "bob")) as server:
+        first = [server.sent("/v1/completions", asked("b"), ALICE)]
+        line = server.llm._ready().inputs._grammars._line
+        eventually(lambda: len(line) == 1)
+        refused = server.response("POST", "/v1/completions", asked("c"), ALICE)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert rejections(server, "max_key_share") == 1
+        first.append(server.sent("/v1/completions", asked("d"), BOB))
+        eventually(lambda: len(line) == 2)
+        stuck.set()
+        for connection in first:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.close()
+
+
+# Time.
+
+
+@pytest.mark.setting("--request-timeout")
+def test_a_request_that_takes_too_long_is_aborted() -> None:
+    with live_server("fake:endless", request_timeout=0.3) as server:
+        body = {"prompt": "a", "max_tokens": 60_000}
+        for extra in ({}, {"n": 2, "temperature": 1}, {"use_beam_search": True, "n": 2}):
+            begun = time.monotonic()
+            status, answer = server.post("/v1/completions", body | extra)
+            assert (status, answer["error"]["type"]) == (504, "GatewayTimeoutError"), extra
+            assert "longer than 0.3 s (--request-timeout)" in answer["error"]["message"]
+            assert time.monotonic() - begun < 20
+            eventually(lambda: not server.llm.num_unfinished)
+        streamed = server.post("/v1/completions", body | {"stream": True})[1].decode()
+        *events, last, done = [each for each in streamed.split("\n\n") if each]
+        assert len(events) > 1
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 504
+        assert done == "data: [DONE]"
+        eventually(lambda: not server.llm.num_unfinished)
+        assert not server.state.running
+        assert server.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_time_in_line_for_a_grammar_counts(stuck: threading.Event) -> None:
+    with live_server(request_timeout=0.2) as server:
+        assert server.post("/v1/completions", SHORT | {"structured_outputs": {"choice": ["b"]}})[0] == 504
+        assert not server.llm.num_unfinished
+        stuck.set()
+        assert server.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_pooling_requests_have_the_same_time() -> None:
+    with live_server("fake:pool-slow", request_timeout=0.05) as server:
+        status, answer = server.post("/v1/embeddings", {"input": ["abc"] * 64})
+        assert (status, answer["error"]["type"]) == (504, "GatewayTimeoutError")
+        eventually(lambda: not server.llm.num_unfinished)

@@ -1,0 +1,161 @@
+"""A child that crashes, hangs or outgrows its memory fails one request; the next one gets a new child."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from support.watching import Children, gone
+
+from pagoda.server.processing import worker as module
+from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
+
+HANDLE = """
+def handle(data):
+    global served
+    word, _, number = data.decode().partition(" ")
+    served += 1
+    if word == "exit":
+        os._exit(int(number))
+    if word == "exit_if_used" and served > 1:
+        os._exit(3)
+    if word == "spin":
+        while True:
+            pass
+    if word == "sleep":
+        time.sleep(float(number))
+    if word == "allocate":
+        bytearray(int(number))
+    if word == "print":
+        print("not a reply")
+    if word == "stack":
+        handle(data)
+    return data + f" {served}".encode()
+"""
+
+
+def program(folder: Path, *, seconds: float = 60, memory: int = 64 << 20) -> tuple[str, ...]:
+    path = folder / "child.py"
+    head = "import os, sys, time\nfrom pagoda.server.processing.worker import serve\nserved = 0\n"
+    path.write_text(head + textwrap.dedent(HANDLE) + f"serve(lambda setup: handle, {seconds}, {memory})\n")
+    return (sys.executable, "-P", str(path))
+
+
+def test_replies_of_any_size(tmp_path: Path) -> None:
+    worker = ChildWorker(program(tmp_path), 60)
+    for size in (0, 1, 100_000, 5_000_000):
+        assert worker.call(b"x" * size).startswith(b"x" * size)
+    assert worker.call(b"print").endswith(b" 5")
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "out_of_time"),
+    [(b"exit 0", False), (b"exit 9", False), (b"allocate 200000000", False), (b"spin", True)],
+)
+def test_a_child_that_ends_fails_one_request(tmp_path: Path, request_: bytes, out_of_time: bool) -> None:
+    worker = ChildWorker(program(tmp_path, seconds=0.3), 60)
+    with pytest.raises(WorkerEndedError) as caught:
+        worker.call(request_)
+    assert caught.value.out_of_time is out_of_time
+    assert worker.call(b"next") == b"next 1"
+    worker.close()
+
+
+def test_memory_is_limited_beyond_what_the_child_has_at_the_start(tmp_path: Path) -> None:
+    worker = ChildWorker(program(tmp_path), 60)
+    assert worker.call(b"allocate 40000000") == b"allocate 40000000 1"
+    limit = resource.prlimit(worker.pid or 0, resource.RLIMIT_AS)[0]
+    assert 64 << 20 < limit < 1 << 30
+    worker.close()
+
+
+def test_a_crash_of_a_used_child_is_tried_once_more_in_a_new_one(tmp_path: Path) -> None:
+    worker = ChildWorker(program(tmp_path), 60)
+    assert worker.call(b"first") == b"first 1"
+    first = worker.pid
+    assert worker.call(b"exit_if_used") == b"exit_if_used 1"
+    assert worker.pid != first
+    with pytest.raises(WorkerEndedError):
+        worker.call(b"exit 1")
+    worker.close()
+
+
+def test_a_child_that_is_out_of_time_is_not_tried_again(tmp_path: Path) -> None:
+    young = Children()
+    worker = ChildWorker(program(tmp_path, seconds=0.2), 60)
+    worker.call(b"first")
+    with pytest.raises(WorkerEndedError):
+        worker.call(b"spin")
+    assert worker.pid is None
+    assert young() == []
+    worker.close()
+
+
+def test_a_child_that_does_not_reply_is_ended(tmp_path: Path) -> None:
+    young = Children()
+    worker = ChildWorker(program(tmp_path), 0.3)
+    worker.start()
+    with pytest.raises(WorkerTimeoutError):
+        worker.call(b"sleep 60")
+    assert young() == []
+    worker.close()
+
+
+def test_closing_ends_a_request_in_flight(tmp_path: Path) -> None:
+    worker = ChildWorker(program(tmp_path), 60)
+    worker.start()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            worker.call(b"sleep 60")
+        except (WorkerEndedError, RuntimeError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    worker.close()
+    thread.join(30)
+    assert len(errors) == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.call(b"x")
+
+
+def test_the_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    worker = ChildWorker(program(tmp_path), 60)
+    worker.start()
+    pid = worker.pid
+    assert pid is not None
+    del worker
+    assert gone(pid)
+
+
+def test_a_child_starts_with_more_open_files_than_select_can_watch(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("too few descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    worker = ChildWorker(program(tmp_path), 60)
+    try:
+        assert worker.call(b"x") == b"x 1"
+    finally:
+        worker.close()
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_program_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 0.5)
+    for code in ("pass", "import time; time.sleep(60)"):
+        worker = ChildWorker((sys.executable, "-c", code), 60, name="test")
+        with pytest.raises(RuntimeError, match="the process of the test did not start"):
+            worker.call(b"x")
+        worker.close()

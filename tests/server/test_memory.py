@@ -1,0 +1,99 @@
+"""Memory that requests freed goes back to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pagoda.server import memory
+from pagoda.server.child import child_env
+from pagoda.server.memory import MIN_GROWTH, MemoryTrimmer, resident_bytes, trim_memory
+
+MB = 1 << 20
+
+
+def test_trims_after_growth_and_less_often_where_nothing_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, resident, freed, trims = 100.0, 200 * MB, 50 * MB, []
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now)
+
+    def trim() -> None:
+        nonlocal resident
+        trims.append(now)
+        resident -= freed
+
+    trimmer = MemoryTrimmer(lambda: resident, trim)
+    resident += MIN_GROWTH - 1
+    trimmer.check()
+    assert trims == []
+    resident += 1
+    trimmer.check()
+    assert trims == [100.0]
+    resident += MIN_GROWTH
+    trimmer.check()
+    assert len(trims) == 1, "too soon"
+    now, freed = 110.0, 0
+    for _ in range(40):
+        trimmer.check()
+        now += 5.0
+    assert trims == [100.0, 110.0, 130.0, 170.0, 250.0]
+    resident = 100 * MB
+    trimmer.check()
+    resident += MIN_GROWTH
+    now, freed = 10_000.0, 50 * MB
+    trimmer.check()
+    assert trims[-1] == now, "growth counts from the lowest level"
+    resident += MIN_GROWTH
+    now += 10.0
+    trimmer.check()
+    assert trims[-1] == now, "after a trim that was worth it, the next is soon again"
+
+
+def test_systems_without_the_call_are_left_alone() -> None:
+    MemoryTrimmer(lambda: None, lambda: pytest.fail("nothing to trim")).check()
+
+
+PROGRAM = """
+import asyncio, json
+from pagoda.server import memory
+memory.MIN_SECONDS = 0.2
+body = json.dumps([{"role": "user", "content": "x" * 200, "number": number} for number in range(60_000)])
+
+def work():
+    texts = [str(each) * 2 for each in json.loads(body)]  # by malloc, in an arena of this thread
+    return [text + "z" for text in texts[-3:]]  # what survives at the end of an arena keeps all before it
+
+async def main():
+    start, kept = memory.resident_bytes(), []
+    trimming = asyncio.ensure_future(memory.trim_memory(0.05)) if TRIMS else None
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        kept += await asyncio.gather(*(asyncio.to_thread(work) for _ in range(4)))
+    await asyncio.sleep(1.0)
+    print(json.dumps(memory.resident_bytes() - start))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or resident_bytes() is None, reason="needs Linux's accounting")
+def test_memory_of_large_bodies_is_returned() -> None:
+    def growth(trims: bool) -> int:
+        program = f"TRIMS = {trims}\n{PROGRAM}"
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, env=child_env(), check=True)
+        return int(json.loads(run.stdout))
+
+    kept, returned = growth(False), growth(True)
+    assert returned < 40 * MB
+    assert kept > returned + 60 * MB, "otherwise there was nothing to return"
+
+
+async def test_trimming_ends_with_its_task() -> None:
+    task = asyncio.ensure_future(trim_memory(0.001))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

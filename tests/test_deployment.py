@@ -1,0 +1,225 @@
+"""Files of docs/deploy: their flags, ports, probes and variables exist; they work where their program is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import interface
+import pytest
+import yaml
+from support.live_server import LiveServer, live_server
+from support.ports import two_free_ports
+from support.watching import eventually
+
+from pagoda.common.config.env import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+VALUES = sorted((DEPLOY / "helm").glob("values*.yaml"))
+
+
+def check_flags(words: list[str]) -> dict[str, Any]:
+    """Return what `pagoda serve` reads from its arguments. Fails for an unknown flag or value."""
+    return vars(interface.parser_of(dict(interface.commands())["serve"]).parse_args(words))
+
+
+def manifest(kind: str) -> Any:
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes" / "pagoda.yaml").read_text())
+    return next(each for each in documents if each["kind"] == kind)
+
+
+def instructions(path: Path) -> dict[str, list[str]]:
+    """The instructions of a Dockerfile, by name."""
+    text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    found: dict[str, list[str]] = {}
+    for line in filter(None, text.splitlines()):
+        name, _, rest = line.partition(" ")
+        found.setdefault(name, []).append(rest)
+    return found
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_start_servers_with_flags_that_there_are(path: Path) -> None:
+    lines = instructions(path)
+    entry, command = json.loads(lines["ENTRYPOINT"][0]), json.loads(lines["CMD"][0])
+    assert entry == ["pagoda", "serve"]
+    read = check_flags(command)
+    assert read["host"] == "0.0.0.0"  # published ports do not reach 127.0.0.1 of a container
+    assert [str(read["port"])] == lines["EXPOSE"]
+    health = " ".join(lines["HEALTHCHECK"])
+    assert f"http://127.0.0.1:{read['port']}/health" in health
+    extras = re.search(r"\.whl\)\[(.*?)\]", path.read_text())
+    assert extras is not None
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{name} = \[", declared, re.MULTILINE) for name in extras[1].split(","))
+    assert path.name.removesuffix(".Dockerfile") in extras[1].split(",")
+    for name in re.findall(r"\b(PAGODA_\w+)=", path.read_text()):
+        assert any(name in variable.names for variable in VARIABLES), name
+
+
+def test_the_health_check_of_the_images_tells_a_loading_server_from_a_ready_one() -> None:
+    check = re.search(r'CMD (\["python", .*\])', DOCKERFILES[0].read_text())
+    assert check is not None
+    words = [sys.executable, *json.loads(check[1])[1:]]
+    for ready in (True, False):
+        with live_server(ready=ready) as server:
+            here = [word.replace("8000", str(server.port)) for word in words]
+            assert (subprocess.run(here, capture_output=True, check=False).returncode == 0) is ready
+
+
+def test_the_pod_has_the_right_probes() -> None:
+    pod = manifest("Deployment")["spec"]["template"]["spec"]
+    check_pod(pod)
+    assert manifest("Service")["spec"]["ports"][0]["targetPort"] == pod["containers"][0]["ports"][0]["name"]
+    claims = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each]
+    assert claims == [manifest("PersistentVolumeClaim")["metadata"]["name"]]
+    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        manifest("Deployment")["spec"]["selector"]["matchLabels"],
+        manifest("Service")["spec"]["selector"],
+        manifest("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+
+
+def check_pod(pod: dict[str, Any]) -> None:
+    (container,) = pod["containers"]
+    read = check_flags(container["args"])
+    (port,) = container["ports"]
+    assert (read["host"], int(read["port"])) == ("0.0.0.0", port["containerPort"])
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startup": "/health",
+        "liveness": "/health",
+        "readiness": "/ready",
+    }
+    assert {probe["port"] for probe in probes.values()} == {port["name"]}
+    (_, wait) = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod["terminationGracePeriodSeconds"] > int(wait) + float(read["shutdown_timeout"])
+    for variable in container.get("env", ()):
+        assert any(variable["name"] in each.names for each in VARIABLES), variable
+
+
+def test_the_probes_need_no_key_and_answer_as_the_pod_expects() -> None:
+    with live_server(api_key=("k",)) as server:
+        assert [server.get(path)[0] for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
+        server.call(_start_draining(server))
+        assert [server.get(path)[0] for path in ("/health", "/ready")] == [200, 503]
+    with live_server(ready=False) as server:
+        assert [server.get(path)[0] for path in ("/health", "/ready")] == [503, 503]
+
+
+async def _start_draining(server: LiveServer) -> None:
+    server.state.draining = True
+
+
+@pytest.mark.parametrize("path", VALUES, ids=lambda path: path.name)
+def test_the_charts_values_name_flags_and_are_used(path: Path) -> None:
+    defaults = yaml.safe_load((DEPLOY / "helm" / "values.yaml").read_text())
+    values = yaml.safe_load(path.read_text())
+    assert values.keys() <= defaults.keys()
+    flags = defaults["flags"] | values["flags"]
+    check_flags([f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()])
+    templates = "".join(each.read_text() for each in (DEPLOY / "helm" / "templates").iterdir())
+    unused = [name for name in defaults if f".Values.{name}" not in templates]
+    assert not unused
+    known = re.findall(r"\.Values\.(\w+)", templates)
+    assert set(known) <= defaults.keys()
+    for word in ("/health, port: http", "/ready, port: http", "containerPort: 8000", "--port=8000"):
+        assert word in templates
+
+
+def unit() -> dict[str, str]:
+    lines = (DEPLOY / "systemd" / "pagoda.service").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+
+
+def test_the_unit_starts_a_server_and_lets_it_drain() -> None:
+    words = shlex.split(unit()["ExecStart"])
+    assert words[:2] == ["/opt/pagoda/bin/pagoda", "serve"]
+    config = words.index("--config")
+    read = check_flags(words[2:config] + words[config + 2 :])
+    assert int(unit()["TimeoutStopSec"]) > float(read["shutdown_timeout"])
+    assert unit()["Restart"] == "on-failure"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd is installed")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / "pagoda.service").read_text().replace("/opt/pagoda/bin/pagoda", sys.executable)
+    (tmp_path / "pagoda.service").write_text(text)
+    words = ["systemd-analyze", "verify", "--man=no", tmp_path / "pagoda.service"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@contextmanager
+def nginx(folder: Path, server: LiveServer) -> Iterator[int]:
+    """The example's configuration before this server; yields the port."""
+    port = two_free_ports()
+    text = (DEPLOY / "nginx" / "nginx.conf").read_text()
+    for old, new in {
+        "127.0.0.1:8000": f"127.0.0.1:{server.port}",
+        "listen 8080": f"listen 127.0.0.1:{port}",
+        "/run/nginx.pid": f"{folder}/pid",
+        "/var/log/nginx": str(folder),
+        "worker_processes auto": "worker_processes 1",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "nginx.conf").write_text(text)
+    process = subprocess.Popen(["nginx", "-c", folder / "nginx.conf", "-g", "daemon off;", "-e", folder / "early"])
+    try:
+        eventually(lambda: _status(port, "/health") == 200)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _status(port: int, path: str) -> int:
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    with suppress(OSError):
+        connection.request("GET", path)
+        return connection.getresponse().status
+    return 0
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx is installed")
+def test_nginx_passes_events_on_as_they_come_and_clients_that_leave(tmp_path: Path) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 60_000, "stream": True, "ignore_eos": True})
+    with live_server("fake:endless") as server, nginx(tmp_path, server) as port:
+        assert [_status(port, path) for path in ("/ready", "/v1/models", "/metrics")] == [200, 200, 200]
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        begin = time.monotonic()
+        assert [answer.readline()[:6] for _ in range(3)] == [b"data: ", b"\n", b"data: "]
+        assert time.monotonic() - begin < 10  # the whole answer takes minutes
+        assert server.state.running == 1
+        answer.close()
+        connection.close()
+        eventually(lambda: server.state.running == 0)
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx is installed")
+def test_nginx_passes_errors_and_long_bodies_on(tmp_path: Path) -> None:
+    with live_server() as server, nginx(tmp_path, server) as port:
+        for size, status in ((1 << 20, 400), (33 << 20, 413)):
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
+            body = json.dumps({"prompt": "a" * size}).encode()
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            assert connection.getresponse().status == status
