@@ -175,11 +175,11 @@ class JaxBackend:
         self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
         self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
         self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
+        self.drafter = None if options.drafter is None else build_drafter(options.drafter, model)
         if bundle is not None:
             stated = cache.num_gpu_blocks_override
             blocks = bundle.num_blocks if stated is None else stated_blocks(model.layout, limits, stated)
             bundle.check(self._program_set(blocks), limits)
-        self.drafter = None if options.drafter is None else build_drafter(options.drafter, model)
         self._leaves: Leaves = ()
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()

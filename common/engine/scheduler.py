@@ -528,6 +528,7 @@ class Scheduler:
             self._drafter.finish(request.request_id, request.outputs)
         self._num_masked -= request.mask_state is not None
         self._num_embedded -= request.embeds is not None
+        request.embeds = None  # an incident's record may hold the request for some time
         self._num_adapted -= request.adapter is not None
         del self._requests[request.request_id]
 

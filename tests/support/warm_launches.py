@@ -189,7 +189,8 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
         drafts[:drafted] = sorted(drafts[:drafted])
         size = np.array(lengths, np.int32) + np.array(drafts, np.int32)
         guessed = limits.max_drafts if limits.device_drafts else 0
-        context = np.array([rng.integers(n == 1, limits.max_model_len - n - guessed) for n in lengths], np.int32)
+        rooms = (limits.max_model_len - size - guessed).tolist()
+        context = np.array([rng.integers(n == 1, room) for n, room in zip(lengths, rooms)], np.int32)
         context[(rng.random(len(size)) < 0.3) & (size > 1)] = 0
         known = context + size
         starts = (RowStart(row, np.zeros(n, np.int32), n, some_rules(rng)) for row, n in enumerate(known.tolist()))

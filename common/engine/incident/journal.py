@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -103,7 +103,8 @@ class Journal:
     def added(self, request: EngineRequest) -> None:
         """After `add`."""
         state = self._scheduler.request(request.request_id)
-        self._segment.entries.append(_Queued(request, state))
+        kept = request if request.prompt_embeds is None else replace(request, prompt_embeds=None)
+        self._segment.entries.append(_Queued(kept, state))
         self._segment.pages += len(request.prompt_token_ids) // self._layout.block_size
 
     def aborting(self, request_ids: list[str]) -> None:
