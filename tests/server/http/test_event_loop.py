@@ -44,7 +44,7 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> Iterator[LongestCallback]:
 def server() -> Iterator[LiveServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "MAX_LEN", 65_536)
-        with live_server("fake", engine={"max_num_seqs": 64}) as server:
+        with live_server("fake", engine={"max_num_seqs": 64, "max_num_queued_reqs": 8192}) as server:
             yield server
 
 
