@@ -56,7 +56,7 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
-from pagoda.server.processing.queue_use import NO_KEY, Load, QueueLimits
+from pagoda.server.processing.queue_use import Load, QueueLimits
 from pagoda.server.processing.template_renderer import TemplateRenderer
 from pagoda.server.processing.text_threads import TextThreads
 from pagoda.server.settings.flags import EngineArgs
@@ -472,10 +472,9 @@ class AsyncLLM(ExplainsMissingMethods):
         lora_request: AdapterRequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         origin: RequestOrigin = ALONE,
-        key: bytes = NO_KEY,
     ) -> RequestStream[Any]:
         """As `add_request`; `adapter`: one that was resolved before. `lora_request`: what outputs name; `origin`: the
-        caller's request that this is of; `key`: the API key of the request.
+        caller's request that this is of.
         """
         self._engine.attach()
         warm = self._ready()
@@ -483,17 +482,23 @@ class AsyncLLM(ExplainsMissingMethods):
         if isinstance(params, SamplingParams):
             self.check_generates()
         await self._gate.passed()
-        self._admission.check(Load(sequences), key)
+        self._admission.check(Load(sequences), origin.owner)
         details = {"text": text, "arrival_time": arrival_time, "adapter": adapter, "origin": origin}
         prepared = await self._prepare(request_id, prompt, params, priority, **details)
         prepared = replace(prepared, lora_request=lora_request)
-        with self._admission.counting():
-            await warm.inputs.check_grammar(prepared, key, self._admission.limits)
-        await self._gate.passed()  # preparing a long prompt takes time: check again
-        self._admission.check(prepared.load, key)
         if self.tracer is not None:
             prepared = replace(prepared, trace_parent=self.tracer.parent(trace_headers))
-        stream = warm.requests.add(prepared, key)
+        self._admission.check(prepared.load, origin.owner, origin.group)
+        warm.requests.use.add(request_id, prepared.load, origin.owner, origin.group)
+        try:
+            with self._admission.counting():
+                await warm.inputs.check_grammar(prepared, origin.owner, self._admission.limits)
+            await self._gate.passed()  # preparing takes time: check again
+            self._admission.check(Load())
+            stream = warm.requests.add(prepared)
+        except BaseException:
+            warm.requests.use.remove([request_id])
+            raise
         self._send(prepared.children)
         return stream
 
@@ -562,9 +567,9 @@ class AsyncLLM(ExplainsMissingMethods):
         """Raise QueueFullError, SleepError, EngineDeadError or RequestError if n sequences would be refused now."""
         self._admission.check(Load(n))
 
-    def check_load(self, load: Load, key: bytes) -> None:
-        """As check_admission, for a load of the requests of an API key."""
-        self._admission.check(load, key)
+    def check_load(self, load: Load, owner: str) -> None:
+        """As check_admission, for a load of an owner's requests."""
+        self._admission.check(load, owner)
 
     def limit_queue(self, limits: QueueLimits) -> None:
         """Refuse requests beyond these limits from now on."""
@@ -872,14 +877,14 @@ class AsyncInputs:
             return await self._threads.run(length, prepare)
         return await asyncio.to_thread(prepare) if embedded or structured else prepare()
 
-    async def check_grammar(self, prepared: PreparedRequest, key: bytes, limits: QueueLimits) -> None:
+    async def check_grammar(self, prepared: PreparedRequest, owner: str, limits: QueueLimits) -> None:
         """Compile the grammar of a request, if any, in another process.
 
-        Raises RequestError if that fails, QueueFullError if too many are in line, in all or of the API key.
+        Raises RequestError if that fails, QueueFullError if too many are in line, in all or of the owner.
         """
         grammar = prepared.children[0].grammar
         if grammar is not None:
-            await self._grammars.check(grammar, key, limits.share(MAX_WAITING))
+            await self._grammars.check(grammar, owner, limits.share(MAX_WAITING))
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -37,7 +37,7 @@ from pagoda.server.ipc_messages import (
     ToEngine,
     WakeUp,
 )
-from pagoda.server.processing.queue_use import NO_KEY, Load, OverLimitError, QueueLimits, QueueUse
+from pagoda.server.processing.queue_use import Load, OverLimitError, QueueLimits, QueueUse
 
 logger = logging.getLogger(__name__)
 
@@ -333,15 +333,15 @@ class Admission:
         self._config, self._engine, self._sleep, self._use = config, engine, sleep, use
         self._on_rejected = on_rejected
 
-    def check(self, load: Load, key: bytes = NO_KEY) -> None:
+    def check(self, load: Load, owner: str = "", group: str = "") -> None:
         """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold the load.
 
-        `key`: the API key that the request came with.
+        `owner`, `group`: of the request, as in RequestOrigin.
         """
         self._engine.raise_if_unavailable()
         self._sleep.raise_if_asleep()
         with self.counting():
-            self.limits.check(self._use(), key, load, self._engine.other_sequences)
+            self.limits.check(self._use(), load, owner, group, self._engine.other_sequences)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Final
 
 from pagoda.common.config.groups.server import ServerConfig
@@ -128,10 +129,10 @@ class PromptBatch:
         self.request_id = request_id
         self._state = state
         self._llm = state.llm()
-        self._key = OWNER.get()
         self._priority = priority
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
+        self._origin = RequestOrigin(OWNER.get().hex()[:_OWNER_DIGITS], self._stem)
         self._unfinished: list[str] = []  # ids in the engine
         began = asyncio.get_running_loop().time() if began is None else began
         seconds = state.config.request_timeout
@@ -217,7 +218,7 @@ class Generation(PromptBatch):
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user, began)
         self._prompts, self._sequences = prompts, sequences
-        self._origin = RequestOrigin(OWNER.get().hex()[:_OWNER_DIGITS], self._stem, len(prompts))
+        self._origin = replace(self._origin, prompts=len(prompts))
         self._params, self._adapter = params, state.adapter(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
@@ -253,7 +254,7 @@ class Generation(PromptBatch):
         if self._log is not None:
             for engine_id, prompt in zip(self._ids, self._prompts):
                 self._log.log_prompt(engine_id, prompt, self._user)
-        self._llm.check_load(Load(self._sequences), self._key)  # of all prompts, before the first one runs
+        self._llm.check_load(Load(self._sequences), self._origin.owner)  # of all prompts, before the first one runs
         streams = []
         for engine_id, prompt in zip(self._ids, self._prompts):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
@@ -261,13 +262,7 @@ class Generation(PromptBatch):
             await asyncio.sleep(0)
             streams.append(
                 await self._llm.submit(
-                    engine_id,
-                    prompt,
-                    self._params,
-                    self._priority,
-                    adapter=self._adapter,
-                    origin=self._origin,
-                    key=self._key,
+                    engine_id, prompt, self._params, self._priority, adapter=self._adapter, origin=self._origin
                 )
             )
             self._unfinished.append(engine_id)
@@ -310,7 +305,7 @@ class PoolingBatch(PromptBatch):
         """Raise RequestError for more prompts, tokens or numbers than one request may have."""
         total = sum(len(prompt.token_ids) for prompt in prompts)
         try:
-            self._llm.check_load(Load(len(prompts), total), self._key)
+            self._llm.check_load(Load(len(prompts), total), self._origin.owner)
         except RequestError as error:
             raise RequestError("prompt", str(error)) from None
         if total > MAX_TOKENS:
@@ -326,7 +321,8 @@ class PoolingBatch(PromptBatch):
     async def _start(self, request_id: str, prompt: Prompt) -> None:
         if self._log is not None:
             self._log.log_prompt(request_id, prompt, self._user)
-        self._streams.append(await self._llm.submit(request_id, prompt, self._params, self._priority, key=self._key))
+        submitted = self._llm.submit(request_id, prompt, self._params, self._priority, origin=self._origin)
+        self._streams.append(await submitted)
         self._unfinished.append(request_id)
 
 

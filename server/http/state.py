@@ -34,14 +34,14 @@ from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
-from pagoda.server.processing.queue_use import NO_KEY, QueueLimits
+from pagoda.server.processing.queue_use import QueueLimits
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_LENGTH = 256
 
-OWNER: Final[ContextVar[bytes]] = ContextVar("OWNER", default=NO_KEY)
-"""Digest of the API key of the request that the current task answers; NO_KEY on servers without keys."""
+OWNER: Final[ContextVar[bytes]] = ContextVar("OWNER", default=b"")
+"""Digest of the API key of the request that the current task answers; empty on servers without keys."""
 
 QUEUED_PER_RUNNING: Final = 8
 MIN_QUEUED_SEQUENCES: Final = 2048

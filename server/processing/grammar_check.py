@@ -23,7 +23,7 @@ from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, 
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.grammar_worker import Words
-from pagoda.server.processing.queue_use import NO_KEY, OverLimitError
+from pagoda.server.processing.queue_use import OverLimitError
 from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
@@ -38,49 +38,50 @@ MAX_WAITING: Final = 64
 
 
 class FairLine:
-    """A line for what is served one at a time, in turn over the API keys that wait.
+    """A line for what is served one at a time, in turn over the owners (API keys) that wait.
 
     At most `max_waiting` wait, the one that is served included. `what`: the plural of what is served, for errors.
     """
 
     def __init__(self, max_waiting: int, what: str) -> None:
         self._max_waiting, self._what = max_waiting, what
-        self._lines: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()  # next key first
-        self._counts: dict[bytes, int] = {}  # waiting and served, by key
+        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # next owner first
+        self._counts: dict[str, int] = {}  # waiting and served, by owner
         self._busy = False
 
     def __len__(self) -> int:
         return sum(self._counts.values())
 
     @asynccontextmanager
-    async def turn(self, key: bytes, max_of_key: int) -> AsyncGenerator[None, None]:
-        """Wait for the turn of a key's request, which lasts as long as the context. Raise OverLimitError if the line,
-        or the part of it that the key may use, is full.
+    async def turn(self, owner: str, most_of_owner: int) -> AsyncGenerator[None, None]:
+        """Wait for the turn of an owner's request, which lasts as long as the context.
+
+        Raise OverLimitError if the line, or the part of it that the owner may use, is full.
         """
         if len(self) >= self._max_waiting:
             raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
-        if self._counts.get(key, 0) >= max_of_key:
+        if self._counts.get(owner, 0) >= most_of_owner:
             raise OverLimitError(
                 KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
             )
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[owner] = self._counts.get(owner, 0) + 1
         try:
-            await self._wait(key)
+            await self._wait(owner)
             try:
                 yield
             finally:
                 self._next()
         finally:
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
 
-    async def _wait(self, key: bytes) -> None:
+    async def _wait(self, owner: str) -> None:
         if not self._busy:
             self._busy = True
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(key, deque()).append(waiter)
+        self._lines.setdefault(owner, deque()).append(waiter)
         try:
             await waiter
         except asyncio.CancelledError:
@@ -89,12 +90,12 @@ class FairLine:
             raise
 
     def _next(self) -> None:
-        """Give the turn to the next key's first waiter."""
+        """Give the turn to the next owner's first waiter."""
         while self._lines:
-            key, line = self._lines.popitem(last=False)
+            owner, line = self._lines.popitem(last=False)
             waiter = line.popleft()
             if line:
-                self._lines[key] = line  # behind the other keys
+                self._lines[owner] = line  # behind the other owners
             if not waiter.done():
                 waiter.set_result(None)
                 return
@@ -120,10 +121,10 @@ class GrammarCheck:
         self._line = FairLine(MAX_WAITING, "new grammars")
         self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line
 
-    async def check(self, grammar: Grammar, key: bytes = NO_KEY, max_of_key: int = MAX_WAITING) -> None:
+    async def check(self, grammar: Grammar, owner: str = "", most_of_owner: int = MAX_WAITING) -> None:
         """Raise RequestError if the grammar does not compile, QueueFullError if too many are in line.
 
-        `key`: the API key of the request, which may have `max_of_key` grammars in line. Requests with a grammar that
+        `owner`: of the request, which may have `most_of_owner` grammars in line. Requests with a grammar that
         is in line already wait for its result, in no line.
         """
         name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
@@ -132,11 +133,11 @@ class GrammarCheck:
             if (error := result.result()) is not None:  # None: the request that compiled it was cancelled
                 break
         else:
-            error = await self._check_new(name, grammar, key, max_of_key)
+            error = await self._check_new(name, grammar, owner, most_of_owner)
         if error:
             raise refused(error)
 
-    async def _check_new(self, name: bytes, grammar: Grammar, key: bytes, max_of_key: int) -> str:
+    async def _check_new(self, name: bytes, grammar: Grammar, owner: str, most_of_owner: int) -> str:
         """Return the error of a grammar, empty if there is none."""
         if name in self._passed:
             self._passed.move_to_end(name)
@@ -144,7 +145,7 @@ class GrammarCheck:
         result = self._results[name] = asyncio.get_running_loop().create_future()
         error: str | None = None
         try:
-            async with self._line.turn(key, max_of_key):
+            async with self._line.turn(owner, most_of_owner):
                 error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
         finally:
             del self._results[name]

@@ -117,7 +117,7 @@ class TextOptions:
 class RequestOrigin:
     """The caller's request that a prompt is of."""
 
-    owner: str = ""  # the key that sent it, or rather a digest; "": the server has no keys
+    owner: str = ""  # a digest of the API key that sent it; "": the server has no keys
     group: str = ""  # the same for all its prompts; "": it has one
     prompts: int = 1
 

@@ -41,7 +41,7 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
-from pagoda.server.processing.queue_use import NO_KEY, QueueUse
+from pagoda.server.processing.queue_use import QueueUse
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer
@@ -701,7 +701,10 @@ class RequestStream(Generic[OutputT]):
 
 
 class AsyncRequests:
-    """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort."""
+    """The unfinished requests, each with the stream of its outputs. Methods return the engine requests to abort.
+
+    `use`: what they and those that will be added use of the queue; who adds a request counts it there before.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int, tracer: Tracer | None = None) -> None:
         self.events = RequestEvents()
@@ -718,10 +721,9 @@ class AsyncRequests:
         """Ids of all unfinished requests."""
         return list(self._streams)
 
-    def add(self, prepared: PreparedRequest, key: bytes = NO_KEY) -> RequestStream[Any]:
-        """Track a request and return its stream. `key`: its API key. Raises RequestError if its id is in use."""
+    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
+        """Track a request and return its stream. Raises RequestError if its id is in use."""
         self._processor.add(prepared)
-        self.use.add(prepared.request_id, key, prepared.load)
         stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
         return stream
 
@@ -803,7 +805,7 @@ class AsyncRequests:
         """Forget requests. Return their last outputs and the engine requests to abort."""
         ended = self._processor.abort(request_ids)
         for request_id in request_ids:
-            self._streams.pop(request_id, None)
             self._logprobs.pop(request_id, None)
-        self.use.remove(request_ids)
+            if self._streams.pop(request_id, None) is not None:
+                self.use.remove([request_id])
         return ended

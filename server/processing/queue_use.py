@@ -1,4 +1,4 @@
-"""What unfinished requests use of the queue, in total and by API key, and the limits on it."""
+"""What unfinished requests use of the queue, in total, by API key and by the caller's request, and the limits on it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Final
 
 from pagoda.common.engine.messages import KEY_SHARE, QUEUED_REQUESTS, QUEUED_TOKENS
 from pagoda.common.errors import QueueFullError, RequestError
-
-NO_KEY: Final = b""
-"""Stands for the API key of requests to a server without keys, and from Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,34 +28,44 @@ _NOTHING: Final = Load()
 
 
 class QueueUse:
-    """The loads of unfinished requests."""
+    """The loads of unfinished requests. `owner`, `group`: of a request, as in RequestOrigin."""
 
     def __init__(self) -> None:
         self.total = _NOTHING
-        self._requests: dict[str, tuple[bytes, Load]] = {}
-        self._keys: dict[bytes, Load] = {}  # of keys with unfinished requests
+        self._requests: dict[str, tuple[str, str, Load]] = {}
+        self._owners: dict[str, Load] = {}  # of those with unfinished requests
+        self._groups: dict[str, Load] = {}
 
-    def of(self, key: bytes) -> Load:
-        """Return the load of a key's requests."""
-        return self._keys.get(key, _NOTHING)
+    def of(self, owner: str) -> Load:
+        """Return the load of an owner's requests."""
+        return self._owners.get(owner, _NOTHING)
 
-    def add(self, request_id: str, key: bytes, load: Load) -> None:
-        """Count a request until `remove`."""
-        self._requests[request_id] = key, load
-        self._keys[key] = self.of(key) + load
+    def of_group(self, group: str) -> Load:
+        """Return the load of the other prompts of a caller's request."""
+        return self._groups.get(group, _NOTHING)
+
+    def add(self, request_id: str, load: Load, owner: str = "", group: str = "") -> None:
+        """Count a request until `remove`. Raises RequestError if its id is in use."""
+        if request_id in self._requests:
+            raise RequestError("request_id", f"request_id {request_id!r} is in use")
+        self._requests[request_id] = owner, group, load
         self.total += load
+        self._owners[owner] = self.of(owner) + load
+        if group:
+            self._groups[group] = self.of_group(group) + load
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Count requests no longer; unknown ids are skipped."""
         for request_id in request_ids:
             if (counted := self._requests.pop(request_id, None)) is None:
                 continue
-            key, load = counted
+            owner, group, load = counted
             self.total -= load
-            if (left := self._keys[key] - load).sequences:
-                self._keys[key] = left
-            else:
-                del self._keys[key]
+            for loads, name in ((self._owners, owner), (self._groups, group)):
+                if name in loads:
+                    loads[name] -= load
+                    if not loads[name].sequences:
+                        del loads[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +80,25 @@ class QueueLimits:
         """Return what one key may use of a limit, at least 1."""
         return max(1, int(limit * self.key_share))
 
-    def check(self, use: QueueUse, key: bytes, load: Load, others: int = 0) -> None:
+    def check(self, use: QueueUse, load: Load, owner: str = "", group: str = "", others: int = 0) -> None:
         """Raise OverLimitError if a request does not fit now, RequestError if it never will.
 
-        `others`: sequences of other API server processes, whose tokens and keys are counted by themselves.
+        A request of many prompts never fits if all of them together do not. `others`: sequences of other API server
+        processes, whose tokens and keys are counted by themselves.
         """
+        total, own, whole = use.total + Load(others), use.of(owner), use.of_group(group) + load
         parts = (
-            ("n", "sequences", load.sequences, use.total.sequences + others, use.of(key).sequences, self.sequences),
-            ("prompt", "prompt tokens", load.tokens, use.total.tokens, use.of(key).tokens, self.tokens),
+            ("n", "sequences", load.sequences, whole.sequences, total.sequences, own.sequences, self.sequences),
+            ("prompt", "prompt tokens", load.tokens, whole.tokens, total.tokens, own.tokens, self.tokens),
         )
-        for field, what, needed, used, used_by_key, limit in parts:
+        for field, what, needed, together, used, used_by_key, limit in parts:
             if limit is None or not needed:
                 continue
             reason = QUEUED_REQUESTS if field == "n" else QUEUED_TOKENS
             flag, share = "--" + reason.replace("_", "-"), self.share(limit)
-            if needed > share:
+            if together > share:
                 shown = f"{limit} ({flag})" if share == limit else f"{share} ({flag} x --max-key-share)"
-                raise RequestError(field, f"{needed} {what} are above the limit of {shown}; send fewer")
+                raise RequestError(field, f"{together} {what} are above the limit of {shown}; send fewer")
             if used + needed > limit:
                 raise OverLimitError(
                     reason, f"the server has {used} of {limit} {what} in progress ({flag}); try again later"

@@ -89,6 +89,16 @@ def test_a_request_of_many_prompts_is_refused_before_any_of_them_runs() -> None:
         connection.close()
 
 
+def test_a_request_of_many_prompts_that_never_fits_is_not_told_to_come_again() -> None:
+    with live_server("fake:slow", engine={"max_num_queued_tokens": 20}) as server:
+        status, answer = server.post("/v1/completions", SHORT | {"prompt": ["a" * 8] * 3})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert "24 prompt tokens are above the limit of 20 (--max-num-queued-tokens)" in answer["error"]["message"]
+        eventually(lambda: not server.llm.num_unfinished)
+        assert server.post("/v1/completions", SHORT | {"prompt": ["a" * 8] * 2})[0] == 200
+        assert server.llm._ready().requests.use.total == Load()
+
+
 def test_default_limits_follow_what_the_engine_runs() -> None:
     with live_server(engine={"max_num_seqs": 300}) as server:
         limits = queue_limits(server.llm.config, server.llm.info, 2)
@@ -103,17 +113,19 @@ def test_default_limits_follow_what_the_engine_runs() -> None:
 def test_what_ended_does_not_count() -> None:
     use = QueueUse()
     limits = QueueLimits(sequences=4, tokens=100, key_share=0.5)
-    use.add("a", b"x", Load(2, 40))
-    use.add("b", b"y", Load(1, 10))
+    use.add("a", Load(2, 40), "x")
+    use.add("b", Load(1, 10), "y")
+    with pytest.raises(RequestError, match="request_id 'b' is in use"):
+        use.add("b", Load(1), "x")
     with pytest.raises(OverLimitError) as error:
-        limits.check(use, b"x", Load(1))
+        limits.check(use, Load(1), "x")
     assert error.value.reason == "max_key_share"
-    limits.check(use, b"y", Load(1, 40))
+    limits.check(use, Load(1, 40), "y")
     with pytest.raises(RequestError, match=r"51 prompt tokens are above the limit of 50 \(--max-num-queued-tokens x"):
-        limits.check(use, b"y", Load(1, 51))
+        limits.check(use, Load(1, 51), "y")
     use.remove(["a", "unknown", "a"])
-    assert (use.total, use.of(b"x"), use.of(b"y")) == (Load(1, 10), Load(), Load(1, 10))
-    limits.check(use, b"x", Load(2, 50))
+    assert (use.total, use.of("x"), use.of("y")) == (Load(1, 10), Load(), Load(1, 10))
+    limits.check(use, Load(2, 50), "x")
 
 
 def test_every_end_of_a_request_frees_its_part_of_the_queue() -> None:
@@ -163,6 +175,22 @@ def test_new_grammars_beyond_a_keys_share_are_429(stuck: threading.Event, monkey
         for connection in first:
             assert connection.recv(12) == b"HTTP/1.1 200"
             connection.close()
+
+
+def test_requests_that_wait_for_a_grammar_are_in_the_queue(stuck: threading.Event) -> None:
+    with live_server(engine={"max_num_queued_reqs": 2}) as server:
+        use = server.llm._ready().requests.use
+        asked = SHORT | {"structured_outputs": {"choice": ["b"]}}
+        waiting = [server.sent("/v1/completions", asked, {}) for _ in range(2)]
+        eventually(lambda: use.total.sequences == 2)
+        assert server.post("/v1/completions", SHORT)[0] == 429
+        waiting.pop().close()
+        eventually(lambda: use.total.sequences == 1)
+        assert server.post("/v1/completions", SHORT)[0] == 200
+        stuck.set()
+        assert waiting[0].recv(12) == b"HTTP/1.1 200"
+        waiting[0].close()
+        eventually(lambda: use.total == Load())
 
 
 # Time.

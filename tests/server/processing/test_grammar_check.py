@@ -153,17 +153,17 @@ def test_a_full_line_is_refused_and_other_keys_keep_their_share(tmp_path):
     async def run() -> None:
         check = GrammarCheck(vocabulary, scripted(tmp_path, SLOW))
         try:
-            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), b"a", 32)) for i in range(40)]
+            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), "a", 32)) for i in range(40)]
             await asyncio.sleep(0)
             refusals = [task.exception() for task in many if task.done()]
             assert len(refusals) == 8
             assert all(isinstance(each, QueueFullError) and "this API key" in str(each) for each in refusals)
-            await asyncio.wait_for(check.check(Grammar("b"), b"b", 32), 60)
+            await asyncio.wait_for(check.check(Grammar("b"), "b", 32), 60)
             assert sum(task.done() for task in many) - len(refusals) <= 3
             for task in many:
                 task.cancel()
             await asyncio.gather(*many, return_exceptions=True)
-            await asyncio.wait_for(check.check(Grammar("c"), b"a", 32), 60)
+            await asyncio.wait_for(check.check(Grammar("c"), "a", 32), 60)
         finally:
             check.close()
 
@@ -174,10 +174,10 @@ def test_the_line_is_bounded_for_all_keys_together(tmp_path):
     async def run() -> None:
         check = GrammarCheck(vocabulary, scripted(tmp_path, SLOW))
         try:
-            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), f"k{i % 8}".encode())) for i in range(64)]
+            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), f"k{i % 8}")) for i in range(64)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match="too many new grammars in line; try again later"):
-                await check.check(Grammar("b"), b"b")
+                await check.check(Grammar("b"), "b")
             for task in many:
                 task.cancel()
             await asyncio.gather(*many, return_exceptions=True)
@@ -197,8 +197,8 @@ def test_a_grammar_in_line_is_compiled_once_for_all_who_wait(tmp_path):
     async def run() -> None:
         check = GrammarCheck(vocabulary, program)
         try:
-            await asyncio.gather(*(check.check(Grammar("same"), b"a", 1) for _ in range(200)))
-            same = [asyncio.create_task(check.check(Grammar("other"), b"a", 1)) for _ in range(3)]
+            await asyncio.gather(*(check.check(Grammar("same"), "a", 1) for _ in range(200)))
+            same = [asyncio.create_task(check.check(Grammar("other"), "a", 1)) for _ in range(3)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             same[0].cancel()
