@@ -196,7 +196,7 @@ def check_batch_invariant(name: str) -> None:
 
 
 def check_drafters(name: str, method: str, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if the backend does not run drafter models, or not on so many devices."""
+    """Raise ConfigError if the backend does not run drafter models, or not on this number of devices."""
     entry = _entry(name)
     if not entry.drafters:
         able = _names(lambda each: each.drafters)

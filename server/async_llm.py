@@ -585,7 +585,7 @@ class AsyncLLM(ExplainsMissingMethods):
         return {"is_running": self.is_running, "is_paused": self._gate.closed, "errored": self.errored}
 
     async def wait_for_requests_to_drain(self, drain_timeout: int = 300) -> None:
-        """Wait until no request is unfinished. Raises TimeoutError after so many seconds."""
+        """Wait until no request is unfinished. Raises TimeoutError after `drain_timeout` seconds."""
         async with asyncio.timeout(drain_timeout):
             while self.num_unfinished and self._engine.dead is None:
                 await asyncio.sleep(POLL_SECONDS)

@@ -51,7 +51,7 @@ GIL_RELEASE_CHARS: Final = 4_096
 """Texts of more characters are tokenised with the GIL released."""
 
 CANCELLED: Final[ContextVar[threading.Event | None]] = ContextVar("CANCELLED", default=None)
-"""Set when nobody needs the texts that this context tokenises: the next call then raises TokenisingCancelledError."""
+"""Event that is set when the request of this context is cancelled: its next piece raises TokenisingCancelledError."""
 
 
 class TokenisingCancelledError(Exception):

@@ -1,7 +1,7 @@
 """Several API server processes over one engine: the process of `pagoda serve`, which starts both.
 
 It binds the port, handles signals and reports failures. Each API server process (`api_process`) inherits the listening
-socket and a control socket. It sends READY on it, and is told to STOP and to HURRY.
+socket and a control socket. On the latter it sends READY and receives STOP and HURRY.
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ def _wait(descriptor: int, event: int, until: float) -> None:
 def serve(prepare: Callable[[bytes], Handler], seconds: float, memory: int) -> None:
     """Answer requests until EOF. `prepare` gets the first frame.
 
-    A request may take so many seconds of processor time, at whose end SIGPROF ends the process, and `memory` bytes
-    beyond what the process has after `prepare`; allocations beyond fail.
+    `seconds`: processor time of a request, after which SIGPROF ends the process. `memory`: bytes that a request may
+    allocate beyond what the process has after `prepare`; further allocations fail.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -243,7 +243,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def _limit_memory(extra: int) -> None:
-    """Limit the address space to what is mapped now and so many bytes, where Linux says what is."""
+    """Limit the address space to `extra` bytes beyond what is mapped now. Has no effect without /proc."""
     if not Path("/proc/self/statm").exists():
         return
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Adapters together with drafts: the same outputs with and without drafts, on every backend, whoever drafts."""
+"""Adapters together with drafts: the same outputs with and without drafts, on every backend, with every proposer."""
 
 from __future__ import annotations
 

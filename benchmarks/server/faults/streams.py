@@ -48,7 +48,7 @@ async def ask(
     cut_after: int = 0,
     measure_gaps: bool = False,
 ) -> Answer:
-    """Send one request. `cut_after`: disconnect after so many tokens. Never raises."""
+    """Send one request. `cut_after`: number of tokens after which the client disconnects. Never raises."""
     answer = Answer(begin=time.monotonic())
     writer = None
     try:

@@ -72,7 +72,7 @@ class DraftLengths:
         self._all_tried = self._all_tried * kept + int(tried.sum())
 
     def state(self, num_seqs: int) -> Literal["batch_size", "acceptance"]:
-        """Return why a step of so many sequences has no drafts, if none pay."""
+        """Return why a step of `num_seqs` sequences has no drafts, if none pay."""
         return "batch_size" if self._most_seqs is not None and num_seqs >= self._most_seqs else "acceptance"
 
     def _reset_new(self, batch: RunningBatch, rows: Int32) -> None:

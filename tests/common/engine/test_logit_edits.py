@@ -168,7 +168,7 @@ def test_grammar_masks_are_by_row_of_logits() -> None:
 
 
 def test_long_lists_are_one_array_that_the_sequences_of_a_request_share() -> None:
-    """The bias of 49k tokens was made into tuples anew for each of 256 sequences in each step."""
+    """Biased tokens are compiled once per request: not for each of its sequences, and not in each step."""
     vocab = 3 * MAX_LISTED
     bias = tuple((token, float(token % 7)) for token in range(MAX_LISTED))
     rules = SamplingRules(logit_bias=bias, bad_words=((5,), (7, 8)), allowed_token_ids=(1, 2))

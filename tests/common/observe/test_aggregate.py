@@ -63,7 +63,7 @@ def test_the_metrics_of_one_process_are_exposed_as_without_aggregation(accept: s
 
 def test_several_processes_of_a_server() -> None:
     first, second = Metrics("m"), Metrics("m")
-    for metrics in (first, second):  # each is told of a step, but the engine made one
+    for metrics in (first, second):  # both report the same step of one engine
         metrics.on_step(StepOutputs(stats=EngineStats(running=3, prefix_queries=9, last_step_tokens=5)))
         events = RequestEvents()
         events.tokens[0] = ReplicaTokens(count=4)

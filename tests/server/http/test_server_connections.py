@@ -326,7 +326,7 @@ def test_while_all_connections_are_busy_only_probes_are_answered() -> None:
             client.sendall(b"GET /health?x=1 HTTP/1.1\r\nhost: x\r\n\r\n")
             assert answer(client).startswith(b"HTTP/1.1 200")  # and is closed
         extra = [stack.enter_context(closing(connected(server))) for _ in range(40)]
-        eventually(lambda: sum(not answered(each) for each in extra) >= 20)  # so many wait, the others are closed
+        eventually(lambda: sum(not answered(each) for each in extra) >= 20)  # 20 wait, the others are closed
         assert len(server._server.server_state.connections) <= 3 + RESERVE
         for client in clients:
             assert b"HTTP/1.1 200" in answer(client, lambda received: received.endswith(b"}"))
