@@ -59,7 +59,7 @@ test-gpu-aot: $(VENV)/.dev
 test-fuzz: $(VENV)/.dev $(MODEL)
 	$(BIN)/python tools/fuzz_api.py --serve $(MODEL)
 
-# 100,000 mutated files of each format that a model, a tokenizer or an adapter may come in: half an hour.
+# 100,000 mutated files of each format that a model, a tokenizer or an adapter may come in: long.
 test-fuzz-files: $(VENV)/.dev
 	$(BIN)/python tools/fuzz_files.py --cases 100000
 
