@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -234,21 +234,13 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool  # a request is unfinished
 
 
-ToEngine = (
-    AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | LoadAdapter | RemoveAdapter | TakeSnapshot | Shutdown
-)
-FromEngine = (
-    Ready
-    | Failed
-    | Restarting
-    | StepReply
-    | Refused
-    | ResetDone
-    | SleepState
-    | AdapterState
-    | SnapshotTaken
-    | Heartbeat
-)
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot
+"""A command with a reply that has the same ticket."""
+
+Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken
+
+ToEngine = AddRequest | Abort | Command | RemoveAdapter | Shutdown
+FromEngine = Ready | Failed | Restarting | StepReply | Refused | Reply | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)

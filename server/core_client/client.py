@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
@@ -19,21 +19,17 @@ from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
 from pagoda.common.errors import EngineDeadError, EngineUnavailableError, RequestError, SleepError
 from pagoda.server.ipc_messages import (
-    AdapterState,
+    Command,
     EngineInfo,
     Failed,
     FromEngine,
     Heartbeat,
-    LoadAdapter,
     Ready,
-    ResetDone,
-    ResetPrefixCache,
+    Reply,
     Restarting,
     Sleep,
     SleepState,
-    SnapshotTaken,
     StepReply,
-    TakeSnapshot,
     ToEngine,
     WakeUp,
 )
@@ -46,11 +42,6 @@ WATCH_SECONDS: Final = 0.25
 
 Listener = Callable[[FromEngine], None]
 """Called in the event loop for every message; the last message of a dead engine is Failed."""
-
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot
-"""A command with a reply that has the same ticket."""
-
-Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken
 
 
 class EngineClient(Protocol):
@@ -302,7 +293,7 @@ class CoreClientAsync:
         elif isinstance(message, Ready):
             self._unavailable = None
         self._listener(message)
-        if isinstance(message, ResetDone | SleepState | AdapterState | SnapshotTaken):
+        if isinstance(message, Reply):
             reply = self._replies.pop(message.ticket, None)
             if reply is not None and not reply.done():
                 reply.set_result(message)

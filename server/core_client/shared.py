@@ -20,17 +20,12 @@ from pagoda.server.core_client.client import Supervisor
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.ipc_messages import (
     Abort,
-    AdapterState,
     AddRequest,
+    Command,
     FromEngine,
-    LoadAdapter,
     Refused,
-    ResetDone,
-    ResetPrefixCache,
-    SleepState,
-    SnapshotTaken,
+    Reply,
     StepReply,
-    TakeSnapshot,
     ToEngine,
     encode,
 )
@@ -69,10 +64,9 @@ class ClientRouter:
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._forget(request_id)
-            case ResetPrefixCache() | LoadAdapter() | TakeSnapshot():
-                return msgspec.structs.replace(command, ticket=command.ticket * self._count + client)
             case _:
-                pass
+                if isinstance(command, Command):
+                    return msgspec.structs.replace(command, ticket=command.ticket * self._count + client)
         return command
 
     def send(self, message: FromEngine) -> None:
@@ -84,7 +78,7 @@ class ClientRouter:
                 client = self._forget(request_id)
                 if client is not None:
                     self._send(client, message)
-            case ResetDone() | AdapterState() | SleepState() | SnapshotTaken():
+            case _ if isinstance(message, Reply):
                 ticket, client = divmod(message.ticket, self._count)
                 self._send(client, msgspec.structs.replace(message, ticket=ticket))
             case _:

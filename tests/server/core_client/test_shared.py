@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
+import msgspec
 import pytest
 
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
@@ -11,12 +14,12 @@ from pagoda.server.core_client.shared import ClientRouter
 from pagoda.server.ipc_messages import (
     Abort,
     AddRequest,
+    Command,
     Failed,
     FromEngine,
     Heartbeat,
     Refused,
-    ResetDone,
-    ResetPrefixCache,
+    Reply,
     Shutdown,
     StepReply,
 )
@@ -28,6 +31,10 @@ class Clients:
         self.router = ClientRouter(
             count, lambda client, message: self.sent.append((client, message)), lambda m: self.sent.append((None, m))
         )
+
+    def add_together(self, client: int, first: str, *others: str) -> None:
+        request = EngineRequest(request_id=first, prompt_token_ids=[1], rules=SamplingRules(), max_tokens=1)
+        self.router.note(client, AddRequest(request, tuple((each, 7) for each in others)))
 
     def add(self, client: int, *request_ids: str) -> None:
         for each in request_ids:
@@ -64,6 +71,15 @@ def test_each_client_gets_its_outputs_and_the_number_of_the_others_sequences() -
     assert [replies[0].others, replies[1].others] == [1, 0]
 
 
+def test_sequences_that_came_in_one_message_are_of_one_client() -> None:
+    clients = Clients()
+    clients.add(0, "x")
+    clients.add_together(1, "a", "b", "c")
+    replies = clients.step(token("c", last=True), token("b"), token("a"), token("x"))
+    assert ids(replies[1]) == ["c", "b", "a"]
+    assert [replies[0].others, replies[1].others] == [2, 1]
+
+
 def test_a_client_without_outputs_gets_statistics_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(shared.time, "monotonic", lambda: now)
@@ -76,17 +92,21 @@ def test_a_client_without_outputs_gets_statistics_now_and_then(monkeypatch: pyte
     assert set(clients.step()) == {0, 1, 2}  # the engine is idle
 
 
-def test_replies_go_to_the_client_that_asked() -> None:
+def with_ticket(kind: type[Any], ticket: int) -> Any:
+    """A message of a kind; its other fields do not matter to a router."""
+    others = [None for each in msgspec.structs.fields(kind) if each.required and each.name != "ticket"]
+    return kind(ticket, *others)
+
+
+@pytest.mark.parametrize("reply", get_args(Reply))
+@pytest.mark.parametrize("command", get_args(Command))
+def test_replies_go_to_the_client_that_asked(command: type[Any], reply: type[Any]) -> None:
     clients = Clients(3)
-    tickets = {}
-    for client in range(3):
-        command = clients.router.note(client, ResetPrefixCache(7))
-        assert isinstance(command, ResetPrefixCache)
-        tickets[client] = command.ticket
+    tickets = {client: clients.router.note(client, with_ticket(command, 7)).ticket for client in range(3)}
     assert len(set(tickets.values())) == 3
     for client in (2, 0, 1):
-        clients.router.send(ResetDone(tickets[client]))
-    assert clients.sent == [(client, ResetDone(7)) for client in (2, 0, 1)]
+        clients.router.send(with_ticket(reply, tickets[client]))
+    assert clients.sent == [(client, with_ticket(reply, 7)) for client in (2, 0, 1)]
     assert clients.router.note(1, Shutdown()) == Shutdown()
 
 

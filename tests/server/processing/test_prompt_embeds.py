@@ -14,6 +14,7 @@ from support.tiny_folder import write_model
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
@@ -202,6 +203,7 @@ def test_rows_are_freed_with_their_request(llm: LLM, table: np.ndarray) -> None:
         engine.step()
     gc.collect()
     assert rows() is None
+    assert not [each for each in gc.get_objects() if type(each) is EngineRequest and each.prompt_embeds]
     scheduler.check_integrity()
 
 
