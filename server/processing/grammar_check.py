@@ -115,7 +115,7 @@ class GrammarCheck:
         self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
         self._worker = ChildWorker(
-            (*program, str(seconds)), elapsed, lambda: _words(make_vocabulary()), name="grammar check"
+            program, seconds, elapsed, lambda: _words(make_vocabulary()), name="grammar check"
         )
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._line = FairLine(MAX_WAITING, "new grammars")

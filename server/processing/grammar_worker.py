@@ -1,6 +1,6 @@
 """The process that compiles grammars first, because a grammar may crash its compiler or take an hour.
 
-    python -P -m pagoda.server.processing.grammar_worker SECONDS        (started by grammar_check, never by hand)
+    python -P -m pagoda.server.processing.grammar_worker        (started by grammar_check, never by hand)
 
 The first frame has the vocabulary, each further one a grammar. The reply is the grammar's error, or empty. Grammars
 compile on a smaller stack than the engine's: what passes here does not overflow there.
@@ -9,7 +9,6 @@ compile on a smaller stack than the engine's: what passes here does not overflow
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -90,4 +89,4 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        serve(handler, float(sys.argv[1]), MEMORY_BYTES)
+        serve(handler, MEMORY_BYTES)

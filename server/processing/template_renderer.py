@@ -1,6 +1,6 @@
 """Chat templates, rendered in other processes, because a template or messages may take any time and memory.
 
-python -P -m pagoda.server.processing.template_renderer SECONDS        (started by TemplateRenderer, never by hand)
+python -P -m pagoda.server.processing.template_renderer        (started by TemplateRenderer, never by hand)
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class TemplateRenderer:
 
     def __init__(self, seconds: float = SECONDS, elapsed: float = ELAPSED_SECONDS) -> None:
         self._seconds, self._elapsed = seconds, elapsed
-        self._program = (*PROGRAM, str(seconds))
         self._lanes: dict[Lane, tuple[ChildWorker, ThreadPoolExecutor]] = {}
         self._variables: OrderedDict[bytes, frozenset[str]] = OrderedDict()
         self._waiting = 0
@@ -116,7 +115,7 @@ class TemplateRenderer:
             if self._closed:
                 raise EngineDeadError("the engine was shut down")
             if lane not in self._lanes:
-                worker = ChildWorker(self._program, self._elapsed, name="chat templates")
+                worker = ChildWorker(PROGRAM, self._seconds, self._elapsed, name="chat templates")
                 self._lanes[lane] = worker, ThreadPoolExecutor(1, f"pagoda-template-{lane}")
             return self._lanes[lane]
 
@@ -195,4 +194,4 @@ def _rendered(data: bytes) -> bytes:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        serve(handler, float(sys.argv[1]), MEMORY_BYTES)
+        serve(handler, MEMORY_BYTES)

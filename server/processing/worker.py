@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import resource
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from pagoda.server.child import child_env
 
 START_SECONDS: Final = 60.0
 READY: Final = b"ready"
+LOOK_SECONDS: Final = 0.02  # between looks at the processor time of a child that is near its limit
 
 Handler = Callable[[bytes], bytes]
 """Returns the reply to a request."""
@@ -34,11 +34,11 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerEndedError(Exception):
-    """The child ended at a request. `out_of_time`: it used up its processor time; else it crashed."""
+    """The child ended at a request. `out_of_time`: it was ended, having used up its processor time; else it crashed."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"ended with status {status}")
-        self.out_of_time = status == -signal.SIGPROF
+    def __init__(self, message: str, *, out_of_time: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_time = out_of_time
 
 
 # The parent's side.
@@ -48,10 +48,20 @@ class ChildWorker:
     """Starts the child at the first request, and again after it has ended. Thread-safe; requests wait in turn."""
 
     def __init__(
-        self, program: Sequence[str], elapsed: float, setup: Callable[[], bytes] = bytes, *, name: str = "worker"
+        self,
+        program: Sequence[str],
+        seconds: float,
+        elapsed: float,
+        setup: Callable[[], bytes] = bytes,
+        *,
+        name: str = "worker",
     ) -> None:
-        """`program`: its command line; `elapsed`: seconds for a reply; `setup`: makes the first frame, once."""
-        self._program, self._elapsed, self._make_setup, self._name = tuple(program), elapsed, setup, name
+        """`program`: its command line; `setup`: makes the first frame, once.
+
+        `seconds`: processor time of a request; `elapsed`: seconds until its reply, on however busy a machine.
+        """
+        self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
+        self._make_setup, self._name = setup, name
         self._lock = threading.RLock()
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,13 +96,13 @@ class ChildWorker:
     def _call(self, data: bytes) -> bytes:
         process = self._started()
         try:
-            reply = _exchange(process, data, self._elapsed)
-        except WorkerTimeoutError:
+            reply = _exchange(process, data, _Limits(process.pid, self._seconds, self._elapsed))
+        except (WorkerTimeoutError, WorkerEndedError):
             self._end()
             raise
         if reply is None:
             self._end(forced=False)
-            raise WorkerEndedError(process.returncode)
+            raise WorkerEndedError(f"ended with status {process.returncode}")
         self._num_served += 1
         return reply
 
@@ -128,8 +138,8 @@ class ChildWorker:
             self._end()
             raise
         try:
-            ready = _exchange(process, self._setup, START_SECONDS)
-        except WorkerTimeoutError:
+            ready = _exchange(process, self._setup, _Limits(process.pid, START_SECONDS, START_SECONDS))
+        except (WorkerTimeoutError, WorkerEndedError):
             ready = None
         if ready != READY:
             self._end()
@@ -164,33 +174,64 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _exchange(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
-    """Send a frame and return the reply; None if the child ended. Raises WorkerTimeoutError."""
+class _Limits:
+    """What a request may still use. The parent measures it: a child may inherit blocked or ignored signals."""
+
+    def __init__(self, pid: int, seconds: float, elapsed: float) -> None:
+        self._pid = pid
+        self._used_at_end = _processor_seconds(pid) + seconds
+        self._until = time.monotonic() + elapsed
+
+    def left(self) -> float:
+        """Return after how many seconds to look again.
+
+        Raises WorkerTimeoutError when no time is left, WorkerEndedError when no processor time is.
+        """
+        elapsed = self._until - time.monotonic()
+        if elapsed <= 0:
+            raise WorkerTimeoutError
+        processor = self._used_at_end - _processor_seconds(self._pid)
+        if processor <= 0:
+            raise WorkerEndedError("used up its processor time", out_of_time=True)
+        return min(elapsed, max(processor, LOOK_SECONDS))
+
+
+def _processor_seconds(pid: int) -> float:
+    """Return the processor time that a process has used; 0 where there is no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0.0
+    user, system = stat[stat.rindex(b")") + 2 :].split()[11:13]  # fields 14 and 15; the second is a name with spaces
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _exchange(process: subprocess.Popen[bytes], data: bytes, limits: _Limits) -> bytes | None:
+    """Send a frame and return the reply; None if the child ended. Raises as `_Limits.left` does."""
     assert process.stdin is not None
     assert process.stdout is not None
-    until = time.monotonic() + seconds
     try:
-        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, until)
+        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, limits)
     except BrokenPipeError:
         return None
-    size = _receive(process.stdout.fileno(), 4, until)
-    return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), until)
+    size = _receive(process.stdout.fileno(), 4, limits)
+    return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), limits)
 
 
-def _send(descriptor: int, data: bytes, until: float) -> None:
+def _send(descriptor: int, data: bytes, limits: _Limits) -> None:
     left = memoryview(data)
     os.set_blocking(descriptor, False)
     while left:
         try:
             left = left[os.write(descriptor, left) :]
         except BlockingIOError:
-            _wait(descriptor, select.POLLOUT, until)
+            _wait(descriptor, select.POLLOUT, limits)
 
 
-def _receive(descriptor: int, size: int, until: float) -> bytes | None:
+def _receive(descriptor: int, size: int, limits: _Limits) -> bytes | None:
     data = bytearray()
     while len(data) < size:
-        _wait(descriptor, select.POLLIN, until)
+        _wait(descriptor, select.POLLIN, limits)
         piece = os.read(descriptor, min(size - len(data), 1 << 20))
         if not piece:
             return None
@@ -198,21 +239,20 @@ def _receive(descriptor: int, size: int, until: float) -> bytes | None:
     return bytes(data)
 
 
-def _wait(descriptor: int, event: int, until: float) -> None:
+def _wait(descriptor: int, event: int, limits: _Limits) -> None:
     poll = select.poll()  # unlike select, for any number of open files
     poll.register(descriptor, event)
-    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-        raise WorkerTimeoutError
+    while not poll.poll(limits.left() * 1000):
+        pass
 
 
 # The child's side.
 
 
-def serve(prepare: Callable[[bytes], Handler], seconds: float, memory: int) -> None:
+def serve(prepare: Callable[[bytes], Handler], memory: int) -> None:
     """Answer requests until EOF. `prepare` gets the first frame.
 
-    `seconds`: processor time of a request, after which SIGPROF ends the process. `memory`: bytes that a request may
-    allocate beyond what the process has after `prepare`; further allocations fail.
+    `memory`: bytes that a request may allocate beyond what the process has after `prepare`; further allocations fail.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -224,10 +264,7 @@ def serve(prepare: Callable[[bytes], Handler], seconds: float, memory: int) -> N
     _limit_memory(memory)
     write_frame(replies, READY)
     while (data := read_frame(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        reply = handle(data)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(replies, reply)
+        write_frame(replies, handle(data))
 
 
 def write_frame(stream: BinaryIO, data: bytes) -> None:

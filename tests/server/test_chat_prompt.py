@@ -147,7 +147,7 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_bomb_leaves_health_and_other_chats_alone(name: str) -> None:
     with live_server(trust_request_chat_template=True, chat_template="{{ messages[0].content }}") as server:
-        server.state.engine.templates._program = (*template_renderer.PROGRAM, "1.5")
+        server.state.engine.templates._seconds = 1.5
         body = {"messages": [SHORT], "max_tokens": 2}
         answers: list[tuple[int, Any]] = []
         bomb = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body | BOMBS[name])))

@@ -39,15 +39,15 @@ def handle(data):
 """
 
 
-def program(folder: Path, *, seconds: float = 60, memory: int = 64 << 20) -> tuple[str, ...]:
+def worker_of(folder: Path, *, seconds: float = 60, elapsed: float = 60) -> ChildWorker:
     path = folder / "child.py"
     head = "import os, sys, time\nfrom pagoda.server.processing.worker import serve\nserved = 0\n"
-    path.write_text(head + textwrap.dedent(HANDLE) + f"serve(lambda setup: handle, {seconds}, {memory})\n")
-    return (sys.executable, "-P", str(path))
+    path.write_text(head + textwrap.dedent(HANDLE) + f"serve(lambda setup: handle, {64 << 20})\n")
+    return ChildWorker((sys.executable, "-P", str(path)), seconds, elapsed)
 
 
 def test_replies_of_any_size(tmp_path: Path) -> None:
-    worker = ChildWorker(program(tmp_path), 60)
+    worker = worker_of(tmp_path)
     for size in (0, 1, 100_000, 5_000_000):
         assert worker.call(b"x" * size).startswith(b"x" * size)
     assert worker.call(b"print").endswith(b" 5")
@@ -59,7 +59,7 @@ def test_replies_of_any_size(tmp_path: Path) -> None:
     [(b"exit 0", False), (b"exit 9", False), (b"allocate 200000000", False), (b"spin", True)],
 )
 def test_a_child_that_ends_fails_one_request(tmp_path: Path, request_: bytes, out_of_time: bool) -> None:
-    worker = ChildWorker(program(tmp_path, seconds=0.3), 60)
+    worker = worker_of(tmp_path, seconds=0.3)
     with pytest.raises(WorkerEndedError) as caught:
         worker.call(request_)
     assert caught.value.out_of_time is out_of_time
@@ -68,7 +68,7 @@ def test_a_child_that_ends_fails_one_request(tmp_path: Path, request_: bytes, ou
 
 
 def test_memory_is_limited_beyond_what_the_child_has_at_the_start(tmp_path: Path) -> None:
-    worker = ChildWorker(program(tmp_path), 60)
+    worker = worker_of(tmp_path)
     assert worker.call(b"allocate 40000000") == b"allocate 40000000 1"
     limit = resource.prlimit(worker.pid or 0, resource.RLIMIT_AS)[0]
     assert 64 << 20 < limit < 1 << 30
@@ -76,7 +76,7 @@ def test_memory_is_limited_beyond_what_the_child_has_at_the_start(tmp_path: Path
 
 
 def test_a_crash_of_a_used_child_is_tried_once_more_in_a_new_one(tmp_path: Path) -> None:
-    worker = ChildWorker(program(tmp_path), 60)
+    worker = worker_of(tmp_path)
     assert worker.call(b"first") == b"first 1"
     first = worker.pid
     assert worker.call(b"exit_if_used") == b"exit_if_used 1"
@@ -88,7 +88,7 @@ def test_a_crash_of_a_used_child_is_tried_once_more_in_a_new_one(tmp_path: Path)
 
 def test_a_child_that_is_out_of_time_is_not_tried_again(tmp_path: Path) -> None:
     young = Children()
-    worker = ChildWorker(program(tmp_path, seconds=0.2), 60)
+    worker = worker_of(tmp_path, seconds=0.2)
     worker.call(b"first")
     with pytest.raises(WorkerEndedError):
         worker.call(b"spin")
@@ -99,7 +99,7 @@ def test_a_child_that_is_out_of_time_is_not_tried_again(tmp_path: Path) -> None:
 
 def test_a_child_that_does_not_reply_is_ended(tmp_path: Path) -> None:
     young = Children()
-    worker = ChildWorker(program(tmp_path), 0.3)
+    worker = worker_of(tmp_path, elapsed=0.3)
     worker.start()
     with pytest.raises(WorkerTimeoutError):
         worker.call(b"sleep 60")
@@ -108,7 +108,7 @@ def test_a_child_that_does_not_reply_is_ended(tmp_path: Path) -> None:
 
 
 def test_closing_ends_a_request_in_flight(tmp_path: Path) -> None:
-    worker = ChildWorker(program(tmp_path), 60)
+    worker = worker_of(tmp_path)
     worker.start()
     errors: list[BaseException] = []
 
@@ -128,7 +128,7 @@ def test_closing_ends_a_request_in_flight(tmp_path: Path) -> None:
 
 
 def test_the_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    worker = ChildWorker(program(tmp_path), 60)
+    worker = worker_of(tmp_path)
     worker.start()
     pid = worker.pid
     assert pid is not None
@@ -142,7 +142,7 @@ def test_a_child_starts_with_more_open_files_than_select_can_watch(tmp_path: Pat
         pytest.skip("too few descriptors")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    worker = ChildWorker(program(tmp_path), 60)
+    worker = worker_of(tmp_path)
     try:
         assert worker.call(b"x") == b"x 1"
     finally:
@@ -155,7 +155,7 @@ def test_a_child_starts_with_more_open_files_than_select_can_watch(tmp_path: Pat
 def test_a_program_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.5)
     for code in ("pass", "import time; time.sleep(60)"):
-        worker = ChildWorker((sys.executable, "-c", code), 60, name="test")
+        worker = ChildWorker((sys.executable, "-c", code), 60, 60, name="test")
         with pytest.raises(RuntimeError, match="the process of the test did not start"):
             worker.call(b"x")
         worker.close()
