@@ -568,8 +568,8 @@ class AsyncLLM(ExplainsMissingMethods):
         self._admission.check(Load(n))
 
     def check_load(self, load: Load, owner: str) -> None:
-        """As check_admission, for a load of an owner's requests."""
-        self._admission.check(load, owner)
+        """As check_admission, for all that an owner's new request asks for; none is accepted during an overload."""
+        self._admission.check_new(load, owner)
 
     def limit_queue(self, limits: QueueLimits) -> None:
         """Refuse requests beyond these limits from now on."""
@@ -759,6 +759,7 @@ class AsyncLLM(ExplainsMissingMethods):
 
     def _take(self, step: StepOutputs) -> None:
         self.stats = step.stats
+        self._admission.observe(step.stats)
         for output in step.outputs:
             if output.error is not None:
                 self._refuse(output.request_id, RequestError(*output.error))
@@ -784,6 +785,7 @@ class AsyncLLM(ExplainsMissingMethods):
         """Fail the requests that the next engine cannot run: something of them has been sent, or they ran twice."""
         error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
         self.stats = EngineStats()
+        self._admission.observe(self.stats)
         if self._warm is not None:
             self._warm.requests.fail_lost(error)
             self._report_events()

@@ -173,10 +173,11 @@ class StepOutputs:
 
 QUEUED_REQUESTS: Final = "max_num_queued_reqs"
 QUEUED_TOKENS: Final = "max_num_queued_tokens"
+OVERLOAD: Final = "max_overload_seconds"
 KEY_SHARE: Final = "max_key_share"
 GRAMMAR_CHECKS: Final = "grammar_checks"
 TEXT_LENGTH: Final = "text_length"
-REJECTION_REASONS: Final = (QUEUED_REQUESTS, QUEUED_TOKENS, KEY_SHARE, GRAMMAR_CHECKS, TEXT_LENGTH)
+REJECTION_REASONS: Final = (QUEUED_REQUESTS, QUEUED_TOKENS, OVERLOAD, KEY_SHARE, GRAMMAR_CHECKS, TEXT_LENGTH)
 """Limits for which requests are refused: the first two are vLLM's."""
 
 

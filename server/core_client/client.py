@@ -17,6 +17,7 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
+from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import EngineDeadError, EngineUnavailableError, RequestError, SleepError
 from pagoda.server.ipc_messages import (
     Command,
@@ -33,7 +34,7 @@ from pagoda.server.ipc_messages import (
     ToEngine,
     WakeUp,
 )
-from pagoda.server.processing.queue_use import Load, OverLimitError, QueueLimits, QueueUse
+from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse
 
 logger = logging.getLogger(__name__)
 
@@ -323,6 +324,17 @@ class Admission:
         self.limits = QueueLimits(sequences=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
         self._config, self._engine, self._sleep, self._use = config, engine, sleep, use
         self._on_rejected = on_rejected
+        self._overload = Overload()
+
+    def observe(self, stats: EngineStats) -> None:
+        """Take over what the engine reports after a step."""
+        self._overload.observe(stats.waiting, self.limits)
+
+    def check_new(self, load: Load, owner: str) -> None:
+        """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
+        self.check(load, owner)
+        with self.counting():
+            self._overload.check(self.limits)
 
     def check(self, load: Load, owner: str = "", group: str = "") -> None:
         """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold the load.

@@ -46,6 +46,8 @@ OWNER: Final[ContextVar[bytes]] = ContextVar("OWNER", default=b"")
 QUEUED_PER_RUNNING: Final = 8
 MIN_QUEUED_SEQUENCES: Final = 2048
 MIN_QUEUED_TOKENS: Final = 1 << 22
+MIN_WAITING: Final = 64
+OVERLOAD_SECONDS: Final = 2.0
 """Default limits of a server's queue, see `queue_limits`."""
 
 _SHOWN_ADAPTERS: Final = 20
@@ -282,9 +284,14 @@ def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> Queue
     """Return the limits of a server's queue: those that are set, else by what the engine runs."""
     scheduler, limits = config.scheduler, info.limits
     running = limits.max_num_seqs * config.parallel.data_parallel_size
+    seconds = scheduler.max_overload_seconds
+    if seconds is None and scheduler.max_num_queued_reqs is None:
+        seconds = OVERLOAD_SECONDS
     return QueueLimits(
         sequences=scheduler.max_num_queued_reqs or max(QUEUED_PER_RUNNING * running, MIN_QUEUED_SEQUENCES),
         tokens=scheduler.max_num_queued_tokens or max(2 * limits.max_model_len, MIN_QUEUED_TOKENS),
+        waiting=max(running // 2, MIN_WAITING),
+        overload_seconds=seconds,
         key_share=scheduler.max_key_share if num_keys > 1 else 1.0,
     )
 

@@ -114,9 +114,7 @@ class GrammarCheck:
     ) -> None:
         self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._worker = ChildWorker(
-            program, seconds, elapsed, lambda: _words(make_vocabulary()), name="grammar check"
-        )
+        self._worker = ChildWorker(program, seconds, elapsed, lambda: _words(make_vocabulary()), name="grammar check")
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._line = FairLine(MAX_WAITING, "new grammars")
         self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from pagoda.common.engine.messages import KEY_SHARE, QUEUED_REQUESTS, QUEUED_TOKENS
+from pagoda.common.engine.messages import KEY_SHARE, OVERLOAD, QUEUED_REQUESTS, QUEUED_TOKENS
 from pagoda.common.errors import QueueFullError, RequestError
 
 
@@ -74,6 +75,8 @@ class QueueLimits:
 
     sequences: int | None = None  # --max-num-queued-reqs
     tokens: int | None = None  # --max-num-queued-tokens
+    waiting: int = 0  # sequences without a slot, above which the server is overloaded
+    overload_seconds: float | None = None  # --max-overload-seconds
     key_share: float = 1.0  # of each bound, that one key may use
 
     def share(self, limit: int) -> int:
@@ -109,6 +112,35 @@ class QueueLimits:
                     f"this API key has {used_by_key} of its {share} {what} in progress (--max-key-share); try again "
                     "later",
                 )
+
+
+class Overload:
+    """For how long more sequences wait for a slot than may. A burst that ends is none: only its length tells."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting = 0
+        self._since: float | None = None
+
+    def observe(self, waiting: int, limits: QueueLimits) -> None:
+        """Take over how many sequences wait after a step."""
+        self._waiting = waiting
+        if waiting <= limits.waiting:
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+
+    def check(self, limits: QueueLimits) -> None:
+        """Raise OverLimitError if the server has been overloaded for longer than it may."""
+        if limits.overload_seconds is None or self._since is None:
+            return
+        seconds = self._clock() - self._since
+        if seconds >= limits.overload_seconds:
+            raise OverLimitError(
+                OVERLOAD,
+                f"{self._waiting} sequences wait, for {seconds:.1f} s more than {limits.waiting} "
+                "(--max-overload-seconds); try again later",
+            )
 
 
 class OverLimitError(QueueFullError):

@@ -15,7 +15,6 @@ from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParam
 from pagoda.server import chat_prompt
 from pagoda.server.chat_prompt import ChatPrompt, Conversation, NamedTool, prepare
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
-from pagoda.server.processing import template_renderer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}

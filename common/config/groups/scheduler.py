@@ -35,6 +35,12 @@ class SchedulerConfig:
         "twice the context length if that is more; in Python: unlimited.",
         parse=human_readable_int,
     )
+    max_overload_seconds: float | None = option(
+        None,
+        "Seconds for which more sequences may wait for a slot than half of --max-num-seqs (at least 64); from then on "
+        "further requests get HTTP 429 until fewer wait. Default of a server: 2, or unlimited with "
+        "--max-num-queued-reqs; in Python: unlimited.",
+    )
     max_key_share: float = option(
         0.5,
         "Maximum share of --max-num-queued-reqs, of --max-num-queued-tokens and of the queue of grammar checks that "
@@ -73,6 +79,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         queue = ("max_num_queued_reqs", "max_num_queued_tokens", "max_request_cost")
         need_positive(self, "max_num_batched_tokens", "max_num_seqs", *queue, remedy="use 1 or more, or drop it")
+        need_not_negative(self, "max_overload_seconds", remedy="use 0 to refuse requests at once, or drop it")
         if not 0.0 < self.max_key_share <= 1.0:
             raise ConfigError("--max-key-share", f"{self.max_key_share} is not in (0, 1]")
         need_positive(self, "stream_interval", remedy="use 1 for every token")

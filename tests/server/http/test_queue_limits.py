@@ -13,9 +13,10 @@ from support.live_server import LiveServer, live_server
 from support.watching import eventually
 
 from pagoda.common.errors import RequestError
+from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
 from pagoda.server.processing.grammar_check import GrammarCheck
-from pagoda.server.processing.queue_use import Load, OverLimitError, QueueLimits, QueueUse
+from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 SLOW = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
@@ -106,8 +107,45 @@ def test_default_limits_follow_what_the_engine_runs() -> None:
         assert server.llm._admission.limits == queue_limits(server.llm.config, server.llm.info, 0)
     with live_server(engine={"max_num_seqs": 2}) as server:
         assert queue_limits(server.llm.config, server.llm.info, 1) == QueueLimits(
-            sequences=2048, tokens=1 << 22, key_share=1.0
+            sequences=2048, tokens=1 << 22, waiting=64, overload_seconds=2.0, key_share=1.0
         )
+    with live_server(engine={"max_num_seqs": 300, "max_num_queued_reqs": 600}) as server:
+        limits = queue_limits(server.llm.config, server.llm.info, 1)
+        assert (limits.waiting, limits.overload_seconds) == (150, None)
+
+
+def test_a_burst_is_taken_and_a_standing_queue_is_not() -> None:
+    now = 10.0
+    overload = Overload(lambda: now)
+    limits = QueueLimits(waiting=4, overload_seconds=2.0)
+    overload.observe(5, limits)
+    now = 11.9
+    overload.check(limits)
+    overload.observe(1000, limits)
+    now = 12.0
+    with pytest.raises(OverLimitError, match=r"1000 sequences wait, for 2.0 s more than 4 \(--max-overload-seconds\)"):
+        overload.check(limits)
+    overload.check(QueueLimits(waiting=4))
+    overload.observe(4, limits)
+    overload.check(limits)
+    overload.observe(5, limits)
+    overload.check(limits)
+
+
+@pytest.mark.setting("--max-overload-seconds")
+def test_an_overloaded_server_refuses_further_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MIN_WAITING", 3)
+    with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0.2}) as server:
+        connections = started(server, SLOW, {}, 5)
+        time.sleep(0.3)
+        assert server.post("/v1/completions", SHORT)[0] == 200  # as many wait as may
+        connections += started(server, SLOW | {"max_tokens": 1000}, {}, 3)
+        eventually(lambda: server.post("/v1/completions", SHORT)[0] == 429)
+        assert rejections(server, "max_overload_seconds") >= 1
+        for connection in connections:
+            connection.close()
+        eventually(lambda: not server.llm.num_unfinished)
+        assert server.post("/v1/completions", SHORT)[0] == 200
 
 
 def test_what_ended_does_not_count() -> None:
