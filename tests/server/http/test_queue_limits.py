@@ -136,12 +136,15 @@ def test_a_burst_is_taken_and_a_standing_queue_is_not() -> None:
 def test_an_overloaded_server_refuses_further_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MIN_WAITING", 3)
     with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0.2}) as server:
-        connections = started(server, SLOW, {}, 5)
+        connections = started(server, SLOW | {"max_tokens": 1000}, {}, 5)
+        eventually(lambda: server.llm.stats.waiting == 3)
         time.sleep(0.3)
-        assert server.post("/v1/completions", SHORT)[0] == 200  # as many wait as may
-        connections += started(server, SLOW | {"max_tokens": 1000}, {}, 3)
-        eventually(lambda: server.post("/v1/completions", SHORT)[0] == 429)
-        assert rejections(server, "max_overload_seconds") >= 1
+        server.llm.check_load(Load(1), "")  # as many wait as may
+        connections += started(server, SLOW, {})
+        eventually(lambda: server.llm.stats.waiting == 4)
+        time.sleep(0.3)
+        assert server.post("/v1/completions", SHORT)[0] == 429
+        assert rejections(server, "max_overload_seconds") == 1
         for connection in connections:
             connection.close()
         eventually(lambda: not server.llm.num_unfinished)
