@@ -23,7 +23,8 @@ CACHE: Final = ("--kv-cache-memory-bytes", str(256 << 20))
 """Pages of the KV cache become resident when they are first used: with a small one that growth ends soon."""
 
 OVERLOAD: Final = 10.0  # times the requests that the server completes
-CALIBRATION_SECONDS: Final = 30.0
+CALIBRATION_SECONDS: Final = 60.0
+CALIBRATION_CLIENTS: Final = 128  # as many sequences as run at a time by default
 DRAIN_SECONDS: Final = 90.0  # after which a request that was sent during the overload counts as lost
 MAX_OPEN: Final = 4_000  # connections that the overload keeps open; more than a server admits by default
 
@@ -127,7 +128,7 @@ async def _measure_capacity(server: Server) -> tuple[float, list[Answer]]:
             number += 1
 
     begin = time.monotonic()
-    await asyncio.gather(*(client(i * 1000) for i in range(64)))
+    await asyncio.gather(*(client(i * 1000) for i in range(CALIBRATION_CLIENTS)))
     done = [each for each in answers if each.done]
     return max(1.0, len(done) / (time.monotonic() - begin)), done
 
