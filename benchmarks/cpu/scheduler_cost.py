@@ -1,6 +1,7 @@
 """Host cost of one decode step: schedule + update with many running requests and no model.
 
 Prints one JSON line per mode. `planned_ahead`: each step is planned before the result of the one before is known.
+`journal`: the calls are recorded, as an engine does for incident snapshots.
 
 With `--drafts K` every sequence has K drafts in each step, all of which are accepted.
 
@@ -14,10 +15,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 
 import numpy as np
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.incident.journal import Journal
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
@@ -27,7 +31,8 @@ from pagoda.common.engine.speculative.proposer import DraftContext, Drafter
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.models.caches import FullCache
 
-BLOCKS, BLOCK_SIZE, PROMPT, MAX_TOKENS, WARM_STEPS = 40_000, 16, 128, 2000, 20
+LAYOUT = KvLayout((KvGroup(FullCache(3, 64), (0,)),), 16)
+BLOCKS, PROMPT, MAX_TOKENS, WARM_STEPS = 40_000, 128, 2000, 20
 
 
 class Constant:
@@ -46,11 +51,11 @@ def make_scheduler(running: int, drafts: int) -> Scheduler:
         max_model_len=4096,
         max_num_batched_tokens=8192,
         max_num_seqs=max(running, 8),
-        block_size=BLOCK_SIZE,
+        block_size=LAYOUT.block_size,
         max_drafts=drafts,
     )
     kv = KvManager(
-        KvLayout((KvGroup(FullCache(3, 64), (0,)),), BLOCK_SIZE),
+        LAYOUT,
         (BLOCKS,),
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
@@ -81,14 +86,17 @@ def result_of(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, tokens)
 
 
-def measure(running: int, steps: int, drafts: int, *, planned_ahead: bool) -> dict[str, float | int | bool]:
+def measure(
+    running: int, steps: int, drafts: int, *, planned_ahead: bool, journal: bool
+) -> dict[str, float | int | bool]:
     """Milliseconds per step."""
     scheduler = make_scheduler(running, drafts)
+    record = Journal(scheduler, LAYOUT, (BLOCKS,)) if journal else None
     flights: list[StepPlan] = []
     schedule_ms, update_ms = [], []
     for _ in range(WARM_STEPS + steps):
         begin = time.perf_counter()
-        plan = scheduler.schedule()
+        plan = scheduler.schedule() if record is None else record.schedule(scheduler.schedule)
         planned = time.perf_counter()
         assert plan is not None
         flights.append(plan)
@@ -98,7 +106,10 @@ def measure(running: int, steps: int, drafts: int, *, planned_ahead: bool) -> di
         oldest = flights.pop(0)
         result = result_of(oldest)
         begin = time.perf_counter()
-        scheduler.update(oldest, result)
+        if record is None:
+            scheduler.update(oldest, result)
+        else:
+            record.update(oldest, partial(scheduler.update, oldest, result))
         update_ms.append((time.perf_counter() - begin) * 1e3)
     schedule_ms, update_ms = schedule_ms[WARM_STEPS:], update_ms[WARM_STEPS:]
     schedule, update = statistics.median(schedule_ms), statistics.median(update_ms)
@@ -106,10 +117,12 @@ def measure(running: int, steps: int, drafts: int, *, planned_ahead: bool) -> di
         "running": running,
         "drafts": drafts,
         "planned_ahead": planned_ahead,
+        "journal": journal,
         "schedule_ms": round(schedule, 3),
         "update_ms": round(update, 3),
         "sum_ms": round(schedule + update, 3),
         "sum_p10_ms": round(sum(statistics.quantiles(each, n=10)[0] for each in (schedule_ms, update_ms)), 3),
+        "schedule_max_ms": round(max(schedule_ms), 3),
         "sum_mean_ms": round(statistics.fmean(schedule_ms) + statistics.fmean(update_ms), 3),
     }
 
@@ -121,9 +134,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=0)
     args = parser.parse_args()
-    for planned_ahead in (False, True):
-        json.dump(measure(args.running, args.steps, args.drafts, planned_ahead=planned_ahead), sys.stdout)
-        print()
+    for planned_ahead, journal in product((False, True), repeat=2):
+        cost = measure(args.running, args.steps, args.drafts, planned_ahead=planned_ahead, journal=journal)
+        json.dump(cost, sys.stdout)
+        print(flush=True)
 
 
 if __name__ == "__main__":
