@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from faults.report import Options, Report
-from faults.server import MemoryProbe, Server, serving
+from faults.server import CACHE, MemoryProbe, Server, serving
 from faults.streams import Neighbours, neighbours
 
 MIB: Final = 1 << 20
@@ -118,7 +118,7 @@ def _edits(field: str) -> bytes:
 
 def bombs(options: Options) -> Iterator[Report]:
     """Each bomb beside ten streams: gaps of at most 0.5 s, memory of at most 300 MB more."""
-    flags = [word for key in KEYS for word in ("--api-key", key)]
+    flags = [*CACHE, *(word for key in KEYS for word in ("--api-key", key))]
     log = Path(options.log_folder) / "bombs.log"
     server: Server | None = None
     try:

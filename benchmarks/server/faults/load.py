@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from faults.report import Options, Report
-from faults.server import MemoryProbe, Server, Usage, serving
+from faults.server import CACHE, MemoryProbe, Server, Usage, serving
 from faults.streams import Answer, ask, neighbours, stream_body
 
 SOCKETS: Final = 5_000
 CLOSE_SECONDS: Final = 60.0  # within which the server must have closed them: over three times its longest default
 MAX_GROWTH: Final = 300.0  # MB
-CACHE: Final = ("--kv-cache-memory-bytes", str(256 << 20))
-"""Pages of the KV cache become resident when they are first used: with a small one that growth ends soon."""
 
 OVERLOAD: Final = 10.0  # times the requests that the server completes
 CALIBRATION_SECONDS: Final = 60.0

@@ -22,6 +22,8 @@ from typing import Any, Final
 START_SECONDS: Final = 180
 ENGINE_MODULE: Final = "core_client.engine"
 DESCRIPTORS: Final = 20_000
+CACHE: Final = ("--kv-cache-memory-bytes", str(256 << 20))
+"""Pages of the KV cache become resident when they are first used: with a small one that growth ends soon."""
 
 
 @dataclass(frozen=True)
