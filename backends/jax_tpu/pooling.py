@@ -24,6 +24,7 @@ from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh
+from pagoda.backends.jax_tpu.profiler import JaxTracer
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
@@ -51,7 +52,8 @@ def create(options: PoolingOptions) -> JaxPooling:
     model = build_model(spec, kv_layout(spec, limits.block_size), mesh, model_dtype, limits.max_model_len, kernel)
     limits = fit_pooling(model, limits, pooling_room(model, options.memory_share), stated=options.batch_stated)
     cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
-    return JaxPooling(model, limits, programs.strict, bundle, cache)
+    tracer = None if options.profiler is None else JaxTracer(options.profiler)
+    return JaxPooling(model, limits, programs.strict, bundle, cache, tracer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class JaxPooling:
         strict: bool = False,
         bundle: Bundle | None = None,
         compile_cache: CompileCache | None = None,
+        tracer: JaxTracer | None = None,
     ) -> None:
         assert model.spec.pooler is not None, "the model pools"
         self.model, self.limits, self.pooler = model, limits, model.spec.pooler
@@ -95,7 +98,7 @@ class JaxPooling:
         self.programs: CompiledPrograms[PoolProgramSet, PoolShape] = CompiledPrograms(
             self.program_set, strict=strict, cache=compile_cache
         )
-        self._bundle, self._leaves = bundle, Leaves()
+        self._bundle, self._leaves, self.tracer = bundle, Leaves(), tracer
         if bundle is not None:
             bundle.check(self.program_set, limits)
 

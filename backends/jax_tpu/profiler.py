@@ -1,0 +1,41 @@
+"""Traces of steps by jax.profiler: a folder per profile, for TensorBoard and XProf, with a trace for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from pagoda.common.config.groups.profiler import FLAG, ProfilerConfig
+from pagoda.common.errors import ConfigError
+
+_TORCH_ONLY: Final = ("torch_profiler_record_shapes", "torch_profiler_with_memory", "torch_profiler_with_flops")
+
+
+class JaxTracer:
+    """Implements common.backend.StepTracer. Raises ConfigError for settings that jax's profiler does not have."""
+
+    def __init__(self, config: ProfilerConfig) -> None:
+        for key in _TORCH_ONLY:
+            if getattr(config, key):
+                raise ConfigError(FLAG, f"{key} is not recorded by jax's profiler; drop it")
+        if not config.torch_profiler_use_gzip:
+            raise ConfigError(FLAG, "torch_profiler_use_gzip: jax's profiler compresses every trace; drop it")
+        self._config = config
+        self._path = Path()
+
+    def start(self, name: str) -> None:
+        """Trace the programs that are enqueued from now on. Raises RuntimeError if jax's profiler runs already."""
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = int(self._config.torch_profiler_with_stack)
+        path = self._config.folder / name
+        jax.profiler.start_trace(path, profiler_options=options)
+        self._path = path
+
+    def stop(self) -> Path:
+        """Wait for the devices, write the trace and return its folder."""
+        for device in jax.local_devices():
+            device.synchronize_all_activity()
+        jax.profiler.stop_trace()
+        return self._path

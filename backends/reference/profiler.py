@@ -1,0 +1,64 @@
+"""Traces of steps by torch.profiler, on CPUs and NVIDIA GPUs: one file in Chrome's trace format per profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from pagoda.common.config.groups.profiler import ProfilerConfig
+
+RunInOrder = Callable[[Callable[[], Any]], Any]
+"""Calls a function after the steps that were executed before, on the thread that runs them; returns its result."""
+
+_SUFFIX: Final = ".pt.trace.json"
+
+
+class TorchTracer:
+    """Implements common.backend.StepTracer. torch traces the operators of the thread that starts the profiler."""
+
+    def __init__(self, config: ProfilerConfig, run: RunInOrder, *, is_gpu: bool = False) -> None:
+        self._config, self._run = config, run
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+        self._profile: Any = None
+        self._name = ""
+
+    def start(self, name: str) -> None:
+        """Trace the steps that are executed from now on. Raises RuntimeError if torch's profiler runs already."""
+        self._run(lambda: self._start(name))
+
+    def stop(self) -> Path:
+        """Wait for the steps before, write their trace and return its path. Raises OSError, RuntimeError."""
+        path: Path = self._run(self._stop)
+        return path
+
+    def _start(self, name: str) -> None:
+        config = self._config
+        profile = torch.profiler.profile(
+            activities=self._activities,
+            with_stack=config.torch_profiler_with_stack,
+            record_shapes=config.torch_profiler_record_shapes,
+            profile_memory=config.torch_profiler_with_memory,
+            with_flops=config.torch_profiler_with_flops,
+        )
+        profile.start()
+        self._profile, self._name = profile, name
+
+    def _stop(self) -> Path:
+        profile, self._profile = self._profile, None
+        profile.stop()
+        file = self._name + _SUFFIX + (".gz" if self._config.torch_profiler_use_gzip else "")
+        unfinished, path = self._config.folder / f".{file}", self._config.folder / file
+        try:
+            profile.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(unfinished)
+            raise
+        return path
