@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 
@@ -16,13 +17,14 @@ _TORCH_ONLY: Final = ("torch_profiler_record_shapes", "torch_profiler_with_memor
 class JaxTracer:
     """Implements common.backend.StepTracer. Raises ConfigError for settings that jax's profiler does not have."""
 
-    def __init__(self, config: ProfilerConfig) -> None:
+    def __init__(self, config: ProfilerConfig, latest: Callable[[], Any]) -> None:
+        """`latest`: returns the arrays that the newest step writes."""
         for key in _TORCH_ONLY:
             if getattr(config, key):
                 raise ConfigError(FLAG, f"{key} is not recorded by jax's profiler; drop it")
         if not config.torch_profiler_use_gzip:
             raise ConfigError(FLAG, "torch_profiler_use_gzip: jax's profiler compresses every trace; drop it")
-        self._config = config
+        self._config, self._latest = config, latest
         self._path = Path()
 
     def start(self, name: str) -> None:
@@ -34,8 +36,7 @@ class JaxTracer:
         self._path = path
 
     def stop(self) -> Path:
-        """Wait for the devices, write the trace and return its folder."""
-        for device in jax.local_devices():
-            device.synchronize_all_activity()
+        """Wait for the steps before, write the trace and return its folder."""
+        jax.block_until_ready(self._latest())
         jax.profiler.stop_trace()
         return self._path

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from pagoda.common.config.groups.profiler import ProfilerConfig
@@ -20,7 +21,7 @@ _SUFFIX: Final = ".pt.trace.json"
 
 
 class TorchTracer:
-    """Implements common.backend.StepTracer. torch traces the operators of the thread that starts the profiler."""
+    """Implements common.backend.StepTracer. Operators of all threads are traced, Python calls of those that run."""
 
     def __init__(self, config: ProfilerConfig, run: RunInOrder, *, is_gpu: bool = False) -> None:
         self._config, self._run = config, run
@@ -45,6 +46,7 @@ class TorchTracer:
             record_shapes=config.torch_profiler_record_shapes,
             profile_memory=config.torch_profiler_with_memory,
             with_flops=config.torch_profiler_with_flops,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         profile.start()
         self._profile, self._name = profile, name

@@ -53,9 +53,7 @@ class StepProfiler:
             self._end()
         ended, self._ended = self._ended, None
         if ended is None:
-            raise RequestError(
-                "", "no profile is being taken; start one first (POST /start_profile, or start_profile())"
-            )
+            raise RequestError("", "no profile was started; start one first (POST /start_profile, or start_profile())")
         if isinstance(ended, RequestError):
             raise ended
         return ended
