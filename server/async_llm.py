@@ -606,12 +606,8 @@ class AsyncLLM(ExplainsMissingMethods):
         request = check_profile(self.config.extension.profiler, profile_prefix, delay_iterations, max_iterations)
         await self._call_profiler(lambda ticket: StartProfile(ticket, request))
 
-    async def stop_profile(self) -> None:
-        """Write the trace. Raises RequestError, EngineDeadError, ConfigError without profiler_config."""
-        await self.stop_trace()
-
-    async def stop_trace(self) -> str:
-        """As `stop_profile`; return the path of the trace."""
+    async def stop_profile(self) -> str:
+        """Write the trace and return its path. See LLMEngine.stop_profile; raises EngineDeadError, too."""
         if self.config.extension.profiler is None:
             raise ConfigError(PROFILER_FLAG, PROFILER_OFF)
         return await self._call_profiler(StopProfile)

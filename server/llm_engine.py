@@ -317,9 +317,13 @@ class LLMEngine(ExplainsMissingMethods):
         request = check_profile(self.config.extension.profiler, profile_prefix, delay_iterations, max_iterations)
         self._profiler.start(request)
 
-    def stop_profile(self) -> None:
-        """Write the trace, whose path is logged. Raises RequestError, ConfigError without profiler_config."""
-        self._profiler.stop()
+    def stop_profile(self) -> str:
+        """Write the trace and return its path; after `max_iterations` it is written already.
+
+        Raises RequestError if no profile was started or no trace could be written, ConfigError without
+        profiler_config.
+        """
+        return self._profiler.stop()
 
     @property
     def _profiler(self) -> StepProfiler:

@@ -50,7 +50,7 @@ class StepProfiler:
                     f"no trace was written: {self._steps} steps ran, of which the first {delay} are not traced; send "
                     "more requests before the stop, or lower delay_iterations",
                 )
-            self._end()
+            self._end(self._request)
         ended, self._ended = self._ended, None
         if ended is None:
             raise RequestError("", "no profile was started; start one first (POST /start_profile, or start_profile())")
@@ -63,7 +63,7 @@ class StepProfiler:
         if (request := self._request) is None:
             return
         if self._has_all_steps(request):
-            self._end()
+            self._end(request)
             return
         if not self._is_tracing and self._steps >= request.delay_iterations:
             try:
@@ -76,8 +76,8 @@ class StepProfiler:
 
     def on_idle(self) -> None:
         """End tracing after the last step that it should have, when no other follows."""
-        if self._request is not None and self._has_all_steps(self._request):
-            self._end()
+        if (request := self._request) is not None and self._has_all_steps(request):
+            self._end(request)
 
     def _has_all_steps(self, request: ProfileRequest) -> bool:
         last = request.delay_iterations + request.max_iterations
@@ -92,12 +92,12 @@ class StepProfiler:
             raise RequestError("", f"the profiler cannot start: {_cause(error)}") from error
         self._is_tracing = True
 
-    def _end(self) -> None:
+    def _end(self, request: ProfileRequest) -> None:
         """Write the trace and keep its path, or the failure, for `stop`."""
         self._request, self._is_tracing = None, False
         try:
             self._ended = str(self._tracer.stop())
-            logger.info("profile of %d steps: %s", self._steps, self._ended)
+            logger.info("trace of %d steps: %s", self._steps - request.delay_iterations, self._ended)
         except Exception as error:  # the engine goes on
             self._ended = RequestError("", f"the trace could not be written: {_cause(error)}")
             logger.error("%s", self._ended)
