@@ -21,7 +21,11 @@ _SUFFIX: Final = ".pt.trace.json"
 
 
 class TorchTracer:
-    """Implements common.backend.StepTracer. Operators of all threads are traced, Python calls of those that run."""
+    """Implements common.backend.StepTracer. Operators of all threads are traced.
+
+    With `torch_profiler_with_memory` only those of the thread that `run` calls functions on: torch records no
+    allocations otherwise.
+    """
 
     def __init__(self, config: ProfilerConfig, run: RunInOrder, *, is_gpu: bool = False) -> None:
         self._config, self._run = config, run
@@ -46,7 +50,7 @@ class TorchTracer:
             record_shapes=config.torch_profiler_record_shapes,
             profile_memory=config.torch_profiler_with_memory,
             with_flops=config.torch_profiler_with_flops,
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            experimental_config=_ExperimentalConfig(profile_all_threads=not config.torch_profiler_with_memory),
         )
         profile.start()
         self._profile, self._name = profile, name

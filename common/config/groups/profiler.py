@@ -48,7 +48,7 @@ class ProfilerConfig:
     torch_profiler_with_stack: bool = True  # Python calls, too
     torch_profiler_record_shapes: bool = False  # shapes of the operators' inputs
     torch_profiler_with_memory: bool = False  # allocations
-    torch_profiler_with_flops: bool = False  # FLOP of matrix products and convolutions
+    torch_profiler_with_flops: bool = False  # what FLOP are computed from: shapes, and arguments such as strides
     torch_profiler_use_gzip: bool = True  # compress traces
     delay_iterations: int = 0  # steps after the start that are not traced
     max_iterations: int = 0  # traced steps after which the trace is written by itself; 0: no limit
