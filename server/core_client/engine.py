@@ -136,6 +136,7 @@ def run_engine(
                 case TakeSnapshot(ticket):
                     send(_take_snapshot(incidents, ticket))
                 case StartProfile() | StopProfile():
+                    progress.busy = False  # it may take longer than a step: a trace is written
                     send(_change_profile(core.profiler, command))
                 case Shutdown():
                     return
