@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support.jax_devices  # noqa: F401
 import torch
 from support.byte_text import byte_tokenizer
 from support.fake_engine import PROGRAM
@@ -248,16 +249,17 @@ def test_a_trace_of_torch_cuda(model: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_trace_of_jax_tpu(model: str, tmp_path: Path) -> None:
     pytest.importorskip("flax")
     config = profiler(tmp_path, torch_profiler_with_stack=True)
-    llm = LLM(model, backend="jax_tpu", **{**SMALL, "max_model_len": 32}, profiler_config=config)
+    settings = SMALL | {"max_model_len": 32, "max_num_seqs": 1, "data_parallel_size": 2}
+    llm = LLM(model, backend="jax_tpu", **settings, profiler_config=config)
     llm.start_profile("steps")
-    llm.generate("abcd", PARAMS, use_tqdm=False)
+    llm.generate(["abcd", "efgh"], PARAMS, use_tqdm=False)
     folder = Path(llm.stop_profile())
     llm.shutdown()
     assert folder.parent == tmp_path
     assert folder.name.startswith("steps_")
     (trace,) = folder.rglob("*.trace.json.gz")
     names = Counter(event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
-    assert names["ThunkExecutor::Execute"] >= 6, "the programs of six steps"
+    assert names["ThunkExecutor::Execute"] >= 6, "the programs of six steps, which both replicas run"
     assert any("execute_shards" in name for name in names), "Python calls"
 
 

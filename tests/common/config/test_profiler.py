@@ -53,6 +53,7 @@ def test_harmless_values_of_keys_without_use_are_accepted() -> None:
         (TORCH | {"ignore_frontend": False}, "ignore_frontend False is not supported: .*drop it"),
         (TORCH | {"torch_profiler_dump_cuda_time_total": True}, "dump_cuda_time_total True is not supported"),
         (TORCH | {"wait_iterations": 1}, "wait_iterations 1 is not supported: use delay_iterations"),
+        (TORCH | {"wait_iterations": False}, "wait_iterations False is not supported"),
         (TORCH | {"warmup_iterations": 1}, "warmup_iterations 1 is not supported: use delay_iterations"),
         (TORCH | {"active_iterations": 6}, "active_iterations 6 is not supported: use max_iterations"),
         (TORCH | {"cuda_profiler_control_dp_rank": 1}, "cuda_profiler_control_dp_rank 1 is not supported"),

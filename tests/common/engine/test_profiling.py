@@ -92,6 +92,12 @@ def test_a_profile_that_ended_by_itself_may_be_followed_by_another(profiled: Pro
     steps = profiled.run(2)
     profiled.profiler.stop()
     assert profiled.traces[1:] == [steps]
+    profiled.profiler.start(ProfileRequest("", 0, 1))
+    profiled.run(4)
+    profiled.profiler.start(ProfileRequest("", 50, 0))
+    for message in ("no trace was written", "no profile was started"):
+        with pytest.raises(RequestError, match=message):
+            profiled.profiler.stop()
 
 
 def test_no_start_twice_and_no_stop_without_a_start(profiled: Profiled) -> None:
