@@ -2,8 +2,8 @@
 
 usage: python profiler_cost.py MODEL [--rounds N] [--steps N] [--output JSON]
 
-Three engines (without the flag, with it, with it and Python calls) generate in turn. The second and third generate twice
-in each round: without a profile, and traced. Times are processor seconds; "wall" is by the clock.
+Three engines (without the flag, with it, with it and Python calls) generate in turn. The second and third generate
+twice in each round: without a profile, and traced. Times are processor seconds; "wall" is by the clock.
 """
 
 from __future__ import annotations

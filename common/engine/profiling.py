@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import Final
 
 from pagoda.common.backend import StepTracer
 from pagoda.common.config.groups.profiler import ProfileRequest
@@ -12,7 +13,7 @@ from pagoda.common.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_PREFIX = "pagoda"
+_DEFAULT_PREFIX: Final = "pagoda"
 
 
 class StepProfiler:
