@@ -14,6 +14,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.config.groups.profiler import ProfilerConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
@@ -105,6 +106,7 @@ class BackendOptions:
     batch_invariant: bool = False  # a token's numbers do not depend on what else is in its step
     drafter: DrafterSpec | None = None  # guesses the drafts of the next step; None: drafts come from the host, or none
     lora: LoraOptions | None = None  # None: no request has an adapter
+    profiler: ProfilerConfig | None = None  # None: steps are not traced
 
     def __post_init__(self) -> None:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
@@ -157,6 +159,7 @@ class PoolingOptions:
     programs: ProgramOptions = ProgramOptions()
     memory_share: float = 1.0  # fraction of each device's memory that may be used
     batch_stated: bool = True  # False: the batch may be reduced to fit the memory
+    profiler: ProfilerConfig | None = None  # None: steps are not traced
 
 
 class Pending(Protocol[ResultT_co]):
@@ -337,6 +340,30 @@ class CheckpointBackend(Backend, Protocol):
 
     def load_checkpoint(self, folder: Path) -> None:
         """In place of `load`: read the arrays of a converted folder. Raises ConfigError, or WeightError."""
+        ...
+
+
+class StepTracer(Protocol):
+    """Traces the steps of a backend with the profiler of its framework, one trace at a time.
+
+    Both methods raise OSError, or what the framework raises; tracing has ended then.
+    """
+
+    def start(self, name: str) -> None:
+        """Trace the steps that are executed from now on. `name`: of the file or folder of the trace."""
+        ...
+
+    def stop(self) -> Path:
+        """Wait for the steps that were executed before, write their trace and return its path."""
+        ...
+
+
+class ProfilingBackend(DeviceBackend, Protocol):
+    """A backend whose steps can be traced, of a generating or a pooling model."""
+
+    @property
+    def tracer(self) -> StepTracer | None:
+        """What traces its steps; None without `profiler` in the options that it was created with."""
         ...
 
 

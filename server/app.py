@@ -127,6 +127,8 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.batches = BatchRunner(state, app)
     app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
     _include_routes(app, config)
+    if state.engine.config.extension.profiler is not None:
+        app.include_router(dev.profiler_router)
     for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_middlewares(app, config, state.metrics)

@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
+from pagoda.common.config.groups.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, EngineStats, RequestEvents, StepOutputs
@@ -28,6 +30,7 @@ from pagoda.server.ipc_messages import (
     EngineInfo,
     FromEngine,
     LoadAdapter,
+    ProfileState,
     Ready,
     Refused,
     RemoveAdapter,
@@ -35,10 +38,12 @@ from pagoda.server.ipc_messages import (
     Restarting,
     SleepState,
     SnapshotTaken,
+    StartProfile,
     StepReply,
+    StopProfile,
     TakeSnapshot,
 )
-from pagoda.server.llm_engine import NO_PROFILER, check_stat_loggers, log_engine_stats, open_tracer
+from pagoda.server.llm_engine import check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.grammar_check import MAX_WAITING, GrammarCheck, check_of
@@ -597,12 +602,22 @@ class AsyncLLM(ExplainsMissingMethods):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Raise ConfigError: there is no profiler."""
-        raise ConfigError("--profiler-config", NO_PROFILER)
+        """Trace the engine's steps from now on. See LLMEngine.start_profile; raises EngineDeadError, too."""
+        request = check_profile(self.config.extension.profiler, profile_prefix, delay_iterations, max_iterations)
+        await self._call_profiler(lambda ticket: StartProfile(ticket, request))
 
-    async def stop_profile(self) -> None:
-        """Raise ConfigError: there is no profiler."""
-        raise ConfigError("--profiler-config", NO_PROFILER)
+    async def stop_profile(self) -> str:
+        """Write the trace and return its path. See LLMEngine.stop_profile; raises EngineDeadError, too."""
+        if self.config.extension.profiler is None:
+            raise ConfigError(PROFILER_FLAG, PROFILER_OFF)
+        return await self._call_profiler(StopProfile)
+
+    async def _call_profiler(self, command: Callable[[int], StartProfile | StopProfile]) -> str:
+        reply = await self._engine.call(command)
+        assert isinstance(reply, ProfileState)
+        if reply.error is not None:
+            raise RequestError(*reply.error)
+        return reply.path
 
     async def collective_rpc(
         self,

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.profiler import ProfileRequest
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.pooling import PoolingTask
@@ -153,6 +154,19 @@ class TakeSnapshot(msgspec.Struct, tag="take_snapshot", frozen=True):
     ticket: int
 
 
+class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
+    """Trace the steps that follow; the reply is ProfileState."""
+
+    ticket: int
+    request: ProfileRequest
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
+    """Write the trace; the reply is ProfileState."""
+
+    ticket: int
+
+
 class RemoveAdapter(msgspec.Struct, tag="remove_adapter", frozen=True):
     """Forget the LoRA adapters of a number; running requests keep theirs."""
 
@@ -227,6 +241,14 @@ class SnapshotTaken(msgspec.Struct, tag="snapshot_taken", frozen=True):
     error: str = ""  # why it could not be written
 
 
+class ProfileState(msgspec.Struct, tag="profile_state", frozen=True):
+    """Reply to StartProfile and StopProfile."""
+
+    ticket: int
+    path: str = ""  # of the trace that was written
+    error: tuple[str, str] | None = None  # field and reason, if it failed
+
+
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     """Sent every second."""
 
@@ -234,10 +256,10 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool  # a request is unfinished
 
 
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot | StartProfile | StopProfile
 """A command with a reply that has the same ticket."""
 
-Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken
+Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken | ProfileState
 
 ToEngine = AddRequest | Abort | Command | RemoveAdapter | Shutdown
 FromEngine = Ready | Failed | Restarting | StepReply | Refused | Reply | Heartbeat

@@ -477,12 +477,12 @@ class LLM(ExplainsMissingMethods):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Raise ConfigError: there is no profiler."""
-        self.llm_engine.start_profile(profile_prefix)
+        """Trace steps from now on. See LLMEngine.start_profile."""
+        self.llm_engine.start_profile(profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
 
-    def stop_profile(self) -> None:
-        """Raise ConfigError: there is no profiler."""
-        self.llm_engine.stop_profile()
+    def stop_profile(self) -> str:
+        """Write the trace and return its path. See LLMEngine.stop_profile."""
+        return self.llm_engine.stop_profile()
 
     def reset_mm_cache(self) -> None:
         """Return: there is no cache of media."""

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
+from pagoda.common.config.groups.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats, RequestEvents
+from pagoda.common.engine.profiling import StepProfiler
 from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
@@ -305,12 +308,28 @@ class LLMEngine(ExplainsMissingMethods):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Raise ConfigError: there is no profiler."""
-        raise ConfigError("--profiler-config", NO_PROFILER)
+        """Trace the steps that follow, until `stop_profile`, with `profiler_config`.
 
-    def stop_profile(self) -> None:
-        """Raise ConfigError: there is no profiler."""
-        raise ConfigError("--profiler-config", NO_PROFILER)
+        `profile_prefix`: beginning of the file's name. `delay_iterations`: steps that are skipped first.
+        `max_iterations`: steps after which the trace is written without a stop; 0: none. None: as configured. Raises
+        RequestError, ConfigError without profiler_config.
+        """
+        request = check_profile(self.config.extension.profiler, profile_prefix, delay_iterations, max_iterations)
+        self._profiler.start(request)
+
+    def stop_profile(self) -> str:
+        """Write the trace and return its path; after `max_iterations` it is written already.
+
+        Raises RequestError if no profile was started or no trace could be written, ConfigError without
+        profiler_config.
+        """
+        return self._profiler.stop()
+
+    @property
+    def _profiler(self) -> StepProfiler:
+        if self._core.profiler is None:
+            raise ConfigError(PROFILER_FLAG, PROFILER_OFF)
+        return self._core.profiler
 
     def collective_rpc(
         self,
@@ -413,9 +432,6 @@ def open_tracer(config: EngineConfig) -> Tracer | None:
             "--otlp-traces-endpoint", f"opentelemetry is not installed ({error}); pip install 'pagoda[otlp]'"
         ) from None
     return Tracer(config.observability, config.model.names[0])
-
-
-NO_PROFILER = "there is no built-in profiler; use py-spy"
 
 
 def check_stat_loggers(stat_loggers: Sequence[object] | None) -> None:

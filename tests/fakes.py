@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -532,3 +533,29 @@ class ByteTokenizer:
         kept = bytes(token for token in token_ids if token < 256)
         end = "" if skip_special_tokens or 256 not in token_ids else "<eos>"
         return kept.decode(errors="replace") + end
+
+
+class FakeTracer:
+    """A tracer of a FakeBackend, whose traces are lists of step numbers. `failure`: what the next call raises."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.failure: Exception | None = None
+        self.traces: dict[str, list[int]] = {}
+        self._backend, self._name, self._first = backend, "", 0
+
+    def start(self, name: str) -> None:
+        assert not self._name, "one trace at a time"
+        self._raise()
+        self._name, self._first = name, len(self._backend.plans)
+
+    def stop(self) -> Path:
+        name, self._name = self._name, ""
+        assert name, "a trace was started"
+        self._raise()
+        self.traces[name] = [plan.step for plan in self._backend.plans[self._first :]]
+        return Path(name)
+
+    def _raise(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure

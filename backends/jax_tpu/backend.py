@@ -52,6 +52,7 @@ from pagoda.backends.jax_tpu.model.model import DraftInputs, Leaves, Model, Step
 from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh, platform
+from pagoda.backends.jax_tpu.profiler import JaxTracer
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.adapters import AdapterWriter, adapted_matrices
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
@@ -172,6 +173,7 @@ class JaxBackend:
     def __init__(self, options: BackendOptions, model: StepModel, bundle: Bundle | None = None) -> None:
         programs, limits, cache = options.programs, options.limits, options.cache
         self.model, self.limits, self.cache_config = model, limits, cache
+        self.tracer = None if options.profiler is None else JaxTracer(options.profiler, self._latest)
         self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
         self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
         self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
@@ -358,6 +360,9 @@ class JaxBackend:
             tokens[shard] = PendingTokens(fetch, partial(sampled.logprobs, *span), recompiles, guesses=guessed)
             recompiles = 0  # counted once
         return tokens
+
+    def _latest(self) -> tuple[Any, ...]:
+        return self._caches, None if self._sampler is None else self._sampler.history
 
     def _draft(self, step: EnqueuedStep, tokens: jax.Array | Int32) -> jax.Array:
         """Enqueue the drafter. Return the guesses int32 [S, K]. `tokens` int32 [S * width]: the sampled ones."""

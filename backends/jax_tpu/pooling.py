@@ -24,9 +24,11 @@ from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel import make_mesh
+from pagoda.backends.jax_tpu.profiler import JaxTracer
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.profiler import ProfilerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules, PoolPlan, PoolResult
 from pagoda.common.engine.step import Float32
@@ -51,7 +53,7 @@ def create(options: PoolingOptions) -> JaxPooling:
     model = build_model(spec, kv_layout(spec, limits.block_size), mesh, model_dtype, limits.max_model_len, kernel)
     limits = fit_pooling(model, limits, pooling_room(model, options.memory_share), stated=options.batch_stated)
     cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
-    return JaxPooling(model, limits, programs.strict, bundle, cache)
+    return JaxPooling(model, limits, programs.strict, bundle, cache, options.profiler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class JaxPooling:
         strict: bool = False,
         bundle: Bundle | None = None,
         compile_cache: CompileCache | None = None,
+        profiler: ProfilerConfig | None = None,
     ) -> None:
         assert model.spec.pooler is not None, "the model pools"
         self.model, self.limits, self.pooler = model, limits, model.spec.pooler
@@ -96,6 +99,8 @@ class JaxPooling:
             self.program_set, strict=strict, cache=compile_cache
         )
         self._bundle, self._leaves = bundle, Leaves()
+        self.tracer = None if profiler is None else JaxTracer(profiler, lambda: self._latest)
+        self._latest: jax.Array | None = None  # of the newest step, with a tracer
         if bundle is not None:
             bundle.check(self.program_set, limits)
 
@@ -136,6 +141,8 @@ class JaxPooling:
         shape = self.program_set.shape_for(plan.num_tokens, of_tokens)
         raw: jax.Array = self.programs[shape](self._leaves, pack_pool(shape, plan))
         raw.copy_to_host_async()
+        if self.tracer is not None:
+            self._latest = raw
         return raw
 
     def close(self) -> None:

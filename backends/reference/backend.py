@@ -18,6 +18,7 @@ from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.drafters import load_drafter
 from pagoda.backends.reference.model.numerics import numerics, thread_count
+from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.threads import ComputeThreads, divide, part_of
 from pagoda.backends.reference.weights import Packer
@@ -118,6 +119,9 @@ class ReferenceBackend:
         self._drafter_spec, self._captured = options.drafter, captured_layers(options.drafter)
         self._drafts: DraftRunner | None = None
         self._guesses = np.full((options.limits.max_num_seqs, options.limits.max_drafts), -1, np.int32)  # of each row
+        self.tracer: TorchTracer | None = None
+        if options.profiler is not None:
+            self.tracer = TorchTracer(options.profiler, lambda work: self._worker.submit(work).result())
         self.filled: Future[None] | None = None  # the last slot for an adapter that was filled, or is to be
 
     @property

@@ -22,6 +22,7 @@ from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.model.recurrent.recurrence import PackedRecurrence
 from pagoda.backends.reference.model.streams import make_streams
+from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.weights import (
     AttentionParams,
     LatentAttentionParams,
@@ -32,6 +33,7 @@ from pagoda.backends.reference.weights import (
 )
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.profiler import ProfilerConfig
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.spec import ModelSpec
@@ -40,16 +42,21 @@ from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
 def create(options: PoolingOptions) -> ReferencePooling:
     """Return a backend without weights."""
-    return ReferencePooling(options.spec, options.limits, numerics(options.dtype))
+    return ReferencePooling(options.spec, options.limits, numerics(options.dtype), options.profiler)
 
 
 class ReferencePooling:
     """Implements common.backend.PoolingBackend."""
 
-    def __init__(self, spec: AnySpec, limits: Limits, numerics: Numerics) -> None:
+    def __init__(
+        self, spec: AnySpec, limits: Limits, numerics: Numerics, profiler: ProfilerConfig | None = None
+    ) -> None:
         assert spec.pooler is not None, "the model pools"
         self.spec, self.limits, self.numerics = spec, limits, numerics
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
+        self.tracer: TorchTracer | None = None
+        if profiler is not None:
+            self.tracer = TorchTracer(profiler, lambda work: self._worker.submit(work).result())
         self._pool: PoolPrompts | None = None
         self.num_bytes = 0
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.torch_cuda import ranks
 from pagoda.backends.torch_cuda.attention_backends.protocol import (
     AttentionKernels,
@@ -54,6 +55,7 @@ from pagoda.backends.torch_cuda.weights import Loader, packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
+from pagoda.common.config.groups.profiler import ProfilerConfig
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.shapes import GraphSizes
@@ -101,7 +103,7 @@ LATENT_MODULES: Final[Mapping[str, str | None]] = {
 
 def create(options: BackendOptions, device: Device | None = None) -> TorchCudaBackend:
     """Return a backend for one rank, without weights. `device`: instead of the rank's GPU. Raises ConfigError."""
-    return TorchCudaBackend(_rank_config(options, device), sleep_mode=options.sleep_mode)
+    return TorchCudaBackend(_rank_config(options, device), sleep_mode=options.sleep_mode, profiler=options.profiler)
 
 
 def check(options: BackendOptions) -> None:
@@ -226,8 +228,11 @@ def _create_attention(module: str, needs: AttentionRequirements) -> Any:
 class TorchCudaBackend:
     """Implements common.backend.SleepingBackend."""
 
-    def __init__(self, config: RankConfig, *, sleep_mode: bool = False) -> None:
+    def __init__(self, config: RankConfig, *, sleep_mode: bool = False, profiler: ProfilerConfig | None = None) -> None:
         self.config = config
+        self.tracer: TorchTracer | None = None
+        if profiler is not None:
+            self.tracer = TorchTracer(profiler, self._run_in_order, is_gpu=config.device.is_gpu)
         self._warmup_plans = WarmupPlans(config.limits, config.layout, adapters=config.lora is not None)
         self._stream: DeviceStream = make_stream(config.device)
         self._weights, self._cache = (Storage(config.device, sleep_mode=sleep_mode) for _ in range(2))
@@ -415,6 +420,11 @@ class TorchCudaBackend:
         """Map memory for the KV cache again. Raise MemoryError."""
         with self._stream.running():
             self._cache.wake_up()
+
+    def _run_in_order(self, work: Callable[[], Any]) -> Any:
+        """Call `work` after the steps that are queued, in the thread that queues them: the caller's."""
+        self._stream.synchronize()
+        return work()
 
     def close(self) -> None:
         """Release the device's memory."""

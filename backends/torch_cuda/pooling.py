@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from pagoda.backends.reference.execution import make_packed
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
+from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.torch_cuda.backend import CAPABILITIES, DTYPES
 from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHost, make_stream
@@ -23,6 +25,7 @@ from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.profiler import ProfilerConfig
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
@@ -36,7 +39,7 @@ def create(options: PoolingOptions) -> TorchCudaPooling:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
     if isinstance(options.spec, ModelSpec):
         SUPPORTED.check(options.spec)
-    return TorchCudaPooling(options.spec, options.limits, DTYPES[options.dtype], find_device())
+    return TorchCudaPooling(options.spec, options.limits, DTYPES[options.dtype], find_device(), options.profiler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,19 @@ class CudaPendingVectors:
 class TorchCudaPooling:
     """Implements common.backend.PoolingBackend."""
 
-    def __init__(self, spec: AnySpec, limits: Limits, dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self,
+        spec: AnySpec,
+        limits: Limits,
+        dtype: torch.dtype,
+        device: Device,
+        profiler: ProfilerConfig | None = None,
+    ) -> None:
         self.spec, self.limits, self.dtype, self.device = spec, limits, dtype, device
         self._stream: DeviceStream = make_stream(device)
+        self.tracer: TorchTracer | None = None
+        if profiler is not None:
+            self.tracer = TorchTracer(profiler, self._run_in_order, is_gpu=device.is_gpu)
         self._pool: PoolPrompts | None = None
         self.num_bytes = 0
         self._compiles = CompileCounter()
@@ -130,6 +143,10 @@ class TorchCudaPooling:
             flat = self._stream.fetch(torch.cat([output.flatten() for output in outputs]))
         shapes = tuple(tuple(output.shape) for output in outputs)
         return CudaPendingVectors(flat, shapes, self._compiles.count - before)
+
+    def _run_in_order(self, work: Callable[[], Any]) -> Any:
+        self._stream.synchronize()
+        return work()
 
     def close(self) -> None:
         """Release the device's memory."""

@@ -13,6 +13,7 @@ from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.config.groups.model import LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig
 from pagoda.common.config.groups.observability import LoggingConfig, ObservabilityConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.groups.profiler import ProfilerConfig, profiler_of
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.config.groups.speculative import SpeculativeConfig, speculative_of
@@ -61,7 +62,11 @@ class ExtensionConfig:
         {}, "Settings of encoder cache transfer between engines as JSON.", parse=json_object, refused=_NO_TRANSFER
     )
     profiler_config: Mapping[str, Any] = option(
-        {}, "Profiler settings as JSON.", parse=json_object, refused="there is no built-in profiler; use py-spy"
+        {},
+        "Profiler settings as JSON: profiler (torch), torch_profiler_dir, torch_profiler_with_stack, "
+        "torch_profiler_record_shapes, torch_profiler_with_memory, torch_profiler_with_flops, "
+        "torch_profiler_use_gzip, delay_iterations, max_iterations; see docs/guides/monitoring.md.",
+        parse=json_object,
     )
     additional_config: Mapping[str, Any] = option(
         {}, "Additional configuration for plugins as JSON; the engine does not read it.", parse=json_object
@@ -82,11 +87,17 @@ class ExtensionConfig:
 
     def __post_init__(self) -> None:
         speculative_of(self.speculative_config)
+        profiler_of(self.profiler_config)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
         """The settings of --speculative-config; None without speculation."""
         return speculative_of(self.speculative_config)
+
+    @property
+    def profiler(self) -> ProfilerConfig | None:
+        """The settings of --profiler-config; None without."""
+        return profiler_of(self.profiler_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,6 @@ _PATHS: Final = (
         "use --download-dir or HF_HOME, and --xla-cache-path for programs",
     ),
     _unused("VLLM_ASSETS_CACHE", "Directory of downloaded assets.", "no assets are downloaded"),
-    _unused("VLLM_TORCH_PROFILER_DIR", "Output directory of torch profiles.", "no built-in profiler; use py-spy"),
 )
 _DISTRIBUTED: Final = (
     _unused(
@@ -350,6 +349,11 @@ TEST_FORCE_LOAD_FORMAT: Final = _ours(
 BATCH_INVARIANT: Final = _ours(
     "BATCH_INVARIANT", "1: compute each token's numbers independently of the batch.", "batch_invariant"
 )
+TORCH_PROFILER_DIR: Final = _ours(
+    "TORCH_PROFILER_DIR",
+    "Folder of traces; enables the profiler, as --profiler-config does.",
+    maps_to=lambda text: {"profiler_config": {"profiler": "torch", "torch_profiler_dir": text}},
+)
 XLA_CACHE_PATH: Final = _ours(
     "XLA_CACHE_PATH", "Directory of jax_tpu's persistent compilation cache.", "xla_cache_path"
 )
@@ -432,6 +436,7 @@ VARIABLES: Final = (
     *(ALLOW_RUNTIME_LORA_UPDATING, LORA_RESOLVER_CACHE_DIR),
     *(ATTENTION_BACKEND, CPU_KVCACHE_SPACE, CPU_OMP_THREADS_BIND, OMP_NUM_THREADS),
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
+    TORCH_PROFILER_DIR,
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),
     HTTP_TIMEOUT_KEEP_ALIVE,
     MAX_STOP_STRINGS,

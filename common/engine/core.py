@@ -27,6 +27,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
 from pagoda.common.engine.lora.store import AdapterLoader, AdapterScheduler, AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
+from pagoda.common.engine.profiling import StepProfiler
 from pagoda.common.engine.scheduler import Scheduler, failed_output
 from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
 from pagoda.common.engine.structured_output.compiler import Structured
@@ -169,6 +170,7 @@ class EngineCore:
         self._kv_managers = tuple(kv_managers)
         self._grammars = GrammarQueue(scheduler.add if journal is None else self._add_recorded, structured)
         self._adapters = adapters
+        self.profiler: StepProfiler | None = None  # with --profiler-config
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
         self._pending: deque[tuple[Any, Pending[Any]]] = deque()
         self._unchecked_steps = 0
@@ -209,6 +211,8 @@ class EngineCore:
         while len(self._pending) < self._depth and (plan := self._schedule()) is not None:
             if self._adapters is not None:
                 self._adapters.fill_slots(plan)
+            if self.profiler is not None:
+                self.profiler.before_step()
             self._pending.append((plan, self._execute(plan)))
             if len(self._pending) == 1:
                 self._bind_masks()
@@ -230,6 +234,8 @@ class EngineCore:
         idle = not self.has_work
         if idle or self._unchecked_steps >= CHECK_INTERVAL:
             self._check_kv_cache(idle)
+        if idle and self.profiler is not None:
+            self.profiler.on_idle()
         if refusals or len(self._grammars):
             return StepOutputs(outputs=refusals + outputs.outputs, stats=self._with_deferred(outputs.stats))
         return outputs

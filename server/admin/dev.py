@@ -1,4 +1,4 @@
-"""Routes of --server-dev-mode: sleep, pause, caches, aborts, server information."""
+"""Routes of --server-dev-mode: sleep, pause, caches, aborts, server information. Those of --profiler-config."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class AbortRequest(RequestBody):
 
 
 router = APIRouter(tags=["development"])
+profiler_router = APIRouter(tags=["development"])
 
 
 @router.post("/reset_prefix_cache")
@@ -110,6 +111,40 @@ async def wake_up(request: Request) -> Response:
 async def is_sleeping(request: Request) -> dict[str, bool]:
     """Whether any device memory is offloaded or discarded by /sleep."""
     return {"is_sleeping": await server_of(request).llm().is_sleeping()}
+
+
+@profiler_router.post("/start_profile", response_model=None)
+async def start_profile(
+    request: Request,
+    profile_prefix: str | None = None,
+    delay_iterations: str | None = None,
+    max_iterations: str | None = None,
+) -> Response:
+    """Trace the engine's steps until /stop_profile. Parameters: as in the Python API; unset: as configured."""
+    await (
+        server_of(request)
+        .llm()
+        .start_profile(
+            profile_prefix,
+            delay_iterations=_count("delay_iterations", delay_iterations),
+            max_iterations=_count("max_iterations", max_iterations),
+        )
+    )
+    return Response(status_code=200)
+
+
+def _count(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()):
+        raise RequestError(name, f"{name} {text[:50]!r} is not an integer of 0 or more")
+    return int(text[:20])
+
+
+@profiler_router.post("/stop_profile")
+async def stop_profile(request: Request) -> dict[str, str]:
+    """Write the trace that /start_profile began; return its path on the server's machine."""
+    return {"path": await server_of(request).llm().stop_profile()}
 
 
 @router.get("/server_info")

@@ -34,6 +34,7 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, Sleeper
 from pagoda.common.engine.incident.files import snapshot_of, write_snapshot
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
+from pagoda.common.engine.profiling import StepProfiler
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import Listener, Supervisor
@@ -48,6 +49,7 @@ from pagoda.server.ipc_messages import (
     FromEngine,
     Heartbeat,
     LoadAdapter,
+    ProfileState,
     Ready,
     Refused,
     RemoveAdapter,
@@ -57,7 +59,9 @@ from pagoda.server.ipc_messages import (
     Sleep,
     SleepState,
     SnapshotTaken,
+    StartProfile,
     StepReply,
+    StopProfile,
     TakeSnapshot,
     ToEngine,
     WakeUp,
@@ -106,7 +110,7 @@ def run_engine(
     """Serve until Shutdown: handle all commands, run one step, send its outputs; block while there is no work.
 
     `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive. `incidents`: writes snapshots;
-    without it no TakeSnapshot may arrive.
+    without it no TakeSnapshot may arrive. StartProfile and StopProfile may arrive with --profiler-config only.
     """
     while True:
         progress.busy = core.has_work
@@ -131,6 +135,9 @@ def run_engine(
                     send(_change_sleep(sleeper, command))
                 case TakeSnapshot(ticket):
                     send(_take_snapshot(incidents, ticket))
+                case StartProfile() | StopProfile():
+                    progress.busy = False  # it may take longer than a step: a trace is written
+                    send(_change_profile(core.profiler, command))
                 case Shutdown():
                     return
         if core.has_work:
@@ -155,6 +162,17 @@ def _take_snapshot(incidents: IncidentWriter | None, ticket: int) -> SnapshotTak
         return SnapshotTaken(ticket, str(incidents.write("on demand")))
     except OSError as error:
         return SnapshotTaken(ticket, "", f"{error.filename}: {error.strerror}")
+
+
+def _change_profile(profiler: StepProfiler | None, command: StartProfile | StopProfile) -> ProfileState:
+    assert profiler is not None, "--profiler-config was checked by the client"
+    try:
+        if isinstance(command, StopProfile):
+            return ProfileState(command.ticket, profiler.stop())
+        profiler.start(command.request)
+    except RequestError as error:
+        return ProfileState(command.ticket, error=(error.field, str(error)))
+    return ProfileState(command.ticket)
 
 
 def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:

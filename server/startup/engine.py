@@ -27,10 +27,12 @@ from pagoda.common.backend import (
     Backend,
     BackendOptions,
     CheckpointBackend,
+    DeviceBackend,
     DraftingBackend,
     LoraBackend,
     PoolingBackend,
     PoolingOptions,
+    ProfilingBackend,
     ProgramOptions,
     RankLink,
     ShardedBackend,
@@ -41,6 +43,7 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.config.groups.model import LoRAConfig
+from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
 from pagoda.common.config.groups.speculative import HOST_METHODS
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
@@ -55,6 +58,7 @@ from pagoda.common.engine.kv_cache.sizing import (
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.pooling_scheduler import pooling_core
+from pagoda.common.engine.profiling import StepProfiler
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
@@ -178,6 +182,7 @@ def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | N
     Weights of a hub's model are fetched later, once everything else is checked.
     """
     resolved = resolve(config, usage, sources, weights=is_local(config.model.model))
+    _check_profiler(resolved)
     check_weights(resolved)
     return resolved
 
@@ -187,6 +192,8 @@ def _load(
 ) -> BuiltEngine:
     """Prefetch the weights while the backend is imported, then check the settings with it and assemble the engine."""
     config = resolved.config
+    if config.extension.profiler is not None:
+        config.extension.profiler.make_folder()
     checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
     if not fetched:  # downloaded only now that the model is known to be supported
         with phases("fetch weights"):
@@ -281,6 +288,7 @@ def assemble(
     store = _adapter_store(resolved, backend)
     make_scheduler = assembly.make_scheduler
     core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured, store)
+    core.profiler = step_profiler(config, own)
     sleeping = own if isinstance(together, FollowingBackend) else backend
     sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper, structured)
@@ -299,7 +307,9 @@ def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> 
         raise
     memory = f"weights {backend.num_bytes / (1 << 30):.2f} GiB"
     info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=resolved.pooling)
-    return BuiltEngine(pooling_core(backend, backend.limits, resolved.pooling.tasks), backend, info)
+    core = pooling_core(backend, backend.limits, resolved.pooling.tasks)
+    core.profiler = step_profiler(resolved.config, backend)
+    return BuiltEngine(core, backend, info)
 
 
 def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
@@ -391,6 +401,7 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         batch_invariant=config.model.batch_invariant,
         drafter=None if resolved.drafter is None else resolved.drafter.spec,
         lora=lora_options(config.lora, resolved.dtype),
+        profiler=config.extension.profiler,
     )
 
 
@@ -445,6 +456,7 @@ def _create_pooling(resolved: Resolved) -> PoolingBackend:
         programs=program_options(config.compilation, resolved.backend),
         memory_share=config.cache.gpu_memory_utilization,
         batch_stated=config.scheduler.max_num_batched_tokens is not None,
+        profiler=config.extension.profiler,
     )
     return load_pooling(resolved.backend).create(options)
 
@@ -511,6 +523,25 @@ def _sleeper(config: EngineConfig, backend: Backend, core: EngineCore, resolved:
         return read_weights(config, open_model(config, weights=True), resolved)
 
     return Sleeper(cast(SleepingBackend, backend), core, weights)
+
+
+def step_profiler(config: EngineConfig, backend: DeviceBackend) -> StepProfiler | None:
+    """Return what profiles the backend's steps; None without --profiler-config. Raises ConfigError if it cannot."""
+    if config.extension.profiler is None:
+        return None
+    tracer = cast(ProfilingBackend, backend).tracer
+    assert tracer is not None, "it was created with the settings"
+    return StepProfiler(tracer)
+
+
+def _check_profiler(resolved: Resolved) -> None:
+    """Raise ConfigError if steps run in several processes, which are not traced together."""
+    parallel = resolved.config.parallel
+    if resolved.config.extension.profiler is None:
+        return
+    if parallel.nnodes > 1 or runs_ranks(resolved.backend, parallel):
+        where = "hosts (--nnodes)" if parallel.nnodes > 1 else "ranks (--tensor-parallel-size)"
+        raise ConfigError(PROFILER_FLAG, f"steps of several {where} are not profiled; use one, or drop it and run nsys")
 
 
 # Pinning to cores.

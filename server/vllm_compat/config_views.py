@@ -194,6 +194,6 @@ def other_groups(config: EngineConfig) -> dict[str, Any]:
         "kv_transfer_config": None,
         "kv_events_config": None,
         "ec_transfer_config": None,
-        "profiler_config": None,
+        "profiler_config": config.extension.profiler,
         "weight_transfer_config": None,
     }

@@ -210,7 +210,7 @@ MISSING: Final[Mapping[str, str]] = {
     "distributed.weight_transfer": "weights cannot be replaced from another process",
     "forward_context": _INTERNAL,
     "plugins.io_processors": "IO processor plugins are not in this version",
-    "profiler": "there is no built-in profiler; use py-spy",
+    "profiler": "profiles are taken by start_profile() and stop_profile(), with profiler_config",
     "renderers": "prompts are rendered by LLM.preprocess_chat and get_tokenizer()",
     "transformers_utils.config": _INTERNAL,
     "transformers_utils.processor": "models that take images, audio or video are not served yet",

@@ -17,13 +17,14 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-from fakes import FakeBackend, full_layout
+from fakes import FakeBackend, FakeTracer, full_layout
 from support.byte_text import EOS, byte_tokenizer
 from support.fake_pooling import INFOS, fake_pooling_core
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.core import Sleeper, generation_core
+from pagoda.common.engine.profiling import StepProfiler
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ConfigError
@@ -80,6 +81,8 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         return BuiltEngine(fake_pooling_core(kind, limits), backend, info)
     structured = Structured(lambda: vocabulary_of(byte_tokenizer(), 257, (EOS,)))
     core = generation_core(backend, layout, limits, backend.num_blocks, structured=structured)
+    if config.extension.profiler is not None:
+        core.profiler = StepProfiler(FakeTracer(backend))
     sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, sleeper=sleeper, structured=structured)
 

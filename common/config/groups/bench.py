@@ -14,8 +14,6 @@ from pagoda.common.errors import ConfigError
 MEASURES: Final = ("ttft", "tpot", "itl", "e2el")
 """Time to first token, time per output token, inter-token latency, end-to-end latency."""
 
-_NO_PROFILER: Final = "there is no built-in profiler; run the command under py-spy or nsys"
-
 
 def _percentiles(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in comma_separated(text))
@@ -36,7 +34,9 @@ class LatencyConfig:
     use_beam_search: bool = option(
         False, "Use beam search.", refused="beam search is not benchmarked; use --n for several sequences per prompt"
     )
-    profile: bool = option(False, "Profile one batch with the built-in profiler.", refused=_NO_PROFILER)
+    profile: bool = option(
+        False, "Write a trace of one batch after the warm-up, as set by --profiler-config, instead of measuring."
+    )
 
     def __post_init__(self) -> None:
         need_positive(self, "input_len", "output_len", "batch_size", "n", "num_iters")

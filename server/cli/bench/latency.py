@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from pagoda.common.config.groups.bench import LatencyConfig
 from pagoda.common.config.settings import ResolvedSettings
+from pagoda.common.errors import ConfigError
 from pagoda.server.cli.bench.offline import (
     acceptance,
     acceptance_rows,
@@ -36,12 +37,20 @@ def add_arguments(parser: FlagParser) -> None:
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
+    load, settings = resolve_load(args, COMMAND, LatencyConfig)
+    _check_profile(load, settings)
     return check_load(args, COMMAND, LatencyConfig)
 
 
+def _check_profile(load: LatencyConfig, settings: ResolvedSettings) -> None:
+    if load.profile and not settings.values["profiler_config"]:
+        raise ConfigError("--profile", "there is no folder for the trace; set --profiler-config, or drop it")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Measure and print the results. Returns 0."""
+    """Measure and print the results, or write a trace. Returns 0."""
     load, settings = resolve_load(args, COMMAND, LatencyConfig)
+    _check_profile(load, settings)
     llm = start_llm(EngineArgs.from_resolved(settings))
     params = sampling_params(load)
     try:
@@ -55,6 +64,11 @@ def run(args: argparse.Namespace) -> int:
             return time.perf_counter() - began
 
         _repeat(batch, load.num_iters_warmup, "Warmup iterations")
+        if load.profile:
+            llm.start_profile()
+            batch()
+            print(f"Trace of one batch: {llm.stop_profile()}")
+            return 0
         before = llm.llm_engine.stats.drafts
         latencies = _repeat(batch, load.num_iters, "Bench iterations")
         drafts = acceptance(before, llm.llm_engine.stats.drafts)

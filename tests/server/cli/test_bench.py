@@ -87,6 +87,18 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert not calls[0][1].detokenize
 
 
+@pytest.mark.setting("--profile")
+def test_latency_writes_a_trace_of_one_batch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["--input-len", "4", "--output-len", "2", "--num-iters-warmup", "2", "--num-iters", "9", "--profile"]
+    words += ["--profiler-config.profiler", "torch", "--profiler-config.torch_profiler_dir", str(tmp_path)]
+    assert len(bench("latency", monkeypatch, *words)) == 2 + 1
+    text = capsys.readouterr().out
+    assert re.search(r"^Trace of one batch: pagoda_\S+$", text, re.MULTILINE)
+    assert "latency" not in text
+
+
 @pytest.mark.command("bench throughput")
 @pytest.mark.setting("--num-prompts", "--input-len", "--output-len", "--n", "--disable-detokenize", "--output-json")
 def test_throughput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -506,6 +507,18 @@ def async_engine(world: World) -> None:
     with_async_engine(world, ask)
 
 
+@example("features/profiling/simple_profiling_offline.py")
+def profiled(world: World) -> None:
+    with TemporaryDirectory() as folder:
+        config = ProfilerConfig(profiler="torch", torch_profiler_dir=folder)
+        llm = LLM(model=world.model, tensor_parallel_size=1, profiler_config=config)
+        llm.start_profile()
+        texts(llm.generate(PROMPTS, SamplingParams(**SHORT)))
+        llm.stop_profile()
+        llm.shutdown()
+        assert [path.name.endswith(".pt.trace.json.gz") for path in Path(folder).iterdir()] == [True]
+
+
 @example("features/profiling/run_one_batch_offline.py (--profile none)")
 def run_one_batch(world: World) -> None:
     parser = FlexibleArgumentParser()
@@ -761,10 +774,6 @@ REFUSED: dict[str, tuple[Callable[[World], Any], str]] = {
     "offline_inference/mistral-small.py": (
         lambda w: w.llm.generate({"prompt": "<image>", "multi_modal_data": {"image": object()}}),
         "multi_modal_data",
-    ),
-    "features/profiling/simple_profiling_offline.py": (
-        lambda w: EngineArgs(w.model, profiler_config=ProfilerConfig(profiler="torch")),
-        "profiler-config",
     ),
     "features/pause_resume/pause_resume_offline.py": (
         lambda w: with_async_engine(w, lambda engine: engine.pause_generation(mode="keep")),
