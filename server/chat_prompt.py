@@ -18,6 +18,7 @@ from pagoda.common.engine.structured_output.guidance import whole_pattern
 from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat, template_of
+from pagoda.common.text.special_text import Messages, RenderedChat, render_literal
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
@@ -100,7 +101,8 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
             params = _with_values(params, thinking_token_budget=conversation.reasoning_budget)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
-    text, token_ids = await _render_text(state, conversation, params)
+    rendered, token_ids = await _render_text(state, conversation, params)
+    text = rendered.text
     formats = _OutputFormats(state.reasoning_format, _format_of_calls(state, conversation) if tools else None)
     formats, params = _for_plugins(formats, state, conversation, params)
     parsers = _parsers(formats, conversation, tools, text)
@@ -113,6 +115,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
         text,
         token_ids,
         conversation.cache_salt,
+        literal=rendered.literal,
         params=params,
         reader=reader,
         last_message=conversation.messages[-1] if conversation.messages else {},
@@ -122,8 +125,8 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
 
 async def render(state: ServerState, conversation: Conversation, params: SamplingParams = _DEFAULT_PARAMS) -> Prompt:
     """Render and tokenise a conversation; with truncation, at least the kept tokens. Raise RequestError."""
-    text, token_ids = await _render_text(state, conversation, params)
-    return Prompt(text, token_ids, conversation.cache_salt)
+    rendered, token_ids = await _render_text(state, conversation, params)
+    return Prompt(rendered.text, token_ids, conversation.cache_salt, literal=rendered.literal)
 
 
 async def prepare_fitting(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
@@ -177,7 +180,9 @@ _SWITCHES: Final = ("enable_thinking", "thinking")
 """Template variables that enable and disable thinking."""
 
 
-async def _render_text(state: ServerState, conversation: Conversation, params: SamplingParams) -> tuple[str, list[int]]:
+async def _render_text(
+    state: ServerState, conversation: Conversation, params: SamplingParams
+) -> tuple[RenderedChat, list[int]]:
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError(
@@ -187,20 +192,45 @@ async def _render_text(state: ServerState, conversation: Conversation, params: S
     variables = await _variables_of(state, conversation)
     lane = _lane(conversation)
     rendering = partial(_render_now, tokenizer, conversation, state, variables, lane)
-    text = await asyncio.wrap_future(state.engine.templates.submit(lane, rendering))
+    rendered = await asyncio.wrap_future(state.engine.templates.submit(lane, rendering))
+    text = rendered.text
     encode = partial(
-        encode_kept, tokenizer, text, params, max_prompt_tokens(state.engine.info), conversation.add_special_tokens
+        encode_kept,
+        tokenizer,
+        text,
+        params,
+        max_prompt_tokens(state.engine.info),
+        conversation.add_special_tokens,
+        rendered.literal,
     )
     if len(text) < LONG_CONVERSATION:
-        return text, encode()
-    return text, await state.engine.text_threads.run(len(text), encode)
+        return rendered, encode()
+    return rendered, await state.engine.text_threads.run(len(text), encode)
 
 
 def _render_now(
     tokenizer: Tokenizer, conversation: Conversation, state: ServerState, variables: frozenset[str], lane: Lane
+) -> RenderedChat:
+    def render_text(messages: Messages, documents: Messages | None) -> str:
+        return _render_messages(tokenizer, conversation, state, variables, lane, messages, documents)
+
+    if state.engine.config.model.special_tokens_in_messages == "parse":
+        return RenderedChat(render_text(conversation.messages, conversation.documents))
+    return render_literal(tokenizer, conversation.messages, conversation.documents, render_text)
+
+
+def _render_messages(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    state: ServerState,
+    variables: frozenset[str],
+    lane: Lane,
+    messages: Messages,
+    documents: Messages | None,
 ) -> str:
+    """Return the text of a conversation with these messages and documents instead of its own."""
     tools = _shown_tools(state, conversation)
-    messages = [_with_reasoning(message) for message in conversation.messages]
+    messages = [_with_reasoning(message) for message in messages]
     reasoning = state.reasoning_format
     if reasoning is not None and isinstance(reasoning, AdaptsConversation):
         messages, tools = reasoning.adapted(messages, tools)
@@ -217,7 +247,7 @@ def _render_now(
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         tools=tools,
-        documents=conversation.documents,
+        documents=documents,
         content_format=state.config.chat_template_content_format,
         **keywords,
     )

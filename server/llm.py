@@ -16,6 +16,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text import chat_template as templates
 from pagoda.common.text.hf_tokenizer import HfTokenizer
+from pagoda.common.text.special_text import RenderedChat, render_literal
 from pagoda.server.chat_prompt import checked_tools
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.offline_run import OfflineRun
@@ -544,8 +545,17 @@ class LLM(ExplainsMissingMethods):
     def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         tokenizer = self.llm_engine.text
         renderer = self.llm_engine.inputs.templates.render
-        text = templates.render_chat(tokenizer, messages, renderer=renderer, **options)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        documents = options.pop("documents", None)
+
+        def render_text(messages: Sequence[Message], documents: Sequence[Message] | None) -> str:
+            return templates.render_chat(tokenizer, messages, renderer=renderer, documents=documents, **options)
+
+        if self.llm_engine.config.model.special_tokens_in_messages == "parse":
+            rendered = RenderedChat(render_text(messages, documents))
+        else:
+            rendered = render_literal(tokenizer, messages, documents, render_text)
+        ids = tokenizer.encode_literal(rendered.text, rendered.literal, add_special_tokens=False)
+        return {"prompt": rendered.text, "prompt_token_ids": ids}
 
     def _encode(
         self,

@@ -5,11 +5,13 @@ Reads a tokenizer.json, a vocab.json with merges.txt, or a GGUF file.
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,6 +19,7 @@ import tokenizers
 
 from pagoda.common.errors import ModelError, PromptTooLongError, RequestError
 from pagoda.common.text.gguf_tokenizer import read_gguf
+from pagoda.common.text.literal_stretches import Span, pattern_of, stretches_of
 from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
 from pagoda.common.text.tokenizer_files import TokenizerParts, read_folder, write_folder
 
@@ -47,6 +50,9 @@ _MARGIN_TOKENS: Final = 2048
 _MAX_WORD_CHARS: Final = 256
 """Characters to search for a space to cut at."""
 
+_LEAD: Final = "\n"
+"""Precedes a text while it is tokenised, so that no space is added before the text itself."""
+
 GIL_RELEASE_CHARS: Final = 4_096
 """Texts of more characters are tokenised with the GIL released."""
 
@@ -56,6 +62,15 @@ CANCELLED: Final[ContextVar[threading.Event | None]] = ContextVar("CANCELLED", d
 
 class TokenisingCancelledError(Exception):
     """The request whose text was being tokenised is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tokenised part of a text, which begins at `start` with `lead` tokens that are not of the text."""
+
+    start: int
+    encoding: tokenizers.Encoding
+    lead: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +122,21 @@ class Tokenizer:
         self._check_length(text)
         return _encode(self.backend, text, add_special_tokens)
 
-    def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
-        """Return (start, end) of each token of `text`, in characters. Raises as `encode` does."""
+    def offsets(self, text: str, add_special_tokens: bool = True, literal: Sequence[Span] = ()) -> list[Span]:
+        """Return (start, end) of each token of `text`, in characters; (0, 0) of those that are added.
+
+        `literal`: as of encode_literal. Raises as `encode` does.
+        """
         self._check_length(text)
-        offsets: list[tuple[int, int]] = _encoding(self.backend, text, add_special_tokens, offsets=True).offsets
+        if literal and self.special_pattern is not None:
+            before, after = self._added_around if add_special_tokens else ([], [])
+            inner = [
+                (part.start + start, part.start + end)
+                for part in self._parts(text, literal, offsets=True)
+                for start, end in part.encoding.offsets[part.lead :]
+            ]
+            return [*((0, 0) for _ in before), *inner, *((0, 0) for _ in after)]
+        offsets: list[Span] = _encoding(self.backend, text, add_special_tokens, offsets=True).offsets
         return offsets
 
     def pre_truncate(self, text: str, tokens: int, side: Literal["left", "right"]) -> str:
@@ -153,6 +179,23 @@ class Tokenizer:
         """
         self._check_length(text)
         return _encode(self._literal_backend, text, False)
+
+    def encode_literal(self, text: str, literal: Collection[Span], add_special_tokens: bool = True) -> list[int]:
+        """Return what `encode` does, but for special tokens at the spans in `literal`, which are ordinary text.
+
+        Raises as `encode` does.
+        """
+        if not literal or self.special_pattern is None:
+            return self.encode(text, add_special_tokens)
+        self._check_length(text)
+        before, after = self._added_around if add_special_tokens else ([], [])
+        inner = [id for part in self._parts(text, literal) for id in part.encoding.ids[part.lead :]]
+        return [*before, *inner, *after]
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches the text of a special token, of several the longest; None if there are none."""
+        return pattern_of(token.content for token in self._special if token.content)
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -236,6 +279,63 @@ class Tokenizer:
         copy = _with_added(self.backend, self.backend.get_added_tokens_decoder())
         copy.encode_special_tokens = True
         return copy
+
+    def _parts(self, text: str, literal: Collection[Span], *, offsets: bool = False) -> Iterator[_Part]:
+        """Tokenise a text in parts, in which the special tokens at the spans in `literal` are ordinary text.
+
+        Where a vocabulary has a special token's text as an ordinary token, too, that text is split.
+        """
+        assert self.special_pattern is not None
+        for stretch in stretches_of(text, self.special_pattern, frozenset(literal), *self._takes_space):
+            start, end = stretch.start, stretch.end
+            if not stretch.literal:
+                yield _Part(start, _encoding(self.backend, text[start:end], offsets=offsets))
+                continue
+            whole = self._ordinary(text, start, end, offsets)
+            own = {self.backend.token_to_id(text[first:last]) for first, last in stretch.literal}
+            if own.isdisjoint(whole.encoding.ids):
+                yield whole
+                continue
+            cuts = [start, *(first + 1 for first, _ in stretch.literal), end]
+            for first, last in pairwise(cuts):
+                yield self._ordinary(text, first, last, offsets, is_inner=first > start)
+
+    def _ordinary(self, text: str, start: int, end: int, offsets: bool, *, is_inner: bool = False) -> _Part:
+        """Tokenise a part of a text as ordinary text.
+
+        It gets the space that tokenizers add to the start of a text only where they add it after special tokens, too;
+        none if it `is_inner`, a part of what belongs together.
+        """
+        if is_inner or (start > 0 and self._adds_space_at_start):
+            lead = _encode(self._literal_backend, _LEAD, False)
+            encoding = _encoding(self._literal_backend, _LEAD + text[start:end], offsets=offsets)
+            if encoding.ids[: len(lead)] == lead:
+                return _Part(start - len(_LEAD), encoding, len(lead))
+        return _Part(start, _encoding(self._literal_backend, text[start:end], offsets=offsets))
+
+    @cached_property
+    def _special(self) -> list[tokenizers.AddedToken]:
+        return [token for token in self.backend.get_added_tokens_decoder().values() if token.special]
+
+    @cached_property
+    def _takes_space(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The special tokens that take up white space to their left, and to their right."""
+        left = frozenset(token.content for token in self._special if token.lstrip)
+        return left, frozenset(token.content for token in self._special if token.rstrip)
+
+    @cached_property
+    def _adds_space_at_start(self) -> bool:
+        """Whether a text gets a space at its start, but not what follows a special token in it."""
+        name = next(token.content for token in self._special if token.content)
+        after = _encode(self.backend, name + "a", False)[1:]
+        return after != _encode(self.backend, "a", False)
+
+    @cached_property
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that are added before and after a text."""
+        ids, whole = (_encode(self.backend, "a", special) for special in (False, True))
+        start = next(i for i in range(len(whole)) if whole[i : i + len(ids)] == ids)
+        return whole[:start], whole[start + len(ids) :]
 
     @cached_property
     def _spaces_special_tokens(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.literal_stretches import Span, without_start
 from pagoda.server.http.state import ServerState
 from pagoda.server.processing.inputs import Prompt, PromptType
 
@@ -62,12 +63,13 @@ def _offsets(state: ServerState, prompt: Prompt, params: SamplingParams, special
     tokenizer, text, kept = state.tokenizer(), prompt.text, len(prompt.token_ids)
     if tokenizer is None or text is None:
         return None
+    literal: Sequence[Span] = prompt.literal
     if params.truncate_prompt_tokens is None:
-        return tokenizer.offsets(text, special)
+        return tokenizer.offsets(text, special, literal)
     keeps_start = params.truncation_side == "right"
     part = tokenizer.pre_truncate(text, kept, "right" if keeps_start else "left")
-    offsets = tokenizer.offsets(part, special)
+    before = 0 if keeps_start else len(text) - len(part)
+    offsets = tokenizer.offsets(part, special, without_start(literal, before))
     if keeps_start:
         return offsets[:kept]
-    before = len(text) - len(part)
     return [(before + begin, before + end) for begin, end in offsets[len(offsets) - kept :]]

@@ -22,7 +22,8 @@ from pagoda.server.processing.worker import Handler, serve
 
 STACK_BYTES: Final = 2 << 20
 MEMORY_BYTES: Final = 1 << 30
-"""Memory for the tables of a vocabulary and all grammars; tables of 256k tokens take a quarter of it."""
+"""Address space for the tables of a vocabulary and all grammars. Those of a synthetic vocabulary of 256k tokens take
+470 MiB while they are made and 410 MiB then, of which 150 MiB are resident."""
 
 
 class Words(msgspec.Struct, frozen=True):

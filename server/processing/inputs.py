@@ -35,6 +35,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS, MAX_SALT_CHARACTERS
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
+from pagoda.common.text.literal_stretches import Span, without_start
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
@@ -146,6 +147,7 @@ class Prompt:
     embeds: PromptEmbeds | None = None
     second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
     encoder: EncoderPrompt | None = None  # of an encoder-decoder model
+    literal: tuple[Span, ...] = ()  # where special tokens in `text` are ordinary text
 
     @property
     def known_ids(self) -> list[int]:
@@ -609,19 +611,37 @@ def _check_cost(sequences: int, prompt_tokens: int, max_tokens: int, rules: Samp
 
 
 def encode_kept(
-    tokenizer: Tokenizer, text: str, params: SamplingParams, max_model_len: int, add_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    text: str,
+    params: SamplingParams,
+    max_model_len: int,
+    add_special_tokens: bool = True,
+    literal: Sequence[Span] = (),
 ) -> list[int]:
-    """Return the token ids of a text, truncated as `params` specify. Raises RequestError."""
+    """Return the token ids of a text, truncated as `params` specify. Raises RequestError.
+
+    `literal`: special tokens in the text that are not parsed.
+    """
     options = TextOptions.of_sampling(params)
     keep = options.keep(max_model_len, reserved=1)
-    return _encode_cut(tokenizer, text, add_special_tokens, keep, options.truncation_side)
+    return _encode_cut(tokenizer, text, add_special_tokens, keep, options.truncation_side, literal)
 
 
-def _encode_cut(tokenizer: Tokenizer, text: str, special: bool, keep: int | None, side: Side | None) -> list[int]:
+def _encode_cut(
+    tokenizer: Tokenizer,
+    text: str,
+    special: bool,
+    keep: int | None,
+    side: Side | None,
+    literal: Sequence[Span] = (),
+) -> list[int]:
     """Return at most `keep` token ids of a text; special tokens are cut like others."""
     if keep is None:
-        return tokenizer.encode(text, special)
-    return cut(tokenizer.encode(tokenizer.pre_truncate(text, keep, side or "right"), special), keep, side)
+        return tokenizer.encode_literal(text, literal, special)
+    part = tokenizer.pre_truncate(text, keep, side or "right")
+    if side == "left" and literal:
+        literal = without_start(literal, len(text) - len(part))
+    return cut(tokenizer.encode_literal(part, literal, special), keep, side)
 
 
 def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, side: Side | None) -> list[int]:

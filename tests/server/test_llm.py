@@ -68,6 +68,19 @@ def with_beyond(vocab: int) -> Tokenizer:
     return replace(TEXT, backend=backend)
 
 
+@pytest.mark.parametrize("read", ["text", "parse"])
+def test_special_tokens_in_messages(read: str) -> None:
+    llm = make(special_tokens_in_messages=read)
+    messages = [{"role": "user", "content": "a<eos>"}, {"role": "assistant", "content": "b<eos>"}]
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+    (prompt,) = llm.preprocess_chat(messages)
+    text = "user: a<eos>;assistant: b<eos>;assistant:"
+    assert output.prompt == prompt["prompt"] == text
+    users = [256] if read == "parse" else list(b"<eos>")
+    expected = [*b"user: a", *users, *b";assistant: b", 256, *b";assistant:"]
+    assert output.prompt_token_ids == prompt["prompt_token_ids"] == expected
+
+
 def test_text_of_a_token_beyond_the_vocabulary_is_ordinary(llm: LLM) -> None:
     vocab = llm.llm_engine.info.vocab_size
     assert with_beyond(vocab).encode("<beyond>") == [vocab]

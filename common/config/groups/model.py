@@ -134,6 +134,11 @@ class ModelConfig:
     skip_tokenizer_init: bool = option(
         False, "Load no tokenizer; prompts must be token ids, and outputs are token ids."
     )
+    special_tokens_in_messages: Literal["text", "parse"] = option(
+        "text",
+        "Special tokens written in chat messages of users and tools and in documents: text tokenises them as ordinary "
+        "text, parse makes them control tokens, as vLLM does. Messages of other roles are always parsed.",
+    )
     enable_prompt_embeds: bool = option(
         False, "Accept prompt embeddings: prompt_embeds in completion requests and in prompts of LLM."
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from support.hub_server import HubServer
 
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.hub import resolve_model
+from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.resolve import open_model
+from pagoda.server.settings.tokenizer import open_tokenizer
 
 FILES = {
     "config.json": b"{}",
@@ -68,6 +73,39 @@ def test_revisions(hub: HubServer) -> None:
     assert (resolve_model("org/m", revision="v1") / "model.safetensors").read_bytes() == b"older"
     with pytest.raises(ModelError, match=r"^org/m: the hub has no revision v2"):
         resolve_model("org/m", revision="v2")
+
+
+def test_a_revision_is_that_of_every_file(hub: HubServer) -> None:
+    """Of the model's files and, unless --tokenizer-revision names another, of the tokenizer's."""
+
+    def revisions(**settings: str) -> tuple[set[str], set[str]]:
+        hub.requests.clear()
+        config = EngineArgs(model="org/m", revision="v1", **settings).create_engine_config()
+        with suppress(ModelError):  # the files have no content
+            open_model(config, weights=True)
+        model = commits(hub)
+        hub.requests.clear()
+        with suppress(ModelError):
+            open_tokenizer(config)
+        return model, commits(hub)
+
+    model, tokenizer = revisions()
+    assert len(model) == 1
+    assert tokenizer == model
+    assert main_of(hub).isdisjoint(model)
+    assert revisions(tokenizer_revision="main") == (model, main_of(hub))
+
+
+def commits(hub: HubServer) -> set[str]:
+    """What the requests since the last clearing asked for: revisions by name as the commits that they are."""
+    shas = {revision: sha for (name, revision), (sha, _) in hub._commits.items() if name == "org/m"}
+    paths = [re.search(r"/(?:resolve|revision|tree)/([^/]+)", path) for path, _ in hub.requests]
+    assert all(paths), [path for path, _ in hub.requests]
+    return {shas.get(path[1], path[1]) for path in paths if path}
+
+
+def main_of(hub: HubServer) -> set[str]:
+    return {hub._commits["org/m", "main"][0]}
 
 
 def test_a_token_goes_with_the_requests(hub: HubServer, tmp_path: Path) -> None:
