@@ -65,7 +65,7 @@ class TokenisingCancelledError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _EncodedPart:
     """A tokenised part of a text, which begins at `start` with `lead` tokens that are not of the text."""
 
     start: int
@@ -280,7 +280,7 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    def _parts(self, text: str, literal: Collection[Span], *, offsets: bool = False) -> Iterator[_Part]:
+    def _parts(self, text: str, literal: Collection[Span], *, offsets: bool = False) -> Iterator[_EncodedPart]:
         """Tokenise a text in parts, in which the special tokens at the spans in `literal` are ordinary text.
 
         Where a vocabulary has a special token's text as an ordinary token, too, that text is split.
@@ -289,7 +289,7 @@ class Tokenizer:
         for stretch in stretches_of(text, self.special_pattern, frozenset(literal), *self._takes_space):
             start, end = stretch.start, stretch.end
             if not stretch.literal:
-                yield _Part(start, _encoding(self.backend, text[start:end], offsets=offsets))
+                yield _EncodedPart(start, _encoding(self.backend, text[start:end], offsets=offsets))
                 continue
             whole = self._ordinary(text, start, end, offsets)
             own = {self.backend.token_to_id(text[first:last]) for first, last in stretch.literal}
@@ -300,7 +300,7 @@ class Tokenizer:
             for first, last in pairwise(cuts):
                 yield self._ordinary(text, first, last, offsets, is_inner=first > start)
 
-    def _ordinary(self, text: str, start: int, end: int, offsets: bool, *, is_inner: bool = False) -> _Part:
+    def _ordinary(self, text: str, start: int, end: int, offsets: bool, *, is_inner: bool = False) -> _EncodedPart:
         """Tokenise a part of a text as ordinary text.
 
         It gets the space that tokenizers add to the start of a text only where they add it after special tokens, too;
@@ -310,8 +310,8 @@ class Tokenizer:
             lead = _encode(self._literal_backend, _LEAD, False)
             encoding = _encoding(self._literal_backend, _LEAD + text[start:end], offsets=offsets)
             if encoding.ids[: len(lead)] == lead:
-                return _Part(start - len(_LEAD), encoding, len(lead))
-        return _Part(start, _encoding(self._literal_backend, text[start:end], offsets=offsets))
+                return _EncodedPart(start - len(_LEAD), encoding, len(lead))
+        return _EncodedPart(start, _encoding(self._literal_backend, text[start:end], offsets=offsets))
 
     @cached_property
     def _special(self) -> list[tokenizers.AddedToken]:
