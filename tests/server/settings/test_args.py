@@ -119,6 +119,7 @@ EXAMPLES: dict[str, Any] = {
     "log_level": "DEBUG",
     "max_lora_rank": 32,
     "optimization_level": 2,
+    "profiler_config": {"profiler": "torch", "torch_profiler_dir": "traces", "max_iterations": 3},
     "quantization": "fp8",
     "reasoning_config": {"reasoning_end_str": "x"},
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},

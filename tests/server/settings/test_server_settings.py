@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli import serve
 from pagoda.server.http.response import with_pauses
 from pagoda.server.http.state import ServerState
+from pagoda.server.settings.flags import EngineArgs
 
 TEXT = {"prompt": "a", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -29,8 +31,9 @@ PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% e
 
 
 def state_of(**config: Any) -> ServerState:
-    """Return the state of a server without an engine."""
-    return ServerState(cast(AsyncLLM, None), ServerConfig(**config), Metrics("m"))
+    """Return the state of a server whose engine has a configuration only."""
+    llm = SimpleNamespace(config=EngineArgs(model="m").create_engine_config())
+    return ServerState(cast(AsyncLLM, llm), ServerConfig(**config), Metrics("m"))
 
 
 def prompt_of(server: LiveServer, **more: Any) -> str:
