@@ -861,6 +861,7 @@ class AsyncInputs:
 
     def __init__(self, processor: InputProcessor, grammars: GrammarCheck, threads: TextThreads) -> None:
         self.processor, self._grammars, self._threads = processor, grammars, threads
+        self._turn = asyncio.Semaphore(1)  # several threads of Python code slow down the event loop by their number
 
     async def prepare(
         self,
@@ -892,7 +893,10 @@ class AsyncInputs:
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
         if length > LONG_TEXT:
             return await self._threads.run(length, prepare)
-        return await asyncio.to_thread(prepare) if embedded or structured else prepare()
+        if not embedded and not structured:
+            return prepare()
+        async with self._turn:
+            return await asyncio.to_thread(prepare)
 
     async def check_grammar(self, prepared: PreparedRequest, owner: str, limits: QueueLimits) -> None:
         """Compile the grammar of a request, if any, in another process.

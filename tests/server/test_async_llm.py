@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +14,7 @@ from support.fake_engine import WIDTH, build
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, QueueFullError, RequestError
 from pagoda.common.observe.metrics import Metrics
-from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client.engine import ThreadClient
@@ -155,6 +156,26 @@ async def test_priority_needs_its_policy(llm: AsyncLLM) -> None:
 async def test_too_long_prompt_is_refused_after_tokenising_in_a_thread(llm: AsyncLLM) -> None:
     with pytest.raises(RequestError, match="20000 tokens"):
         await anext(llm.generate("x" * 20_000, SamplingParams(), "r"))
+
+
+async def test_grammars_are_prepared_in_one_thread_at_a_time(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = llm._ready().inputs
+    running, most, prepare = 0, 0, inputs.processor.prepare
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        prepared = prepare(*args, **options)
+        running -= 1
+        return prepared
+
+    monkeypatch.setattr(inputs.processor, "prepare", counted)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    prepared = await asyncio.gather(*(inputs.prepare(str(i), "abc", params, 0) for i in range(4)))
+    assert [each.request_id for each in prepared] == ["0", "1", "2", "3"]
+    assert most == 1
 
 
 async def test_reset_prefix_cache(llm: AsyncLLM) -> None:
