@@ -91,9 +91,9 @@ ByUsage = Mapping[Usage, BatchDefaults]
 LARGE_GPU_BYTES: Final = 70 << 30
 LARGE_GPU: Final[ByUsage] = {"llm": BatchDefaults(16384, 1024), "server": BatchDefaults(8192, 1024)}
 ANY_DEVICE: Final[ByUsage] = {"llm": BatchDefaults(8192, 256), "server": BatchDefaults(2048, 256)}
-CPU: Final[ByUsage] = {"llm": BatchDefaults(4096, 256), "server": BatchDefaults(512, 128)}
+CPU: Final[ByUsage] = {"llm": BatchDefaults(4096, 256), "server": BatchDefaults(256, 128)}
 """Per device of the world size. Steps of a server are short, since sequences that generate wait for prompts of others:
-larger steps compute no more tokens per second."""
+on two cores 256 tokens take 0.14 s, at nine tenths of the rate of larger steps."""
 TPU_TOKENS: Final[Mapping[str, Mapping[Usage, int]]] = {
     "V6E": {"llm": 2048, "server": 1024},
     "V5E": {"llm": 1024, "server": 512},

@@ -130,9 +130,12 @@ class Overload:
         elif self._since is None:
             self._since = self._clock()
 
-    def check(self, limits: QueueLimits) -> None:
-        """Raise OverLimitError if the server has been overloaded for longer than it may."""
-        if limits.overload_seconds is None or self._since is None:
+    def check(self, limits: QueueLimits, in_progress: int) -> None:
+        """Raise OverLimitError if the server has been overloaded for longer than it may.
+
+        `in_progress`: sequences; if others were aborted, no step need follow that says so.
+        """
+        if limits.overload_seconds is None or self._since is None or in_progress <= limits.waiting:
             return
         seconds = self._clock() - self._since
         if seconds >= limits.overload_seconds:

@@ -59,8 +59,8 @@ def row(actual: ResolvedLimits, name: str) -> ResolvedRow:
         (Platform("tpu", 95 * GIB, "V5P"), (512, 1024), (256, 1024)),
         (Platform("tpu", 0, "V5P"), (512, 256), (256, 256)),
         (Platform("tpu", 32 * GIB, "V4"), (8192, 256), (2048, 256)),
-        (Platform("cpu", 512 * GIB, "x86_64"), (4096, 256), (512, 128)),
-        (Platform("cpu", world_size=4), (16384, 1024), (2048, 512)),
+        (Platform("cpu", 512 * GIB, "x86_64"), (4096, 256), (256, 128)),
+        (Platform("cpu", world_size=4), (16384, 1024), (1024, 512)),
     ],
     ids=lambda value: f"{value.kind}-{value.device_name}-{value.memory_bytes}" if isinstance(value, Platform) else "",
 )

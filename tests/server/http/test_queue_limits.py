@@ -120,16 +120,17 @@ def test_a_burst_is_taken_and_a_standing_queue_is_not() -> None:
     limits = QueueLimits(waiting=4, overload_seconds=2.0)
     overload.observe(5, limits)
     now = 11.9
-    overload.check(limits)
+    overload.check(limits, 5)
     overload.observe(1000, limits)
     now = 12.0
+    overload.check(limits, 4)  # the others were aborted
     with pytest.raises(OverLimitError, match=r"1000 sequences wait, for 2.0 s more than 4 \(--max-overload-seconds\)"):
-        overload.check(limits)
-    overload.check(QueueLimits(waiting=4))
+        overload.check(limits, 5)
+    overload.check(QueueLimits(waiting=4), 5)
     overload.observe(4, limits)
-    overload.check(limits)
+    overload.check(limits, 5)
     overload.observe(5, limits)
-    overload.check(limits)
+    overload.check(limits, 5)
 
 
 @pytest.mark.setting("--max-overload-seconds")

@@ -83,7 +83,7 @@ def test_explain_shows_the_executor_of_ranks(
 def test_defaults_depend_on_the_command(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = explained(capsys, "serve", str(model_file))
     offline = explained(capsys, "bench", "throughput", "--model", str(model_file))
-    assert int(server["max_num_batched_tokens"][0]) * 8 == int(offline["max_num_batched_tokens"][0])
+    assert int(server["max_num_batched_tokens"][0]) * 16 == int(offline["max_num_batched_tokens"][0])
     assert "API server" in server["max_num_batched_tokens"][2]
 
 

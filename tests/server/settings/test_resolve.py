@@ -46,7 +46,7 @@ def test_every_setting_of_the_engine_has_one_row(folder: Path) -> None:
     [
         ("dtype", "bfloat16", "model", "the checkpoint's dtype is float32, which auto serves in 16 bits"),
         ("max_model_len", 128, "model", "the model's maximum context length, if the KV cache is large enough"),
-        ("max_num_batched_tokens", 512, "platform default", "for an API server on a CPU"),
+        ("max_num_batched_tokens", 256, "platform default", "for an API server on a CPU"),
         ("max_num_seqs", 128, "platform default", "for an API server on a CPU"),
         ("block_size", 32, "platform default", "preferred by the backend's kernels"),
         ("enable_prefix_caching", True, "model", "supported"),
@@ -75,7 +75,7 @@ def test_rows_of_given_settings_name_their_source(folder: Path, monkeypatch: pyt
     assert found["dtype"] == ResolvedRow("dtype", "float16", "keyword", "half is float16")
     assert found["max_model_len"] == ResolvedRow("max_model_len", 64, "keyword")
     assert found["max_num_seqs"] == ResolvedRow("max_num_seqs", 3, "environment PAGODA_MAX_NUM_SEQS")
-    assert found["max_num_batched_tokens"].reason == "max_num_seqs * max_model_len, below the default 512"
+    assert found["max_num_batched_tokens"].reason == "max_num_seqs * max_model_len, below the default 256"
     assert found["generation_config"].source == "keyword"
     stated_as_auto = resolve(
         EngineArgs(str(folder)).create_engine_config(), "server", {"max_model_len": "flag", "dtype": "file x.yaml"}
