@@ -328,7 +328,7 @@ class Admission:
 
     def observe(self, stats: EngineStats) -> None:
         """Take over what the engine reports after a step."""
-        self._overload.observe(stats.waiting, self.limits)
+        self._overload.observe(stats.running, stats.waiting, self.limits)
 
     def check_new(self, load: Load, owner: str) -> None:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class Load:
 
 
 _NOTHING: Final = Load()
+
+CALM_SECONDS: Final = 10.0
 
 
 class QueueUse:
@@ -115,33 +118,37 @@ class QueueLimits:
 
 
 class Overload:
-    """For how long more sequences wait for a slot than may. A burst that ends is none: only its length tells."""
+    """Whether more sequences wait for a slot than may, for longer than they may.
+
+    A burst that ends is no overload. For CALM_SECONDS after a refusal no further burst is accepted.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting = 0
-        self._since: float | None = None
+        self._running = 0
+        self._since: float | None = None  # more wait than may
+        self._refused = -math.inf
 
-    def observe(self, waiting: int, limits: QueueLimits) -> None:
-        """Take over how many sequences wait after a step."""
-        self._waiting = waiting
+    def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
+        """Take over how many sequences run and wait after a step."""
+        self._running = running
         if waiting <= limits.waiting:
             self._since = None
         elif self._since is None:
             self._since = self._clock()
 
     def check(self, limits: QueueLimits, in_progress: int) -> None:
-        """Raise OverLimitError if the server has been overloaded for longer than it may.
-
-        `in_progress`: sequences; if others were aborted, no step need follow that says so.
-        """
-        if limits.overload_seconds is None or self._since is None or in_progress <= limits.waiting:
+        """Raise OverLimitError if the server is overloaded. `in_progress`: sequences, running ones included."""
+        waiting = in_progress - self._running
+        if limits.overload_seconds is None or waiting <= limits.waiting:
             return
-        seconds = self._clock() - self._since
-        if seconds >= limits.overload_seconds:
+        now = self._clock()
+        stands = self._since is not None and now - self._since >= limits.overload_seconds
+        if stands or now - self._refused < CALM_SECONDS:
+            self._refused = now
             raise OverLimitError(
                 OVERLOAD,
-                f"{self._waiting} sequences wait, for {seconds:.1f} s more than {limits.waiting} "
+                f"{waiting} sequences wait, more than {limits.waiting} for over {limits.overload_seconds:g} s "
                 "(--max-overload-seconds); try again later",
             )
 

@@ -118,19 +118,22 @@ def test_a_burst_is_taken_and_a_standing_queue_is_not() -> None:
     now = 10.0
     overload = Overload(lambda: now)
     limits = QueueLimits(waiting=4, overload_seconds=2.0)
-    overload.observe(5, limits)
+    overload.observe(2, 5, limits)
     now = 11.9
-    overload.check(limits, 5)
-    overload.observe(1000, limits)
+    overload.check(limits, 100)
+    overload.observe(2, 98, limits)
     now = 12.0
-    overload.check(limits, 4)  # the others were aborted
-    with pytest.raises(OverLimitError, match=r"1000 sequences wait, for 2.0 s more than 4 \(--max-overload-seconds\)"):
-        overload.check(limits, 5)
-    overload.check(QueueLimits(waiting=4), 5)
-    overload.observe(4, limits)
-    overload.check(limits, 5)
-    overload.observe(5, limits)
-    overload.check(limits, 5)
+    overload.check(limits, 6)  # others were aborted
+    with pytest.raises(OverLimitError, match=r"98 sequences wait, more than 4 for over 2 s \(--max-overload-seconds\)"):
+        overload.check(limits, 100)
+    overload.check(QueueLimits(waiting=4), 100)
+    overload.observe(2, 4, limits)
+    overload.check(limits, 6)
+    now = 21.9
+    with pytest.raises(OverLimitError):
+        overload.check(limits, 7)  # no burst so soon after a refusal
+    now = 31.9
+    overload.check(limits, 7)
 
 
 @pytest.mark.setting("--max-overload-seconds")
