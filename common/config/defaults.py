@@ -93,7 +93,7 @@ LARGE_GPU: Final[ByUsage] = {"llm": BatchDefaults(16384, 1024), "server": BatchD
 ANY_DEVICE: Final[ByUsage] = {"llm": BatchDefaults(8192, 256), "server": BatchDefaults(2048, 256)}
 CPU: Final[ByUsage] = {"llm": BatchDefaults(4096, 256), "server": BatchDefaults(256, 128)}
 """Per device of the world size. Steps of a server are short, since sequences that generate wait for prompts of others:
-on two cores 256 tokens take 0.14 s, at nine tenths of the rate of larger steps."""
+`benchmarks/cpu/prompt_steps.py` measures what short steps cost."""
 TPU_TOKENS: Final[Mapping[str, Mapping[Usage, int]]] = {
     "V6E": {"llm": 2048, "server": 1024},
     "V5E": {"llm": 1024, "server": 512},

@@ -64,7 +64,9 @@ def stretches_of(
     The tokens at which it is split are not in the stretches of those. `left`, `right`: texts of tokens that take up the
     white space on that side of them.
     """
-    done = begin = 0  # the end of the last literal stretch, and of the last special token that is none
+    returned = begin = (
+        0  # the end of the last stretch that was yielded, and of the last special token that is not literal
+    )
     found: list[Span] = []
     for span in (*(match.span() for match in pattern.finditer(text)), (len(text), len(text))):
         if span in literal:
@@ -77,10 +79,10 @@ def stretches_of(
         while name in right and end < len(text) and text[end].isspace():
             end += 1
         if found:
-            if done < begin:
-                yield Stretch(done, begin)
+            if returned < begin:
+                yield Stretch(returned, begin)
             yield Stretch(begin, start, tuple(found))
-            done, found = start, []
+            returned, found = start, []
         begin = end
-    if done < len(text):
-        yield Stretch(done, len(text))
+    if returned < len(text):
+        yield Stretch(returned, len(text))

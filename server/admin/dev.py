@@ -1,4 +1,4 @@
-"""Routes of --server-dev-mode: sleep, pause, caches, aborts, server information. Those of --profiler-config."""
+"""Routes of --server-dev-mode: sleep, pause, caches, aborts, server information; of --profiler-config: profiles."""
 
 from __future__ import annotations
 

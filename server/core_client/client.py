@@ -334,7 +334,7 @@ class Admission:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
         self.check(load, owner)
         with self.counting():
-            self._overload.check(self.limits, self._use().total.sequences + self._engine.other_sequences)
+            self._overload.check(self.limits, self._use().callers + self._engine.other_sequences)
 
     def check(self, load: Load, owner: str = "", group: str = "") -> None:
         """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold the load.

@@ -38,7 +38,12 @@ class QueueUse:
         self.total = _NOTHING
         self._requests: dict[str, tuple[str, str, Load]] = {}
         self._owners: dict[str, Load] = {}  # of those with unfinished requests
-        self._groups: dict[str, Load] = {}
+        self._groups: dict[str, Load] = {}  # by id, of those without a group
+
+    @property
+    def callers(self) -> int:
+        """Number of callers' requests, however many prompts and sequences they have."""
+        return len(self._groups)
 
     def of(self, owner: str) -> Load:
         """Return the load of an owner's requests."""
@@ -52,11 +57,11 @@ class QueueUse:
         """Count a request until `remove`. Raises RequestError if its id is in use."""
         if request_id in self._requests:
             raise RequestError("request_id", f"request_id {request_id!r} is in use")
+        group = group or request_id
         self._requests[request_id] = owner, group, load
         self.total += load
         self._owners[owner] = self.of(owner) + load
-        if group:
-            self._groups[group] = self.of_group(group) + load
+        self._groups[group] = self.of_group(group) + load
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Count requests no longer; unknown ids are skipped."""
@@ -120,7 +125,8 @@ class QueueLimits:
 class Overload:
     """Whether more sequences wait for a slot than may, for longer than they may.
 
-    A burst that ends is no overload. For CALM_SECONDS after a refusal no further burst is accepted.
+    A burst that ends is no overload; for CALM_SECONDS after a refusal no further one is accepted. Nor is one request
+    of many sequences: those of others take turns with it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,7 +144,7 @@ class Overload:
             self._since = self._clock()
 
     def check(self, limits: QueueLimits, in_progress: int) -> None:
-        """Raise OverLimitError if the server is overloaded. `in_progress`: sequences, running ones included."""
+        """Raise OverLimitError if the server is overloaded. `in_progress`: callers' requests, running ones included."""
         waiting = in_progress - self._running
         if limits.overload_seconds is None or waiting <= limits.waiting:
             return
@@ -148,7 +154,7 @@ class Overload:
             self._refused = now
             raise OverLimitError(
                 OVERLOAD,
-                f"{waiting} sequences wait, more than {limits.waiting} for over {limits.overload_seconds:g} s "
+                f"{waiting} requests wait, more than {limits.waiting} for over {limits.overload_seconds:g} s "
                 "(--max-overload-seconds); try again later",
             )
 

@@ -124,7 +124,7 @@ def test_a_burst_is_taken_and_a_standing_queue_is_not() -> None:
     overload.observe(2, 98, limits)
     now = 12.0
     overload.check(limits, 6)  # others were aborted
-    with pytest.raises(OverLimitError, match=r"98 sequences wait, more than 4 for over 2 s \(--max-overload-seconds\)"):
+    with pytest.raises(OverLimitError, match=r"98 requests wait, more than 4 for over 2 s \(--max-overload-seconds\)"):
         overload.check(limits, 100)
     overload.check(QueueLimits(waiting=4), 100)
     overload.observe(2, 4, limits)
@@ -153,6 +153,26 @@ def test_an_overloaded_server_refuses_further_requests(monkeypatch: pytest.Monke
             connection.close()
         eventually(lambda: not server.llm.num_unfinished)
         assert server.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_one_request_of_many_sequences_is_no_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MIN_WAITING", 3)
+    with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0}) as server:
+        body = SLOW | {"prompt": ["abc"] * 8, "n": 2, "temperature": 1}
+        connection = server.sent("/v1/completions", body, {})
+        eventually(lambda: server.llm.stats.waiting > 3)
+        server.llm.check_load(Load(1), "")
+        assert server.post("/v1/completions", SHORT)[0] == 200
+        connection.close()
+
+
+def test_callers_are_counted_once() -> None:
+    use = QueueUse()
+    for request_id, group in (("a-0", "a"), ("a-1", "a"), ("b", ""), ("c", "")):
+        use.add(request_id, Load(3), group=group)
+    assert use.callers == 3
+    use.remove(["a-0", "b"])
+    assert (use.callers, use.of_group("a"), use.of_group("")) == (2, Load(3), Load())
 
 
 def test_what_ended_does_not_count() -> None:
