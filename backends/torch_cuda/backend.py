@@ -20,11 +20,15 @@ from pagoda.backends.torch_cuda import ranks
 from pagoda.backends.torch_cuda.attention_backends.protocol import (
     AttentionKernels,
     AttentionRequirements,
+    Table,
+    fastest,
+    load_table,
     unsupported_error,
 )
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device, find_device, use_device
 from pagoda.backends.torch_cuda.execution.drafting import DraftPasses
+from pagoda.backends.torch_cuda.execution.mixed_steps import MixedBuffers
 from pagoda.backends.torch_cuda.execution.runner import Runner, StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
@@ -55,6 +59,7 @@ from pagoda.backends.torch_cuda.weights import Loader, packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
+from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.config.groups.profiler import ProfilerConfig
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.pending import PendingStep, PendingTokens
@@ -151,13 +156,14 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         graph_sizes=graph_sizes,
         pack=packing(options.quantization),
         schemes=options.schemes,
-        attention=load_kernels(options.attention, needs),
+        attention=own_kernels(device) if options.batch_invariant else load_kernels(options.attention, needs),
         device=device,
         comm=SINGLE_RANK if options.rank is None else comm_of(options.rank),
         batch_invariant=options.batch_invariant,
         lora=options.lora,
         lora_dtype=dtype if options.lora is None else DTYPES[options.lora.dtype],
         drafter=options.drafter,
+        captures_mixed=bool(graph_sizes.captured) and options.compilation.captures_mixed_steps,
     )
 
 
@@ -203,11 +209,13 @@ def _check_invariant(options: BackendOptions) -> None:
 
 
 def load_kernels(name: str, needs: AttentionRequirements) -> AttentionKernels:
-    """Import and create the attention backend `name`; our own kernels compute the rest.
+    """Import and create the attention backend `name`, AUTO the fastest measured one; our own kernels compute the rest.
 
     Raise ConfigError if it cannot serve `needs`.
     """
     own = own_kernels(needs.device)
+    if name == AUTO:
+        return _fastest_kernels(own, needs, load_table())
     if name in LATENT_MODULES:
         if not needs.latents:
             raise unsupported_error(name, "computes latent attention, which this model does not have")
@@ -218,7 +226,23 @@ def load_kernels(name: str, needs: AttentionRequirements) -> AttentionKernels:
         return own
     if needs.latents:
         raise unsupported_error(name, "cannot compute latent attention")
-    return replace(own, prefill=_create_attention(module, needs))
+    created = _create_attention(module, needs)
+    return replace(own, prefill=created, decode=getattr(created, "decode", None))
+
+
+def _fastest_kernels(own: AttentionKernels, needs: AttentionRequirements, table: Table) -> AttentionKernels:
+    """Return the backends that were measured to be fastest, our own where none was or where it cannot be used here."""
+    for kind, name in fastest(needs, table).items():
+        if (module := PREFILL_MODULES[name]) is None:
+            continue
+        try:
+            created = _create_attention(module, needs)
+        except ConfigError as error:
+            logger.info("TRITON_ATTN computes %ss: %s", kind, error)
+            continue
+        own = replace(own, prefill=created) if kind == "prefill" else replace(own, decode=created.decode)
+        logger.info("%s computes %ss, as was measured on this chip", name, kind)
+    return own
 
 
 def _create_attention(module: str, needs: AttentionRequirements) -> Any:
@@ -280,12 +304,21 @@ class TorchCudaBackend:
         return plan
 
     def _measured_usage(self, weight_bytes: int) -> MemoryUsage:
-        """Run the largest steps over a temporary cache that has only null blocks."""
+        """Run the largest steps over a temporary cache that has only null blocks.
+
+        What they read of earlier tokens is allocated before and not counted: `TokenHistory`.
+        """
         assert self._model is not None, "load comes first"
         device, null_blocks = self.config.device, (1,) * len(self.config.layout.pools)
+        history = self._model.sampler.kept
+
+        def make_runner() -> Runner:
+            history.allocate()
+            return self._make_runner(null_blocks, Storage(device).empty)
+
         with self._stream.running():
-            return measure(
-                lambda: self._make_runner(null_blocks, Storage(device).empty),
+            usage = measure(
+                make_runner,
                 device,
                 self.config.cache,
                 weight_bytes,
@@ -293,6 +326,8 @@ class TorchCudaBackend:
                 outside_torch=self._weights.num_bytes,
                 adapters=self._model.adapter_bytes,
             )
+            history.release()
+        return usage
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate `num_blocks` blocks of K and V in each pool, and calibrate their scales if --calculate-kv-scales.
@@ -329,7 +364,9 @@ class TorchCudaBackend:
                 config.layout.block_size,
                 config.limits.max_model_len,
             )
-        parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts)
+        shapes = config.mixed_shapes
+        mixed = None if shapes is None else MixedBuffers(shapes, model.buffers, config.device.torch)
+        parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts, mixed)
         programs = StepPrograms(parts, config.graph_sizes, config.splits, self._stream)
         return Runner(programs, self._stream, config.layout, config.query_tile, config.round_tokens)
 
@@ -337,13 +374,15 @@ class TorchCudaBackend:
         """Capture the CUDA graphs and run every kind of step, so that serving neither compiles nor captures."""
         begin, runner = time.perf_counter(), self._runner
         assert runner is not None, "init_cache comes before warmup"
+        history = runner.programs.parts.sampler.kept
         on_gpu = self.config.device.is_gpu
         plans = self._warmup_plans.all(self.config.graph_sizes.sizes) if on_gpu else self._warmup_plans.minimal()
         with self._stream.running():
             runner.programs.capture()
             for plan in plans:
-                runner.run(plan).result()
+                runner.run(plan, eager=True).result()  # as prompts with logprobs, say; captures have run the others
             self._stream.synchronize()
+            history.release()
         logger.info("%d kernels compiled, warm in %.1f s", self._compiles.count, time.perf_counter() - begin)
         self._compiles.log_each = True
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, MIN_CAPABILITY, Chip, find_chip
-from pagoda.common.config.env import TORCH_CUDA_DEVICE
+from pagoda.common.config.env import ALLOCATOR, TORCH_CUDA_DEVICE
 from pagoda.common.errors import ConfigError
 
 _ALTERNATIVE: Final = "or use --backend reference"
@@ -62,7 +63,23 @@ def find_device(rank: int = 0) -> Device:
             f"torch_cuda: {properties.name} has compute capability {'.'.join(map(str, capability))}, the minimum is "
             f"{'.'.join(map(str, MIN_CAPABILITY))}; select another GPU with CUDA_VISIBLE_DEVICES, {_ALTERNATIVE}",
         )
+    _configure_allocator()
     return Device(torch.device("cuda", rank), find_chip(capability, properties.multi_processor_count), properties.name)
+
+
+def on_wsl() -> bool:
+    """Return whether this is Linux under Windows (WSL), where little host memory can be pinned."""
+    return "microsoft" in platform.uname().release.lower()
+
+
+def _configure_allocator() -> None:
+    """Let segments of torch's memory grow, so that it is not fragmented, unless a variable says how it allocates.
+
+    Under WSL the driver does not map memory into them.
+    """
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is not None and ALLOCATOR.read() is None and not on_wsl():
+        configure("expandable_segments:True")
 
 
 def _visible_gpus() -> int:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
+from pagoda.backends.torch_cuda.attention_backends.triton import TritonAttn
 from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.execution.mixed_steps import MixedShapes, mixed_sizes
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, DecodeBuffers, GroupBatch
-from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
+from pagoda.backends.torch_cuda.kernels.decode_attention import choose_pieces, choose_splits
 from pagoda.backends.torch_cuda.kernels.invariant_attention import query_tile as invariant_tile
-from pagoda.backends.torch_cuda.kernels.latent_attention import choose_latent_splits
+from pagoda.backends.torch_cuda.kernels.latent_attention import choose_latent_pieces, choose_latent_splits
 from pagoda.backends.torch_cuda.kernels.latent_prefill import query_tile as latent_tile
 from pagoda.backends.torch_cuda.kernels.latent_prefill import round_capacity
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, query_tile
@@ -91,6 +93,24 @@ class RankConfig:
     lora: LoraOptions | None = None  # slots for LoRA adapters
     lora_dtype: torch.dtype = torch.float32  # of their matrices
     drafter: DrafterSpec | None = None
+    captures_mixed: bool = False  # prefill and mixed steps, where the model allows it
+
+    @property
+    def mixed_shapes(self) -> MixedShapes | None:
+        """The captured prefill and mixed steps; None: they run eagerly.
+
+        Their inputs must have shapes that depend on the number of tokens alone: those of latent attention, of recurrent
+        mixers, of selected blocks, of drafts and of the kernels of others do not.
+        """
+        spec, limits = self.spec, self.limits
+        plain = all(isinstance(mixer, Attention) and mixer.blocks is None for mixer in spec.mixers)
+        drafts, offloads = limits.max_drafts > 0, self.cache.cpu_offload_gb > 0
+        own_kernels = isinstance(self.attention.prefill, TritonAttn)
+        if not (self.captures_mixed and isinstance(spec, ModelSpec) and plain and own_kernels):
+            return None
+        if drafts or offloads or self.batch_invariant:
+            return None
+        return MixedShapes(mixed_sizes(limits.max_num_batched_tokens), self.query_tile, limits.max_num_seqs)
 
     @property
     def shard(self) -> RankShard:
@@ -113,6 +133,24 @@ class RankConfig:
             return max(of_attention, choose_latent_splits(size, latent_heads, longest, chip) if latent_heads else 1)
 
         return {size: splits(size) for size in self.graph_sizes.sizes}
+
+    @property
+    def pieces(self) -> dict[int, int]:
+        """Decode batch size -> pieces that its sequences are cut into together, for the layer with the fewest KV heads.
+
+        Empty with --batch-invariant, whose attention adds spans of fixed positions, and without attention.
+        """
+        chip, share = self.device.chip, self.shard.share
+        kv_heads = [share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)]
+        heads = [share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)]
+        if self.batch_invariant or not (kv_heads or heads):
+            return {}
+
+        def pieces(size: int) -> int:
+            of_attention = choose_pieces(size, min(kv_heads), chip) if kv_heads else 1
+            return max(of_attention, choose_latent_pieces(size, min(heads), chip) if heads else 1)
+
+        return {size: pieces(size) for size in self.graph_sizes.sizes}
 
     @property
     def query_tile(self) -> int:
@@ -233,6 +271,7 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
             device,
             config.sampling,
             limits.max_drafts,
+            config.comm,
             guesses=limits.device_drafts,
         ),
         DecodeBuffers(
@@ -245,6 +284,7 @@ def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
             limits.max_drafts,
             0 if config.lora is None else config.lora.slots,
             guesses=limits.device_drafts,
+            pieces=config.pieces,
         ),
     )
 

@@ -6,8 +6,10 @@ with the device except logits processors, which run Python on the host: the next
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,13 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.sampling import RowRules, mix
-from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.device import Device, on_wsl
 from pagoda.backends.torch_cuda.execution.step_input import RowTokens
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream
 from pagoda.backends.torch_cuda.kernels import edit_logits
-from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_tokens
+from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_history, store_last
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
+from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
 from pagoda.common.engine.logit_edits import LogitEdits
 from pagoda.common.engine.pending import FetchLogprobs
@@ -42,6 +46,74 @@ from pagoda.common.engine.sampling_state import (
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
 from pagoda.common.sampling_params import params_of
 
+logger = logging.getLogger(__name__)
+
+
+NO_HISTORY: Final[Mapping[str, Any]] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bad_words": (),
+}
+"""The rules that read earlier tokens, without effect."""
+
+
+class TokenHistory:
+    """Device memory for the tokens of all rows, allocated when a row reads them. Outside the plan of the memory."""
+
+    def __init__(self, max_rows: int, max_len: int, device: Device, comm: Comm, *, always: bool) -> None:
+        """`always`: allocate it now. `comm`: ranks that allocate it together or not at all."""
+        self.always = always
+        self.none = torch.zeros((1, max_len + 1), dtype=torch.int32, device=device.torch)  # as wide, for kernels' sake
+        self.tokens: Tensor | None = None  # int32 [rows + 1, max_len + 1]
+        self._shape, self._device, self._comm = (max_rows + 1, max_len + 1), device, comm
+        if always:
+            self.tokens = self.none.new_zeros(self._shape)
+
+    @property
+    def num_bytes(self) -> int:
+        rows, length = self._shape
+        return rows * length * self.none.itemsize
+
+    def allocate(self) -> str | None:
+        """Allocate the memory, unless it is. Return why there is none.
+
+        It must be free beside what torch has reserved, which the largest steps need.
+        """
+        if self.tokens is not None:
+            return None
+        free = self._free_bytes()
+        fits = free >= self.num_bytes
+        if self._comm.size > 1:
+            without = torch.tensor([not fits], dtype=torch.int32, device=self.none.device)
+            fits = not self._comm.all_reduce(without).item()
+        if not fits:
+            rows, length = self._shape
+            reason = (
+                f"the earlier tokens of {rows - 1} requests of {length - 1} tokens take {self.num_bytes >> 20} MiB, "
+                f"{free >> 20} MiB are free on {self._device.name}; start with a lower --gpu-memory-utilization, "
+                "--max-num-seqs or --max-model-len"
+            )
+            logger.warning("No memory for requests that read earlier tokens: %s", reason)
+            return reason
+        self.tokens = self.none.new_zeros(self._shape)
+        return None
+
+    def release(self) -> None:
+        """Give the memory back, unless it is needed always."""
+        if self.always or self.tokens is None:
+            return
+        self.tokens = None
+        if self._device.is_gpu:
+            torch.cuda.empty_cache()
+
+    def _free_bytes(self) -> int:
+        """Return the bytes of the device that no process has."""
+        if not self._device.is_gpu:
+            return available_bytes()
+        free, _ = torch.cuda.mem_get_info(self._device.torch)
+        return int(free)
+
 
 class CudaSampler:
     """Samples a token per row of logits. Each sequence has `width` rows of a step's logits."""
@@ -54,31 +126,73 @@ class CudaSampler:
         device: Device,
         options: SamplerOptions = USUAL,
         max_drafts: int = 0,
+        comm: Comm = SINGLE_RANK,
         *,
         guesses: bool = False,
     ) -> None:
-        """`guesses`: a drafter on the device guesses the drafts."""
+        """`guesses`: a drafter on the device guesses the drafts. `comm`: of the ranks that sample the same tokens."""
         self.vocab, self.device, self.options, self.max_drafts = vocab, device, options, max_drafts
         self.rows = RowTable(max_rows)
         self._dense: WeakKeyDictionary[LogitEdits, Tensor] = WeakKeyDictionary()
         self._batch = LogitsBatch.of(options, params_of)
         self.failed: dict[int, str] = {}  # sequence of the newest step -> why its logits processor failed
+        self._refused: dict[int, str] = {}  # row -> why its tokens cannot be kept
         last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
         kept = torch.zeros((max_rows + 1, max_drafts), dtype=torch.int32, device=device.torch) if guesses else None
         self.newest = RowTokens(last, rejected, kept)
-        # The tokens of rows whose edits read them; the last row is padding's.
-        self.history = torch.zeros((max_rows + 1, max_len + 1), dtype=torch.int32, device=device.torch)
+        self.kept = TokenHistory(max_rows, max_len, device, comm, always=options.has_processors or guesses)
+        self._reads_history = np.full(max_rows, self.kept.always)
 
     def width(self, plan: StepPlan) -> int:
         """Return the rows of logits per sequence."""
         return 1 if plan.num_drafts is None else 1 + self.max_drafts
 
+    @property
+    def history(self) -> Tensor:
+        """Return int32 [rows + 1, max_len + 1]: the tokens of rows that read them; the last row is padding's.
+
+        One row of zeros if no row reads them.
+        """
+        return self.kept.none if self.kept.tokens is None else self.kept.tokens
+
     def start(self, start: RowStart) -> None:
-        """Start a row. Its tokens are copied to the device only if an edit or a drafter reads them there."""
+        """Start a row. Its tokens are copied to the device only if an edit or a drafter reads them there.
+
+        Without memory for them the row samples without edits, and `refused` has its sequence in every step.
+        """
+        self._refused.pop(start.row, None)
+        reads = self.kept.always or start.rules.reads_history
+        if reads and (reason := self.kept.allocate()) is not None:
+            self._refused[start.row] = reason
+            start, reads = replace(start, rules=replace(start.rules, **NO_HISTORY)), False
         self.rows.start(start, self.vocab)
-        rules = start.rules
-        if rules.reads_history or self.options.has_processors or self.newest.guesses is not None:
+        self._reads_history[start.row] = reads
+        if reads:
             self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
+
+    def refused(self, plan: StepPlan) -> dict[int, str]:
+        """Return StepResult.refused."""
+        if not self._refused:
+            return {}
+        refused = ((index, self._refused.get(row)) for index, row in enumerate(plan.rows.tolist()))
+        return {index: reason for index, reason in refused if reason is not None}
+
+    def recorder(self, plan: StepPlan, packed: Tensor) -> Callable[[Tensor], None]:
+        """Return a function that writes the tokens [R] of a step to the history, before `sample` changes `newest`.
+
+        Not part of `sample`, which is captured: the history may be allocated later. It does nothing if no row of the
+        step reads the history. packed: the input of `sample`.
+        """
+        if not self._reads_history[plan.rows].any():
+            return lambda tokens: None
+        rules = shifted_rules(packed, self.newest.rejected) if self.max_drafts else CudaSamplingRules.unpack(packed)
+
+        def record(tokens: Tensor) -> None:
+            if self.max_drafts:
+                tokens = tokens.clamp(min=0)  # a drafter reads those after a rejected draft, too
+            store_history(tokens, rules.rows, rules.positions, self.history, use_kernel=self.device.use_kernels)
+
+        return record
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
         """Return int32 [7, R] or, with drafts, [9, R], the input of `sample`. `seqs`: R, the rows of logits."""
@@ -94,9 +208,9 @@ class CudaSampler:
         """
         use_kernel = self.device.use_kernels
         if not self.max_drafts:
-            return sample_tokens(logits, packed, self.newest.last, self.history, use_kernel=use_kernel)
+            return sample_tokens(logits, packed, self.newest.last, use_kernel=use_kernel)
         rules = shifted_rules(packed, self.newest.rejected)
-        tokens = sample_by_rules(logits, rules, self.newest.last, self.history, use_kernel=use_kernel)
+        tokens = sample_by_rules(logits, rules, self.newest.last, use_kernel=use_kernel)
         return accept_drafts(tokens, packed, self._drafts(packed), self.newest, width)
 
     def _drafts(self, packed: Tensor) -> Tensor:
@@ -186,7 +300,7 @@ class CudaSampler:
         if self.max_drafts and (penalised or edited):
             assert packed is not None, "for an engine with drafts"
             shift = self.newest.rejected[packed[7].long()]
-            if width > 1:
+            if width > 1 and self._reads_history[sampled.rows].any():
                 record_drafts(shifted_rules(packed, self.newest.rejected), self._drafts(packed), self.history)
         if penalised:
             columns = self._send(penalties(penalised, len(penalised)))
@@ -245,7 +359,7 @@ class CudaSampler:
         """Copy to the device without blocking."""
         array = torch.from_numpy(np.array(numbers, order="C"))
         if self.device.torch.type == "cuda":
-            return array.pin_memory().to(self.device.torch, non_blocking=True)
+            return (array if on_wsl() else array.pin_memory()).to(self.device.torch, non_blocking=True)
         return array
 
 
@@ -265,21 +379,19 @@ class CudaSamplingRules(RowRules):
         return torch.where(logits >= floor[:, None], scaled, -torch.inf)
 
 
-def sample_tokens(logits: Tensor, packed: Tensor, last: Tensor, history: Tensor, *, use_kernel: bool) -> Tensor:
-    """Return tokens int32 [R] of logits float32 [R, V]; also writes them to `last` and `history`. Does not synchronize.
+def sample_tokens(logits: Tensor, packed: Tensor, last: Tensor, *, use_kernel: bool) -> Tensor:
+    """Return tokens int32 [R] of logits float32 [R, V]; also writes them to `last`. Does not synchronize.
 
-    packed int32 [7, R] of `SampledRows.pack`; last int32 [rows + 1]; history int32 [rows + 1, length].
+    packed int32 [7, R] of `SampledRows.pack`; last int32 [rows + 1].
     """
-    return sample_by_rules(logits, CudaSamplingRules.unpack(packed), last, history, use_kernel=use_kernel)
+    return sample_by_rules(logits, CudaSamplingRules.unpack(packed), last, use_kernel=use_kernel)
 
 
-def sample_by_rules(
-    logits: Tensor, rules: CudaSamplingRules, last: Tensor, history: Tensor, *, use_kernel: bool
-) -> Tensor:
+def sample_by_rules(logits: Tensor, rules: CudaSamplingRules, last: Tensor, *, use_kernel: bool) -> Tensor:
     """As `sample_tokens`, with parameters that are unpacked."""
     floor = rules.lowest_kept(logits, use_kernel=use_kernel)
     tokens = gumbel_max(logits, rules.keys, rules.temperature, floor, use_kernel=use_kernel)
-    store_tokens(tokens, rules.rows, rules.positions, last, history, use_kernel=use_kernel)
+    store_last(tokens, rules.rows, last, use_kernel=use_kernel)
     return tokens
 
 

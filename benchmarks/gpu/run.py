@@ -2,7 +2,7 @@
 
 usage: gpu.sh --output DIR [--carry DIR] [--previous DIR] [--budget SECONDS] [--only PART] STAGE
 
-STAGE is smoke, decode, prefill, throughput, invariance, peers, kernels, mixers, experts, tune, tune_mixers or
+STAGE is smoke, decode, prefill, throughput, serving, invariance, peers, kernels, mixers, experts, tune, tune_mixers or
 tune_experts. `DIR/STAGE.json` is written after every number.
 Numbers of the same code on the same machine, there or in the folder of --previous, are not measured again, so an
 interrupted stage resumes. Needs no network and no git; missing Python packages come from --carry.
@@ -35,7 +35,7 @@ WRONG, NOTHING, UNFINISHED = 1, 2, 3
 BUDGET = 470.0
 """Seconds per stage: 8 minutes, less 10 s to finish."""
 MIN_REMAINING = 5.0
-"""Remaining seconds below which no number is started."""
+"""Remaining seconds below which no number is started, at most a fifth of the budget."""
 FAILURES = 3
 """Consecutive failures after which a part is given up."""
 SOURCES = ("backends", "common", "server", "benchmarks/gpu")
@@ -171,6 +171,7 @@ class Stage:
         self, results: Results, options: list[str], environment: dict[str, str], logs: Path, until: float
     ) -> None:
         self.results, self.until = results, until
+        self.reserve = min(MIN_REMAINING, (until - time.monotonic()) / 5)
         self._options, self._environment, self._logs = options, environment, logs
         self._began, self._measured = time.monotonic(), 0
         self._tried, self._again = set[str](), set[str]()
@@ -179,7 +180,7 @@ class Stage:
         """Return True when every number has been measured or has failed. Raise NoGpuError."""
         left, failures = list(parts), Counter[str]()
         while left:
-            if self.until - time.monotonic() < MIN_REMAINING:
+            if self.until - time.monotonic() < self.reserve:
                 return False
             measured, tried = self._count(), len(self._tried)
             outcome, part = self._process(left)
@@ -205,7 +206,7 @@ class Stage:
                     self.results.on(line["machine"])
                     if line["machine"]["device"] == "cuda" and line["machine"]["gpu"] is None:
                         raise NoGpuError
-                    process.send(leave_out=[*self.results.names, *self._tried], until=self.until - MIN_REMAINING)
+                    process.send(leave_out=[*self.results.names, *self._tried], until=self.until - self.reserve)
                 elif "part" in line:
                     part, number = line["part"], "start"
                 elif "begin" in line:

@@ -1,4 +1,7 @@
-"""FlashAttention 3 (package flash_attn_interface, built from source): pages of any size, soft caps."""
+"""FlashAttention 3 (package flash_attn_interface, built from source): pages of any size, soft caps.
+
+It has not run with pagoda on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ MAX_HEAD_DIM: Final = 256
 
 
 class FlashAttn:
-    """Implements PrefillAttention with the package's flash_attn_with_kvcache."""
+    """Implements PrefillAttention, and DecodeAttention as `decode`, with the package's flash_attn_with_kvcache."""
 
     def __init__(self, with_kvcache: Callable[..., Tensor]) -> None:
         self.with_kvcache = with_kvcache
@@ -57,6 +60,23 @@ class FlashAttn:
             softcap=spec.softcap or 0.0,
             num_splits=1,
         )
+
+    def decode(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention) -> Tensor:
+        """See DecodeAttention. The package chooses the splits from what a captured graph fixes."""
+        seqs = batch.num_decodes
+        out: Tensor = self.with_kvcache(
+            queries.unflatten(0, (seqs, batch.query_len)),
+            by_token(cache.keys),
+            by_token(cache.values),
+            cache_seqlens=batch.kv_lens[:seqs].clamp_min(1),  # padding reads the null block
+            page_table=batch.groups[cache.group].tables[:seqs],
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=(-1, 0),
+            softcap=spec.softcap or 0.0,
+            num_splits=0,
+        )
+        return out.flatten(0, 1)
 
 
 def create(needs: AttentionRequirements) -> FlashAttn:

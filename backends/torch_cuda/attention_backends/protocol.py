@@ -1,11 +1,16 @@
-"""The interfaces of attention backends: over K and V in prefill and mixed steps, over latents (MLA) in decodes.
+"""The interfaces of attention backends: over K and V in prefills and decodes, over latents (MLA) in decodes.
 
-Decodes over K and V and prefills over latents always use our own kernels.
+Prefills over latents always use our own kernels, decodes over K and V where a backend has none. Which backend was
+measured to be fastest is in measured.json, by chip, heads and kind of step; tools/attention_table.py writes it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -20,6 +25,13 @@ from pagoda.common.models.mixers import Attention, LatentAttention
 
 LATENT_DIMS: Final = (512, 64)
 """Channels of a latent and of its rotary key that the kernels of others are written for."""
+
+
+TABLE: Final = Path(__file__).with_name("measured.json")
+KINDS: Final = ("decode", "prefill")
+
+Table = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""Chip such as sm_90 -> heads, see `heads_key` -> kind of step -> name of the fastest backend."""
 
 
 class PrefillAttention(Protocol):
@@ -39,6 +51,14 @@ class PrefillAttention(Protocol):
         `terms`: the sinks and slopes that `spec` says there are. Rows of decode sequences are unchanged; rows of
         padding tokens are undefined.
         """
+        ...
+
+
+class DecodeAttention(Protocol):
+    """Attention of a step's first `num_decodes` sequences. Called once per layer; captured in CUDA graphs."""
+
+    def __call__(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention) -> Tensor:
+        """Return [T, N, V] of the decodes' queries [T, N, H], whose K and V are in the cache. Padding is undefined."""
         ...
 
 
@@ -62,6 +82,7 @@ class AttentionKernels:
 
     prefill: PrefillAttention
     latent_decode: LatentDecode
+    decode: DecodeAttention | None = None  # None: our own
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +198,32 @@ def check_latent_limits(name: str, needs: AttentionRequirements, pages: tuple[in
         raise ConfigError(
             "--block-size", f"{name} reads pages of {wanted} tokens, not {needs.page}; use --block-size {pages[-1]}"
         )
+
+
+def heads_key(head_dim: int, group: int, dtype: torch.dtype) -> str:
+    """Return e.g. h128_g4_bfloat16: channels of a head, query heads per KV head, type of queries and cache."""
+    return f"h{head_dim}_g{group}_{str(dtype).removeprefix('torch.')}"
+
+
+@cache
+def load_table() -> Table:
+    """Return the file's contents, read once."""
+    table: Table = json.loads(TABLE.read_text())
+    return table
+
+
+def fastest(needs: AttentionRequirements, table: Table) -> dict[str, str]:
+    """Return the fastest backend by kind of step, where it is the same for all of a model's heads.
+
+    Empty for what is not measured: latent attention, caches of another type than queries.
+    """
+    if needs.latents or needs.kv_dtype != needs.dtype:
+        return {}
+    of_chip = table.get(needs.device.chip.name, {})
+    heads = {heads_key(mixer.head_dim, mixer.heads // mixer.kv_heads, needs.dtype) for mixer in needs.mixers}
+    chosen: dict[str, str] = {}
+    for kind in KINDS:
+        names = {of_chip.get(key, {}).get(kind) for key in heads}
+        if len(names) == 1 and (name := names.pop()) is not None:
+            chosen[kind] = name
+    return chosen

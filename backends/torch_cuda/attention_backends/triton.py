@@ -75,6 +75,7 @@ class TritonMla:
             query_len=batch.query_len,
             scale=spec.scale,
             splits=batch.splits,
+            work=batch.work,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )

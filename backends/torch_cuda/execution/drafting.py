@@ -102,4 +102,5 @@ class DraftPasses:
             num_decodes=count,
             tiles=None,
             splits=splits,
+            work=batch.work if batch.num_decodes == count else None,
         )

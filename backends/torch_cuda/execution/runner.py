@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.execution.drafting import DraftPasses, DraftStep
+from pagoda.backends.torch_cuda.execution.mixed_steps import MixedBuffers
 from pagoda.backends.torch_cuda.execution.step_input import (
     CudaStepBatch,
     CudaStepShape,
@@ -33,6 +34,7 @@ from pagoda.backends.torch_cuda.kernels.decode_attention import MAX_QUERY_LEN
 from pagoda.backends.torch_cuda.kernels.latent_prefill import plan_rounds
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
+from pagoda.backends.torch_cuda.kernels.work_list import NO_SEQUENCE, WorkList, WorkPlanner
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, copy_states
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.sampling import CudaSampler
@@ -69,6 +71,7 @@ class StepParts:
     sampler: CudaSampler
     buffers: DecodeBuffers
     drafts: DraftPasses | None = None  # of an engine with a drafter
+    mixed: MixedBuffers | None = None  # of captured prefill and mixed steps
 
     def logits(self, hidden: Tensor, out: Tensor | None, adapter_slots: Tensor | None) -> Tensor:
         """Return float32 logits [R, V] of hidden [R, D], in `out` if given; see `CudaDecoder.logits`."""
@@ -82,8 +85,8 @@ class StepPrograms:
     """The programs of one engine: decode steps padded to a graph size. Sizes that are not captured run eagerly.
 
     A captured step is two graphs, so that logit edits of some requests can run between them: "forward" computes logits
-    from the input buffers, "sample" computes tokens from logits and sampling parameters. Prefill and mixed steps run
-    their own forward eagerly and share the sample graph.
+    from the input buffers, "sample" computes tokens from logits and sampling parameters. Prefill and mixed steps share
+    the sample graph; short ones have a graph of their hidden states by number of tokens, "hidden".
 
     With a drafter there is a third, "draft", which runs it on the hidden states that "forward" left.
 
@@ -107,6 +110,10 @@ class StepPrograms:
             for adapted in ((False, True) if self.adapters else (False,))
             if kind[1] <= MAX_QUERY_LEN
         }
+        self._hidden: dict[int, Run] = {}
+        self._left_hidden: dict[int, Tensor] = {}  # by "hidden": its result, in the graph's memory
+        if parts.mixed is not None:
+            self._hidden = {size: self._make_hidden(size) for size in parts.mixed.shapes.sizes}
         # By a forward: batch and hidden states, which "draft" reads.
         self._left: dict[tuple[int, int, bool], DraftStep] = {}
         self._draft: dict[tuple[int, int, bool], Run] = {}
@@ -120,8 +127,10 @@ class StepPrograms:
 
     def capture(self, sizes: tuple[int, ...] | None = None) -> None:
         """Capture these sizes (default: all configured), largest first: the others reuse its memory."""
-        begin, before = time.perf_counter(), self._stream.captures
+        begin, before, free = time.perf_counter(), self._stream.captures, self._stream.free_bytes()
         sizes_to_capture = sorted(self.graph_sizes.captured if sizes is None else sizes, reverse=True)
+        if sizes is None:
+            self.capture_mixed()
         self.parts.buffers.clear()  # the capture runs on them
         for size in sizes_to_capture:
             for width in reversed(self._widths):
@@ -130,9 +139,18 @@ class StepPrograms:
                         if (run := programs.get((size, width, adapted))) is not None:
                             programs[size, width, adapted] = self._stream.capture(run, self._pool)
                 self._sample[size, width] = self._stream.capture(self._sample[size, width], self._pool)
-        if sizes_to_capture:
-            captured = self._stream.captures - before
-            logger.info("%d graphs captured in %.1f s", captured, time.perf_counter() - begin)
+        if captured := self._stream.captures - before:
+            seconds, taken = time.perf_counter() - begin, free - self._stream.free_bytes()
+            logger.info("%d graphs captured in %.1f s, %.2f GiB", captured, seconds, taken / (1 << 30))
+
+    def capture_mixed(self) -> None:
+        """Capture prefill and mixed steps, largest first: before decode steps, which need less memory."""
+        if self.parts.mixed is None:
+            return
+        self.parts.buffers.clear()
+        for size in sorted(self._hidden, reverse=True):
+            self.parts.mixed.clear(size)
+            self._hidden[size] = self._stream.capture(self._hidden[size], self._pool)
 
     def has_decode(self, width: int) -> bool:
         """Return whether `decode` computes steps with `width` tokens per sequence."""
@@ -144,6 +162,11 @@ class StepPrograms:
         `adapted`: some sequences have LoRA adapters.
         """
         self._forward[size, width, adapted]()
+
+    def mixed(self, size: int) -> Tensor:
+        """Return the hidden states [size, D] of a prefill or mixed step in the buffers, until the next program."""
+        self._hidden[size]()
+        return self._left_hidden[size]
 
     def hidden(self, batch: CudaStepBatch) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] of any step, and what a drafter reads of them [T, W]."""
@@ -188,6 +211,14 @@ class StepPrograms:
 
         return run
 
+    def _make_hidden(self, size: int) -> Run:
+        def run() -> None:
+            assert self.parts.mixed is not None
+            batch = self.parts.mixed.batch(size, self.parts.sampler.newest)
+            self._left_hidden[size], _ = self.hidden(batch)
+
+        return run
+
     def _make_draft(self, size: int, width: int, adapted: bool) -> Run:
         parts, rows, splits = self.parts, size * width, self.splits[size]
         tokens, packed = parts.buffers.tokens[:rows], parts.buffers.sampling(rows)
@@ -217,8 +248,10 @@ class QueuedStep:
     num_decodes: int
     tiles: Int32 | None  # of the sequences from `num_decodes` on; None: a step that `StepPrograms.decode` computes
     width: int  # rows of logits per sequence
+    rows: int  # of logits, padding included
     rounds: tuple[tuple[Int32, Int32], ...] = ()  # of latent prefill
     chunks: Int32 | None = None  # of recurrent mixers, if the model has any
+    graph: int | None = None  # tokens of the captured prefill or mixed step; None: another kind of step
 
     @property
     def adapted(self) -> bool:
@@ -238,15 +271,18 @@ class Runner:
         self._layout, self._block_size = layout, layout.block_size
         self._tile, self._round_tokens = tile, round_tokens
         self._has_states = any(isinstance(group.spec, StateCache) for group in layout.groups)
-        self._staging = Staging(stream)
+        self._staging, self._planner = Staging(stream), WorkPlanner()
 
-    def run(self, plan: StepPlan) -> PendingStep:
-        """Queue a step; its sampling follows in `bind_masks` if the plan has `masked`. Call in `stream.running`."""
+    def run(self, plan: StepPlan, *, eager: bool = False) -> PendingStep:
+        """Queue a step; its sampling follows in `bind_masks` if the plan has `masked`. Call in `stream.running`.
+
+        `eager`: do not pad prefill and mixed steps to captured ones.
+        """
         parts = self.programs.parts
         for start in plan.starts:
             parts.sampler.start(start)
         copy_states(plan.state_copies, self._layout, parts.caches)
-        step = self._padded(plan)
+        step = self._padded(plan, eager=eager)
         packed = self._send(step)
         hidden, left = self._forward(step, packed)
         scores = self._score_prompts(step, packed, hidden) if hidden is not None else ()
@@ -270,7 +306,7 @@ class Runner:
         if left is None:
             guesses = self.programs.draft(step.num_decodes, step.width, adapted=step.adapted)
         else:
-            rows = step.shape.rows
+            rows = step.rows
             tokens, packed = parts.buffers.tokens[:rows], parts.buffers.sampling(rows)
             splits = self.programs.splits[self.programs.graph_sizes.bucket_for(step.plan.num_seqs)]
             guesses = parts.drafts.run(left, tokens, packed[0], step.width, splits)
@@ -280,27 +316,43 @@ class Runner:
 
     def _sample(self, step: QueuedStep, masks: TokenMasks | None = None) -> PendingTokens:
         """Queue logit edits, sampling and logprobs of the logits in the buffers, which no later step has changed."""
-        parts, rows, drafts = self.programs.parts, step.shape.rows, step.plan.num_drafts
-        raw = parts.sampler.edit(parts.buffers.logits[:rows], step.plan, masks, parts.buffers.sampling(rows))
+        parts, rows, drafts = self.programs.parts, step.rows, step.plan.num_drafts
+        packed = parts.buffers.sampling(rows)
+        raw = parts.sampler.edit(parts.buffers.logits[:rows], step.plan, masks, packed)
+        record, refused = parts.sampler.recorder(step.plan, packed), parts.sampler.refused(step.plan)
         tokens = self.programs.sample(rows // step.width, step.width)
+        record(tokens)
         logprobs = parts.sampler.logprobs(raw, tokens, step.plan, self.stream)
         fetched = self.stream.fetch(tokens)
         if drafts is None:
-            return PendingTokens(fetched.array, logprobs, failed=parts.sampler.failed)
+            return PendingTokens(fetched.array, logprobs, failed=parts.sampler.failed, refused=refused)
         most = 1 + int(drafts.max())
-        return PendingTokens(lambda: fetched.array().reshape(-1, step.width)[:, :most], logprobs)
+        return PendingTokens(lambda: fetched.array().reshape(-1, step.width)[:, :most], logprobs, refused=refused)
 
-    def _padded(self, plan: StepPlan) -> QueuedStep:
+    def _padded(self, plan: StepPlan, *, eager: bool = False) -> QueuedStep:
         groups, table, sampler = len(plan.block_tables), table_width(plan), self.programs.parts.sampler
         size = self.programs.graph_sizes.bucket_for(plan.num_seqs)
         lengths, width, drafts = np.diff(plan.query_start), sampler.width(plan), sampler.max_drafts > 0
-        guesses = sampler.newest.guesses is not None
+        guesses, pieces = sampler.newest.guesses is not None, self.programs.parts.buffers.pieces
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
             slots = self.programs.adapters
-            shape = decode_shape(size, groups, table, drafts=drafts, query_len=width, adapters=slots, guesses=guesses)
-            return QueuedStep(plan, shape, size, None, width)
+            shape = decode_shape(
+                size,
+                groups,
+                table,
+                drafts=drafts,
+                query_len=width,
+                adapters=slots,
+                guesses=guesses,
+                pieces=pieces.get(size, 0),
+            )
+            return QueuedStep(plan, shape, size, None, width, shape.rows)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
+        if not eager and (graph := self._mixed_graph(plan, len(tiles), size)) is not None:
+            mixed = self.programs.parts.mixed
+            assert mixed is not None, "there are graphs"
+            return QueuedStep(plan, mixed.shape(graph, table), num_decodes, tiles, width, size, graph=graph)
         tokens = round_up(plan.num_tokens, TOKEN_ALIGN)
         capacity, kv_lens = self._round_tokens, plan.context + lengths
         rounds = tuple(plan_rounds(kv_lens, num_decodes, capacity)) if capacity else ()
@@ -318,8 +370,19 @@ class Runner:
             0 if chunks is None else len(chunks),
             adapters=self.programs.adapters,
             guesses=guesses,
+            pieces=pieces.get(self.programs.graph_sizes.bucket_for(num_decodes), 0) if num_decodes else 0,
+            decodes=num_decodes,
         )
-        return QueuedStep(plan, shape, num_decodes, tiles, width, rounds, chunks)
+        return QueuedStep(plan, shape, num_decodes, tiles, width, shape.rows, rounds, chunks)
+
+    def _mixed_graph(self, plan: StepPlan, tiles: int, rows: int) -> int | None:
+        """Return the tokens of the captured step that computes a prefill or mixed step, or None."""
+        mixed = self.programs.parts.mixed
+        if mixed is None or plan.embeds is not None or self._needs_prompt_logprobs(plan):
+            return None
+        if plan.adapter_slots is not None and (plan.adapter_slots != NO_ADAPTER).any():
+            return None
+        return mixed.shapes.size_for(plan.num_tokens, tiles, rows)
 
     def _has_graph(self, plan: StepPlan, lengths: Int32, width: int) -> bool:
         """Return whether a step with drafts can be computed with `width` tokens per sequence, in the input buffers."""
@@ -337,8 +400,14 @@ class Runner:
         shape.vector(flat, "logits_indices")[: plan.num_seqs * step.width] = logits_indices(
             plan, shape.query_len, step.width
         )
+        if shape.pieces:
+            decodes = min(plan.num_seqs, step.num_decodes)
+            lens = plan.context[:decodes] + np.diff(plan.query_start[: decodes + 1])
+            items, merges = (shape.sections[name].of(flat) for name in ("items", "merges"))
+            self._planner.plan(lens, shape.pieces, items, merges)
         if step.tiles is not None:
-            shape.sections["tiles"].of(flat)[:] = step.tiles
+            tiles = shape.sections["tiles"].of(flat)
+            tiles[: len(step.tiles)], tiles[len(step.tiles) :] = step.tiles, NO_SEQUENCE
             pack_rounds(flat, shape, list(step.rounds))
             if step.chunks is not None:
                 shape.sections["chunks"].of(flat)[:] = step.chunks
@@ -354,6 +423,9 @@ class Runner:
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
             programs.decode(step.num_decodes, step.width, adapted=step.adapted)
+            return None, None
+        if step.graph is not None:
+            self._run_mixed(step, packed, step.graph)
             return None, None
         batch = make_batch(
             shape,
@@ -372,7 +444,7 @@ class Runner:
         hidden, features = programs.hidden(batch)
         indices = shape.vector(packed, "logits_indices")
         if plan.samples.any():
-            buffers.fill_sampling(shape, packed)
+            buffers.fill_sampling(shape, packed, step.rows)
             slots = batch.adapter_slots
             slots = None if slots is None else slots.index_select(0, indices)
             programs.logits(hidden.index_select(0, indices), slots)
@@ -381,6 +453,17 @@ class Runner:
             rows, counts = (shape.vector(packed, name).clone() for name in ("token_rows", "guess_counts"))
             left = DraftStep(_owned(batch), features, rows, indices.clone(), counts)
         return hidden if keeps_hidden else None, left
+
+    def _run_mixed(self, step: QueuedStep, packed: Tensor, size: int) -> None:
+        """Compute a captured prefill or mixed step; its logits into the buffers if it samples."""
+        programs, plan, shape = self.programs, step.plan, step.shape
+        assert programs.parts.mixed is not None
+        programs.parts.mixed.fill(shape, packed, plan.num_seqs)
+        hidden = programs.mixed(size)
+        if plan.samples.any():
+            programs.parts.buffers.fill_sampling(shape, packed, step.rows)
+            indices = shape.vector(packed, "logits_indices")[: step.rows]
+            programs.logits(hidden.index_select(0, indices))
 
     def _needs_prompt_logprobs(self, plan: StepPlan) -> bool:
         return bool(self.programs.parts.sampler.rows.columns["prompt_logprobs"][plan.rows].any())
@@ -410,6 +493,7 @@ def _owned(batch: CudaStepBatch) -> CudaStepBatch:
         tiles=None if batch.tiles is None else batch.tiles.clone(),
         query_counts=None if batch.query_counts is None else batch.query_counts.clone(),
         rounds=tuple(replace(each, blocks=each.blocks.clone(), spans=each.spans.clone()) for each in batch.rounds),
+        work=None if batch.work is None else WorkList(batch.work.items.clone(), batch.work.merges.clone()),
     )
 
 

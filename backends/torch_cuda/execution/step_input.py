@@ -1,7 +1,8 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
     sampling | token ids | token rows | adapter slots | positions | slots | token sequences | shift rows |
-    query starts | KV lengths | query counts | guess counts | logits indices | tiles | chunks | spans | blocks | tables
+    query starts | KV lengths | query counts | guess counts | logits indices | items | merges | tiles | chunks | spans |
+    blocks | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
@@ -10,13 +11,13 @@ strides.
 
 An engine with drafts plans ahead before it knows how many of them are rejected. Its positions are upper bounds that the
 device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines. Query
-counts are those of sequences that are padded to one number of tokens, guess counts what a drafter guesses. Spans and
-blocks are rounds of latent prefill.
+counts are those of sequences that are padded to one number of tokens, guess counts what a drafter guesses. Items and
+merges are the work list of decode attention, spans and blocks rounds of latent prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.kernels.latent_prefill import ExpansionRound
+from pagoda.backends.torch_cuda.kernels.work_list import WorkList
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
 from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32, StepPlan
@@ -66,7 +68,7 @@ class CudaStepBatch:
     groups: tuple[GroupBatch, ...]  # one per group of the KV layout
     num_decodes: int
     tiles: Tensor | None  # int32 [n, 2]; None: decodes only
-    splits: int  # split-KV count of decode attention
+    splits: int  # programs per sequence of decode attention without a work list
     query_len: int = 1
     query_counts: Tensor | None = None  # int32 [num_decodes]: how many of their tokens are not padding; None: all
     tile: int | None = None  # None: each layer's own default, the same for all
@@ -77,6 +79,7 @@ class CudaStepBatch:
     embedded: Embedded | None = None  # prompt embeddings; None: all tokens are looked up
     # int32 [T]: slot of each token's LoRA adapter, the number of slots for tokens without one; None: no token has one
     adapter_slots: Tensor | None = None
+    work: WorkList | None = None  # of the decodes; None: attention is not balanced by their lengths
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -119,6 +122,8 @@ class CudaStepShape:
     query_len: int | None = None  # tokens of every sequence, padded at the front; None: of different lengths, or 1
     adapters: int = 0  # slots for LoRA adapters
     guesses: bool = False  # of an engine with a drafter
+    pieces: int = 0  # that the decodes are cut into together; 0: without a work list
+    decodes: int = 0  # sequences of the work list
 
     @property
     def sections(self) -> dict[str, InputSection]:
@@ -158,6 +163,8 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
         ("query_counts", int(shape.query_len is not None), shape.seqs, ALIGN),
         ("guess_counts", int(shape.guesses), shape.seqs, ALIGN),
         ("logits_indices", 1, shape.rows, ALIGN),
+        ("items", shape.pieces + shape.decodes if shape.pieces else 0, 4, 4),
+        ("merges", shape.decodes if shape.pieces else 0, 2, 2),
         ("tiles", shape.tiles, 2, 2),
         ("chunks", shape.chunks, 2, 2),
         ("spans", len(shape.round_blocks) * shape.seqs, 3, 3),
@@ -256,6 +263,7 @@ def decode_shape(
     query_len: int = 1,
     adapters: int = 0,
     guesses: bool = False,
+    pieces: int = 0,
 ) -> CudaStepShape:
     """Return the shape of a step of `size` sequences with at most `query_len` tokens each."""
     tokens = size * query_len
@@ -270,6 +278,8 @@ def decode_shape(
         query_len=of_each,
         adapters=adapters,
         guesses=guesses,
+        pieces=pieces,
+        decodes=size,
     )
 
 
@@ -337,7 +347,14 @@ def make_batch(
         rounds=tuple(_rounds(shape, packed)),
         chunks=shape.sections["chunks"].of(packed) if shape.chunks else None,
         adapter_slots=shape.vector(packed, "adapter_slots") if adapted else None,
+        work=_work(shape, packed),
     )
+
+
+def _work(shape: CudaStepShape, packed: Tensor) -> WorkList | None:
+    if not shape.pieces:
+        return None
+    return WorkList(shape.sections["items"].of(packed), shape.sections["merges"].of(packed))
 
 
 def _rounds(shape: CudaStepShape, packed: Tensor) -> Iterator[ExpansionRound]:
@@ -365,7 +382,7 @@ def make_slots(tables: Tensor, sequences: Tensor, positions: Tensor, block_size:
 class DecodeBuffers:
     """Static input buffers for decode steps of at most S sequences in G groups with W blocks each.
 
-    `max_drafts`: per sequence. `adapters`: slots for LoRA adapters.
+    `max_drafts`: per sequence. `adapters`: slots for LoRA adapters. `pieces`: of the work list by number of sequences.
     """
 
     def __init__(
@@ -380,8 +397,10 @@ class DecodeBuffers:
         adapters: int = 0,
         *,
         guesses: bool = False,
+        pieces: Mapping[int, int] | None = None,
     ) -> None:
         self.groups, self.width = groups, round_up(width, TABLE_ALIGN)
+        self.pieces = pieces or {}
         self.block_size, self.drafts, self.guesses, self.adapters = block_size, max_drafts > 0, guesses, adapters
         rows = seqs * (1 + max_drafts)  # of logits
         size = self._shape(seqs, 1 + max_drafts).prefix_size
@@ -398,12 +417,19 @@ class DecodeBuffers:
     def fill(self, shape: CudaStepShape, packed: Tensor, seqs: int) -> None:
         """Copy a packed decode step, int32 [shape.size]; `seqs`: its sequences without padding."""
         self._prefix[: shape.prefix_size].copy_(packed[: shape.prefix_size])
+        self.fill_tables(shape, packed, seqs)
+
+    def fill_tables(self, shape: CudaStepShape, packed: Tensor, seqs: int) -> None:
+        """Copy only the block tables of the first `seqs` sequences of a packed step."""
         self._tables[:, :seqs, : shape.width].copy_(tables(shape, packed)[:, :seqs])
 
-    def fill_sampling(self, shape: CudaStepShape, packed: Tensor) -> None:
-        """Copy only the sampling parameters of a packed step."""
-        end = shape.sections["sampling"].end
-        self._prefix[:end].copy_(packed[:end])
+    def tables(self, seqs: int) -> Tensor:
+        """Return the block tables int32 [G, seqs, W]."""
+        return self._tables[:, :seqs]
+
+    def fill_sampling(self, shape: CudaStepShape, packed: Tensor, rows: int) -> None:
+        """Copy only the sampling parameters of a packed step, those of the first `rows` rows of logits."""
+        self.sampling(rows).copy_(shape.sections["sampling"].of(packed)[:, :rows])
 
     def sampling(self, rows: int) -> Tensor:
         """Return int32 [7, R] or, with drafts, [9, R]: packed sampling parameters."""
@@ -428,7 +454,7 @@ class DecodeBuffers:
         return make_batch(
             self._shape(size, query_len),
             self._prefix,
-            self._tables[:, :size],
+            self.tables(size),
             before,
             num_decodes=size,
             splits=splits,
@@ -445,4 +471,5 @@ class DecodeBuffers:
             query_len=query_len,
             adapters=self.adapters,
             guesses=self.guesses,
+            pieces=self.pieces.get(size, 0),
         )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.device import Device, on_wsl
 
 Run = Callable[[], None]
 
@@ -83,6 +83,10 @@ class DeviceStream(Protocol):
         """Block until all device work is done."""
         ...
 
+    def free_bytes(self) -> int:
+        """Return the device's free memory, as the driver counts it; 0 on a CPU."""
+        ...
+
     def close(self) -> None:
         """Return unused memory to the system."""
         ...
@@ -98,6 +102,7 @@ class GpuStream:
 
     def __init__(self, device: Device) -> None:
         self.device, self.captures = device, 0
+        self._pins = not on_wsl()  # copies from and to other memory block
         self._steps, self._copies = torch.cuda.Stream(device.torch), torch.cuda.Stream(device.torch)
 
     @contextmanager
@@ -109,7 +114,7 @@ class GpuStream:
         return _EventOrderedCopy(self._steps, self._copies)
 
     def fetch(self, tensor: Tensor) -> DeviceToHost:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # torch caches pinned memory
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)  # torch caches pinned memory
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(self._steps)
@@ -129,10 +134,14 @@ class GpuStream:
         return graph.replay
 
     def host_buffer(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, pin_memory=True)
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self._pins)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device.torch)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device.torch)
+        return int(free)
 
     def close(self) -> None:
         self.synchronize()
@@ -214,6 +223,9 @@ class CpuStream:
 
     def synchronize(self) -> None:
         pass
+
+    def free_bytes(self) -> int:
+        return 0
 
     def close(self) -> None:
         pass

@@ -11,6 +11,9 @@ from torch import Tensor
 MIN_DOT: Final = 16
 """Rows, tokens and channels of Triton's smallest matrix product."""
 
+MIN_DOT_8: Final = 32
+"""Channels that the smallest product of 8-bit numbers sums over."""
+
 TRITON_TYPES: Final = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

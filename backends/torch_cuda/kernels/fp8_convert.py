@@ -64,6 +64,46 @@ def decode(bits, NATIVE: tl.constexpr):
     return tl.where(wide >= 0x80, -size, size)
 
 
+@triton.jit
+def unit_of(most):
+    """Return a power of two of which float32 `most`, a largest absolute value, is 128 to 256; of 0 a small one."""
+    exponent = most.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(exponent, 8 << 23).to(tl.float32, bitcast=True) * 0.0078125
+
+
+@triton.jit
+def split_float8(x, NATIVE: tl.constexpr):
+    """Return (high, low), float8, which add up to float32 x, of at most 256; without NATIVE float16 of such values.
+
+    The low part is what the high one rounds away, so that both keep the 8 significant bits of a bfloat16, and 10 of
+    others; below 1/2 they keep multiples of 2**-10, which is 2**-17 of the largest if that is over 128.
+    """
+    bits = encode(x, NATIVE)
+    high = decode(bits, NATIVE)
+    rest = encode(x - high.to(tl.float32), NATIVE)
+    if NATIVE:
+        return bits.to(tl.float8e4nv, bitcast=True), rest.to(tl.float8e4nv, bitcast=True)
+    else:
+        return high, decode(rest, NATIVE)
+
+
+@triton.jit
+def widen(pairs):
+    """Return float16 [n, 2 * m] of pairs of float8, int16 [n, m].
+
+    Triton moves the conversion of single numbers behind their transposition in shared memory, which then is by bytes.
+    """
+    low, high = tl.inline_asm_elementwise(
+        "{ .reg .b32 both; cvt.rn.f16x2.e4m3x2 both, $2; mov.b32 {$0, $1}, both; }",
+        "=h,=h,h",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(tl.join(low, high), [pairs.shape[0], 2 * pairs.shape[1]])
+
+
 def empty_rows(x, width):
     """Return uninitialised (bits uint8 [T, width], scales float32 [T, 1]) for the T rows of x."""
     bits = torch.empty(len(x), width, dtype=torch.uint8, device=x.device)

@@ -111,9 +111,19 @@ def table(path: Path) -> Mapping[str, Mapping[str, Settings]]:
     return contents
 
 
+def power_of_two(size: int) -> int:
+    """Return the next power of two from a positive size on. Triton's own function of the host takes 4 us."""
+    return 1 << (size - 1).bit_length()
+
+
+def divided(size: int, by: int) -> int:
+    """Return the quotient, rounded up. Triton's own function of the host takes 3 us."""
+    return -(-size // by)
+
+
 def row_stride(x: Tensor) -> int:
     """Return the row stride of x [T, n]; n for one row, whose stride in torch is arbitrary and would recompile."""
-    return x.stride(0) if len(x) > 1 else x.shape[1]
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # torch's len is a Python function
 
 
 def row_warps(columns: int) -> int:

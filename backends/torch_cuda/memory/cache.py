@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.device import on_wsl
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.config.groups.cache import CacheConfig
@@ -96,7 +97,9 @@ def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy on the device, without waiting for it."""
     host = torch.from_numpy(array)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    return (host if on_wsl() else host.pin_memory()).to(device, non_blocking=True)
 
 
 def block_bytes(layout: KvLayout, dtype: torch.dtype, shard: RankShard) -> tuple[int, ...]:

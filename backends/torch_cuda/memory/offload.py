@@ -16,7 +16,7 @@ from typing import Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.device import Device, on_wsl
 from pagoda.backends.torch_cuda.memory.arena import ALIGNMENT
 from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, RankParams
 from pagoda.common.errors import ConfigError
@@ -76,10 +76,10 @@ class Offload:
     def __init__(self, on_host: HostLayers, device: Device, empty: Empty) -> None:
         """`empty`: allocates on the device. Raise ConfigError if the host has no room."""
         self._layers, self._chosen = on_host.layers, tuple(on_host.layers)
-        on_gpu = device.is_gpu
+        on_gpu, pins = device.is_gpu, device.is_gpu and not on_wsl()
         try:
             self._host = [
-                torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=on_gpu) for layer in self._chosen
+                torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=pins) for layer in self._chosen
             ]
         except RuntimeError as error:
             reason = str(error).splitlines()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import lt, mul
 from typing import Final
 
@@ -134,7 +135,7 @@ def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: tuple[int, 
 def check_weights(device: Device, cache: CacheConfig, weights: int, *, quantised: bool) -> None:
     """Raise ConfigError if the weights, not loaded yet, do not fit the free memory."""
     free, total = torch.cuda.mem_get_info(device.torch)
-    usable = int(total * cache.gpu_memory_utilization)
+    usable = int(total * cache.memory_share())
     usage = MemoryUsage(device.name, total, usable, weights, 0, 0, 0, other=total - free, quantised=quantised)
     if weights > free:
         raise ConfigError("--gpu-memory-utilization", memory_error(usage, None, weights - free))
@@ -159,7 +160,7 @@ def measure(
     _release_cached(gpu)
     free, total = torch.cuda.mem_get_info(gpu)
     reserved = torch.cuda.memory_reserved(gpu) + outside_torch
-    usable = int(total * cache.gpu_memory_utilization)
+    usable = int(total * cache.memory_share())
     buffers, other = reserved - weights - adapters, total - free - reserved
     before = MemoryUsage(device.name, total, usable, weights, buffers, 0, 0, other=other, adapters=adapters)
     try:
@@ -189,25 +190,28 @@ def _non_torch_bytes(gpu: torch.device) -> int:
 
 
 def _estimate_graphs(runner: Runner, gpu: torch.device) -> int:
-    """Return the bytes of all graphs: the largest and a sample are captured, the others estimated by the sample's mean.
+    """Return the bytes of all graphs: of decode steps, the largest and a sample are captured, the others estimated by
+    the sample's mean.
 
     All share a pool, which the largest fills first. The driver allocates in pieces that hold several small graphs, so a
     single small graph would seem to take nothing or far too much.
     """
-    sizes = runner.programs.graph_sizes.captured
+    programs, sizes = runner.programs, runner.programs.graph_sizes.captured
     if not sizes:
         return 0
+    mixed = _bytes_of(programs.capture_mixed, gpu)
     smaller = sizes[:-1]
     sample = smaller[:: max(1, -(-len(smaller) // SAMPLED_GRAPHS))]
-    largest = _capture_bytes(runner, sizes[-1:], gpu)
-    return largest + (_capture_bytes(runner, sample, gpu) * len(smaller) // len(sample) if sample else 0)
+    largest = _bytes_of(partial(programs.capture, sizes[-1:]), gpu)
+    others = _bytes_of(partial(programs.capture, sample), gpu) * len(smaller) // len(sample) if sample else 0
+    return mixed + largest + others
 
 
-def _capture_bytes(runner: Runner, sizes: tuple[int, ...], gpu: torch.device) -> int:
-    """Capture these sizes; return the bytes they take."""
+def _bytes_of(capture: Callable[[], None], gpu: torch.device) -> int:
+    """Return the bytes that the captured graphs take."""
     _release_cached(gpu)
     free, _ = torch.cuda.mem_get_info(gpu)
-    runner.programs.capture(sizes)
+    capture()
     _release_cached(gpu)
     return max(free - torch.cuda.mem_get_info(gpu)[0], 0)
 

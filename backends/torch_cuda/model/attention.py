@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import query_growth, sigmoid
-from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
+from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeAttention, PrefillAttention
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
@@ -41,9 +41,14 @@ class CudaPagedHeads:
         prefill: PrefillAttention,
         terms: HeadTerms,
         span: int | None = None,
+        decode: DecodeAttention | None = None,
     ) -> None:
-        """`span`: positions per span of batch-invariant attention; None: decodes and prefills have own kernels."""
+        """`span`: positions per span of batch-invariant attention; None: decodes and prefills have own kernels.
+
+        `decode`: in place of our own kernel.
+        """
         self.spec, self.device, self.prefill, self.terms, self.span = spec, device, prefill, terms, span
+        self.decode = decode
 
     def attend(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
         """Return [T, N, V] of queries [T, N, H]."""
@@ -100,6 +105,8 @@ class CudaPagedHeads:
         return out
 
     def _decode(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
+        if self.decode is not None:
+            return self.decode(queries, batch, cache, self.spec)
         return decode_attention(
             queries,
             cache.keys,
@@ -119,6 +126,7 @@ class CudaPagedHeads:
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             splits=batch.splits,
+            work=batch.work,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )
@@ -131,7 +139,8 @@ class CudaAttention(CudaPagedHeads):
         self, spec: Attention, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str, number: int
     ) -> None:
         """`number`: of the cache that it reads."""
-        super().__init__(spec, build.device, build.attention.prefill, head_terms(spec, build, prefix), build.span)
+        terms, kernels = head_terms(spec, build, prefix), build.attention
+        super().__init__(spec, build.device, kernels.prefill, terms, build.span, kernels.decode)
         self.number = number
         self.sigmoid = sigmoid if build.batch_invariant else torch.sigmoid
         self.heads, self.kv_heads = build.shard.share(spec.heads), build.shard.share(spec.kv_heads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import NormalDist
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels import activation
 from pagoda.backends.torch_cuda.kernels.invariant_attention import span_tokens
 from pagoda.backends.torch_cuda.kernels.moe import moe
+from pagoda.backends.torch_cuda.kernels.quantize_rows import QuantizedRows
+from pagoda.backends.torch_cuda.kernels.weight_only import FEW
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.memory.offload import Offload
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
@@ -33,6 +35,7 @@ from pagoda.backends.torch_cuda.model.parts import (
     CudaBuildContext,
     CudaTokenEmbedding,
     NormStep,
+    Rows,
     linear,
     rotary_tables,
 )
@@ -48,7 +51,18 @@ from pagoda.backends.torch_cuda.model.streams import (
 from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import Ffn, InputBlock, Layer, LowRankResidual, Mlp, ModelSpec, Moe, Shortcut, SideMoe
+from pagoda.common.models.spec import (
+    Activation,
+    Ffn,
+    InputBlock,
+    Layer,
+    LowRankResidual,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Shortcut,
+    SideMoe,
+)
 
 
 class CudaDecoder:
@@ -207,9 +221,10 @@ class CudaDecoderLayer:
         self.side = None if spec.side_moe is None else make_side_moe(spec.side_moe, build, f"{prefix}.side")
         self.low_rank = None if spec.low_rank is None else make_low_rank(spec.low_rank, build, f"{prefix}.low_rank")
         self.shortcut = None if spec.shortcut is None else make_shortcut(spec.shortcut, build, f"{prefix}.shortcut")
-        self.before_mixer = build.norm(norms.before_mixer, f"{prefix}.norms.before_mixer")
+        of_mixer, of_ffn = _only_readers(spec, build, prefix)
+        self.before_mixer = build.rounding_norm(norms.before_mixer, f"{prefix}.norms.before_mixer", of_mixer)
         self.after_mixer = build.norm(norms.after_mixer, f"{prefix}.norms.after_mixer")
-        self.before_ffn = build.norm(norms.before_ffn, f"{prefix}.norms.before_ffn")
+        self.before_ffn = build.rounding_norm(norms.before_ffn, f"{prefix}.norms.before_ffn", of_ffn)
         self.after_ffn = build.norm(norms.after_ffn, f"{prefix}.norms.after_ffn")
 
     def __call__(self, stream: Stream, *mixer_inputs: object) -> Stream:
@@ -266,6 +281,17 @@ class CudaDecoderLayer:
         return update if self.scale == 1.0 else update * self.scale
 
 
+def _only_readers(spec: Layer, build: CudaBuildContext, prefix: str) -> tuple[str | None, str | None]:
+    """Return the linear map that alone reads the norm before the mixers, and that before the ffn; None: others do."""
+    if spec.parallel or spec.norm_residual or spec.block or spec.low_rank or spec.shortcut or spec.side_moe:
+        return None, None
+    mixer = spec.mixers[0] if len(spec.mixers) == 1 else None
+    attends = isinstance(mixer, Attention) and mixer.blocks is None and not mixer.output_gate
+    attends = attends and build.params.get(f"{prefix}.mixers.0.adapter") is None
+    of_ffn = f"{prefix}.ffn.inner" if isinstance(spec.ffn, Mlp) else None
+    return f"{prefix}.mixers.0.qkv" if attends else None, of_ffn
+
+
 class CudaInputBlock:
     """A transformer block in front of a layer's mixers."""
 
@@ -319,7 +345,8 @@ def _mlp(spec: Mlp, build: CudaBuildContext, prefix: str, down: Linear, inner: L
         return down(act(inner(x), name, use_kernel=use_kernel))
 
     if not spec.sparsity:
-        return mlp
+        plain = spec.gated and spec.clamped is None and spec.clip is None
+        return _rounding_mlp(name, inner, down, mlp, build) if plain and build.rounds(f"{prefix}.down") else mlp
     cut = make_sparse(NormalDist().inv_cdf(spec.sparsity), build.comm)
 
     def sparse_mlp(x: Tensor) -> Tensor:
@@ -329,6 +356,25 @@ def _mlp(spec: Mlp, build: CudaBuildContext, prefix: str, down: Linear, inner: L
         return down(act(both, name, use_kernel=use_kernel))
 
     return sparse_mlp
+
+
+def _rounding_mlp(
+    name: Activation,
+    inner: Callable[[Any], Tensor],
+    down: Callable[[Any], Tensor],
+    few: Linear,
+    build: CudaBuildContext,
+) -> Linear:
+    """Return the Mlp whose activation rounds its result if there are more than FEW rows; `few`: for no more."""
+    rounded = partial(activation.gated_quantised, use_kernel=build.device.use_kernels, chip=build.device.chip)
+
+    def mlp(x: Rows) -> Tensor:
+        if isinstance(x, Tensor) and len(x) <= FEW:
+            return few(x)
+        both = inner(x)
+        return down(QuantizedRows(*rounded(both, name), both.dtype))
+
+    return mlp
 
 
 def make_sparse(quantile: float, comm: Comm) -> Linear:

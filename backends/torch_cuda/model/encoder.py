@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -112,6 +116,7 @@ class CudaPackedAttention:
         self.prepare = make_preparation(spec, cos_sin, build, prefix)
         self.cos_sin = None if spec.qk_norm_after_rope else cos_sin
         self.sinks = build.params.get(f"{prefix}.sinks")
+        self.varlen = VarlenAttention.of(spec, build.params["embed"].dtype, build.device)
         self.index = None if spec.blocks is None else CudaBlockIndex(spec, spec.blocks, tables, build, prefix)
 
     def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedKeysValues) -> Tensor:
@@ -134,8 +139,11 @@ class CudaPackedAttention:
                 q_norm=self.q_norm,
                 use_kernel=self.device.use_kernels,
             )
-        masks = {} if self.index is None else packed_masks(self.index, spec, x, batch)
-        heads = attend(queries, keys, values, batch, spec, masks, sinks=self.sinks)
+        if self.varlen is not None:
+            heads = self.varlen(queries, keys, values, batch)
+        else:
+            masks = {} if self.index is None else packed_masks(self.index, spec, x, batch)
+            heads = attend(queries, keys, values, batch, spec, masks, sinks=self.sinks)
         if self.gate is not None:
             heads = heads.unflatten(1, (spec.heads, -1)) * self.gate(x).sigmoid().unflatten(1, (spec.heads, -1))
             heads = heads.flatten(1)
@@ -167,3 +175,65 @@ class CudaPackedAttention:
             queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[1 : tokens + 1] for pages in (keys, values))
         return queries, keys, values
+
+
+# Attention within each prompt in one launch: torch's varlen_attn, a FlashAttention kernel.
+
+MAX_HEAD_DIM: Final = 256
+HEAD_DIM_MULTIPLE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenAttention:
+    """Attention of one layer's projected heads within each prompt."""
+
+    spec: Attention
+    function: Callable[..., Tensor]  # torch.nn.attention.varlen.varlen_attn
+    windows: bool  # it has `window_size`, since torch 2.12, in place of `is_causal`
+    groups: bool  # it has `enable_gqa`
+
+    @classmethod
+    def of(cls, spec: Attention, dtype: torch.dtype, device: Device) -> VarlenAttention | None:
+        """Return it; None on a CPU, for types and score rules that it lacks, and without it in torch."""
+        lacks = (spec.sinks, spec.softcap, spec.alibi_slopes, spec.chunk, spec.blocks)
+        plain = spec.value_width == spec.head_dim and not any(each not in (None, False) for each in lacks)
+        fits = spec.head_dim <= MAX_HEAD_DIM and spec.head_dim % HEAD_DIM_MULTIPLE == 0
+        if not (device.use_kernels and plain and fits and dtype in (torch.bfloat16, torch.float16)):
+            return None
+        return cls.with_function(spec, find_varlen_attn())
+
+    @classmethod
+    def with_function(cls, spec: Attention, function: Callable[..., Tensor] | None) -> VarlenAttention | None:
+        """Return it; None if there is no function, or one without the windows of the layer."""
+        if function is None:
+            return None
+        names = inspect.signature(function).parameters.keys()
+        windows = "window_size" in names
+        if spec.window is not None and not windows:
+            return None
+        return cls(spec, function, windows, "enable_gqa" in names)
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, batch: PackedPrompts) -> Tensor:
+        """Return [T, N*H] of queries [T, N, H], keys and values [T, K, H]."""
+        spec, how = self.spec, dict[str, Any](scale=self.spec.scale)
+        if self.windows:
+            seen = -1 if spec.window is None else spec.window - 1
+            how["window_size"] = (seen, 0 if spec.causal else seen)
+        else:
+            how["is_causal"] = spec.causal
+        if spec.heads != spec.kv_heads:
+            if self.groups:
+                how["enable_gqa"] = True
+            else:
+                keys, values = (each.repeat_interleave(spec.heads // spec.kv_heads, 1) for each in (keys, values))
+        starts, longest = batch.query_start, batch.longest
+        return self.function(queries, keys, values, starts, starts, longest, longest, **how).flatten(1)
+
+
+def find_varlen_attn() -> Callable[..., Tensor] | None:
+    """Return torch's function; None if this torch has none."""
+    try:
+        function: Callable[..., Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return function

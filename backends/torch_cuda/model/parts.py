@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
-from pagoda.backends.torch_cuda.kernels.norm import norm
-from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
+from pagoda.backends.torch_cuda.kernels.norm import norm, norm_quantised
+from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear, takes_rounded_rows
+from pagoda.backends.torch_cuda.kernels.quantize_rows import QuantizedRows
+from pagoda.backends.torch_cuda.kernels.weight_only import FEW
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.parameters import Linear, Matrix, RankParams
 from pagoda.backends.torch_cuda.parallel import Comm, RankShard
@@ -65,6 +68,12 @@ def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(update [T, D], residual [T, D] or None) -> (their sum normalised, their sum)."""
+
+Rows = Tensor | QuantizedRows
+"""Input of a linear map [T, D]; rounded only where `CudaBuildContext.rounds` says that the map takes it."""
+
+RoundingNorm = Callable[[Tensor, Tensor | None], tuple[Any, Tensor]]
+"""As NormStep, but the normalised sum may be `Rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,35 @@ class CudaBuildContext:
             use_kernel=self.device.use_kernels,
         )
         return lambda update, residual: normalise(update, residual=residual)
+
+    def rounds(self, name: str) -> bool:
+        """Return whether the linear map `name` takes rounded rows, if there are more than FEW."""
+        adapted = self.adapters is not None or self.batch_invariant
+        return not adapted and takes_rounded_rows(self.params.matrix(name), self.device.chip)
+
+    def rounding_norm(self, spec: Norm | None, name: str, reader: str | None) -> RoundingNorm:
+        """Return the norm `name`, which rounds what the linear map `reader`, its only one, takes rounded."""
+        plain = self.norm(spec, name)
+        if spec is None or reader is None or not self.rounds(reader):
+            return plain
+        normalise = partial(
+            norm_quantised,
+            weight=self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),
+            bias=self.params.get(f"{name}_bias"),
+            eps=spec.eps,
+            kind=spec.kind,
+            unit_offset=spec.unit_offset,
+            use_kernel=self.device.use_kernels,
+            chip=self.device.chip,
+        )
+
+        def rounded(update: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
+            if len(update) <= FEW:
+                return plain(update, residual)
+            data, scales, total = normalise(update, residual=residual)
+            return QuantizedRows(data, scales, update.dtype), total
+
+        return rounded
 
 
 def _add(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

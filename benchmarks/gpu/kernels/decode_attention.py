@@ -67,6 +67,7 @@ SMALL = Load(9, 700, ragged=True)
 ERRORS = {
     "llama": SMALL,
     "long": Load(3, 9000, ragged=True),
+    "100k": Load(2, 100_000, ragged=True),
     "drafts": replace(SMALL, query_len=4),
     "drafts of a large group": replace(SMALL, query_len=8, heads=64),
     "group of 16": replace(SMALL, heads=32, kv_heads=2),

@@ -16,6 +16,7 @@ from support.torch_cuda_model import TorchCudaModel
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from pagoda.backends.torch_cuda import backend
 from pagoda.backends.torch_cuda.attention_backends import (
     flash_attn,
     flashinfer,
@@ -27,6 +28,8 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
     AttentionRequirements,
     LatentDecode,
     PrefillAttention,
+    heads_key,
+    load_table,
 )
 from pagoda.backends.torch_cuda.attention_backends.triton import TritonAttn, TritonMla
 from pagoda.backends.torch_cuda.backend import LATENT_MODULES, PREFILL_MODULES, load_kernels
@@ -110,6 +113,29 @@ def stand_in_flash(
     assert max_seqlen_q >= cu_seqlens_q.diff().max()
     assert (causal, window_size, num_splits) == (True, (-1, 0), 1)
     return paged(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, softcap)
+
+
+def stand_in_flash_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    num_splits: int,
+) -> Tensor:
+    """The same function for sequences of as many tokens each: q [S, Q, N, H]."""
+    seqs, length = q.shape[:2]
+    starts = torch.arange(0, seqs * length + 1, length, dtype=torch.int32)
+    check(q.flatten(0, 1), k_cache, v_cache, starts, cache_seqlens, page_table)
+    assert (causal, window_size, num_splits) == (True, (-1, 0), 0)
+    assert cache_seqlens.min() > 0
+    flat = paged(q.flatten(0, 1), k_cache, v_cache, starts, cache_seqlens, page_table, softmax_scale, softcap)
+    return flat.unflatten(0, (seqs, length))
 
 
 class StandInFlashInfer:
@@ -243,6 +269,17 @@ def test_the_decoder_computes_the_same(name: str) -> None:
         assert StandInFlashInfer.planned == len(calls) / len(spec.layers), "once a step"
 
 
+def test_decodes_by_flash_attention_compute_the_same() -> None:
+    """Those of pure and mixed steps; padding reads the null block, whose memory is not NaN in an engine."""
+    spec = tiny_spec(softcap=0.05)
+    own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
+    flash, steps = flash_attn.FlashAttn(stand_in_flash_decode), []
+    for layer in other.decoder.layers:
+        layer.mixers[0].decode = lambda *args: (steps.append(args[1]), flash.decode(*args))[1]
+    torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
+    assert {0, 1} == {int(step.tiles is None) for step in steps}, "with prefills beside them and without"
+
+
 MLA = (LatentAttention(4, None, 20, 10, 6, 0.3, Rope(1e4, 8, interleaved=True), Norm(1e-5)),)
 DEEPSEEK = tuple(replace(mixer, latent_dim=512, nope_dim=128, rope=replace(mixer.rope, dim=64)) for mixer in MLA)
 
@@ -294,7 +331,10 @@ def test_installed_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("flash_attn_interface")
     package.flash_attn_with_kvcache = stand_in_flash
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    assert load_kernels("FLASH_ATTN", NEEDS).prefill.with_kvcache is stand_in_flash
+    kernels = load_kernels("FLASH_ATTN", NEEDS)
+    assert kernels.prefill.with_kvcache is stand_in_flash
+    assert kernels.decode == kernels.prefill.decode
+    assert load_kernels("TORCH_VARLEN", NEEDS).decode is None
     wrappers = []
     package = ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: wrappers.append(args)
@@ -380,3 +420,31 @@ def test_a_torch_without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
     with pytest.raises(ConfigError, match=r"TORCH_VARLEN needs torch 2.12 or later, this is "):
         load_kernels("TORCH_VARLEN", NEEDS)
+
+
+MEASURED = {"sm_90": {heads_key(SPEC.mixers[0].head_dim, 2, torch.bfloat16): {"decode": "FLASH_ATTN"}}}
+
+
+@pytest.mark.setting("--attention-backend")
+def test_auto_takes_what_was_measured_on_the_chip_for_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "load_table", lambda: MEASURED)
+    package = ModuleType("flash_attn_interface")
+    package.flash_attn_with_kvcache = stand_in_flash
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    kernels = load_kernels(AUTO, NEEDS)
+    assert isinstance(kernels.prefill, TritonAttn)
+    assert kernels.decode.__self__.with_kvcache is stand_in_flash
+    others = (
+        replace(NEEDS, device=B200),
+        replace(NEEDS, kv_dtype=torch.float8_e4m3fn),
+        replace(NEEDS, dtype=torch.float16, kv_dtype=torch.float16),
+        replace(NEEDS, mixers=(*NEEDS.mixers, replace(NEEDS.mixers[0], head_dim=64))),
+    )
+    assert [load_kernels(AUTO, other).decode for other in others] == [None] * 4
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
+    assert load_kernels(AUTO, NEEDS).decode is None, "not installed"
+
+
+def test_the_table_names_backends() -> None:
+    names = {name for heads in load_table().values() for kinds in heads.values() for name in kinds.values()}
+    assert names <= PREFILL_MODULES.keys()

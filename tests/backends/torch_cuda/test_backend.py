@@ -16,6 +16,7 @@ from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.execution.mixed_steps import mixed_sizes
 from pagoda.backends.torch_cuda.execution.step_input import DecodeBuffers
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -215,12 +216,13 @@ def test_narrow_numbers_stay_close(dtype: str) -> None:
 def test_200_random_requests_capture_and_compile_nothing() -> None:
     core = engine("torch_cuda", SPECS["window"], blocks=200, warm=True, limits={"max_num_seqs": 12}, device=CPU)
     backend = core._execute.__self__
-    assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) > 8
+    captures = 2 * len(backend.config.graph_sizes.sizes) + len(mixed_sizes(24))
+    assert backend._stream.captures == captures > 8
     answers(core, list(requests(200, seed=1)))
     assert core.stats.recompiles == 0
     with backend._stream.running():
         backend._runner.programs.capture((1,))
-    assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) + 2, "the count counts"
+    assert backend._stream.captures == captures + 2, "the count counts"
 
 
 def test_compiling_or_capturing_while_serving_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +290,8 @@ def test_steps_that_are_not_captured_answer_alike(settings: dict) -> None:
     other = engine(
         "torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU, compilation=CompilationConfig(**settings)
     )
-    assert other._execute.__self__._stream.captures == 2 * len(settings.get("cudagraph_capture_sizes", ()))
+    decodes = 2 * len(settings.get("cudagraph_capture_sizes", ()))
+    assert other._execute.__self__._stream.captures == (decodes + len(mixed_sizes(24)) if decodes else 0)
     answers_of = [{key: tokens_of(each) for key, each in answers(core, inputs).items()} for core in (usual, other)]
     assert answers_of[0] == answers_of[1]
 

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pagoda.backends.torch_cuda import device
 from pagoda.backends.torch_cuda.device import find_device
+from pagoda.backends.torch_cuda.execution.stream import GpuStream
+from pagoda.common.config.env import ALLOCATOR
 from pagoda.common.errors import ConfigError
 
 
@@ -26,10 +29,45 @@ def properties(major: int, minor: int):
     return lambda rank: gpu
 
 
+@pytest.fixture(autouse=True)
+def configured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings of torch's allocator, as they are set."""
+    allocator_settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", allocator_settings.append)
+    for name in ALLOCATOR.names:
+        monkeypatch.delenv(name, raising=False)
+    return allocator_settings
+
+
+@pytest.mark.variable("PYTORCH_ALLOC_CONF")
+def test_segments_of_memory_grow_unless_a_variable_says_how(
+    configured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_device()
+    assert configured == ["expandable_segments:True"]
+    for name in ALLOCATOR.names:
+        monkeypatch.setenv(name, "backend:cudaMallocAsync")
+        find_device()
+        monkeypatch.delenv(name)
+    assert len(configured) == 1
+
+
+def test_wsl_is_recognised(configured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There segments do not grow, and host buffers are not pinned."""
+    pinned: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, pin_memory: pinned.append(pin_memory))
+    for release in ("5.15.153.1-microsoft-standard-WSL2", "6.8.0-45-generic"):
+        monkeypatch.setattr(device.platform, "uname", lambda release=release: SimpleNamespace(release=release))
+        GpuStream(find_device()).host_buffer(8)
+    assert pinned == [False, True]
+    assert configured == ["expandable_segments:True"]
+
+
 def test_each_rank_has_its_gpu() -> None:
-    device = find_device(1)
-    assert (device.torch, device.use_kernels) == (torch.device("cuda", 1), True)
-    assert (device.chip.name, device.chip.sms, device.name) == ("sm_90", 114, "NVIDIA H100")
+    gpu = find_device(1)
+    assert (gpu.torch, gpu.use_kernels) == (torch.device("cuda", 1), True)
+    assert (gpu.chip.name, gpu.chip.sms, gpu.name) == ("sm_90", 114, "NVIDIA H100")
 
 
 def test_no_cuda_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,9 @@ class FakeRunner:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.reserved, self.peak = 60 * GIB, 17 * GIB, 17 * GIB
         self.captured: list[int] = []
-        self.programs = SimpleNamespace(graph_sizes=SimpleNamespace(captured=LADDER), capture=self.capture)
+        self.programs = SimpleNamespace(
+            graph_sizes=SimpleNamespace(captured=LADDER), capture=self.capture, capture_mixed=self.capture_mixed
+        )
         for name, fake in {
             "mem_get_info": lambda device: (self.free, 80 * GIB),
             "memory_reserved": lambda device: self.reserved,
@@ -122,6 +124,10 @@ class FakeRunner:
             self.free -= GIB // 4
         self.peak = max(self.peak, self.reserved + plan * GIB)
         return SimpleNamespace(result=lambda: None)
+
+    def capture_mixed(self) -> None:
+        """They fill the pool before the decode steps do."""
+        self.free -= GIB // 8
 
     def capture(self, sizes: tuple[int, ...]) -> None:
         """As the driver counts: the largest fills the pool, three others share a piece of 64 MiB."""
@@ -140,13 +146,13 @@ def test_measured_memory_leaves_out_the_kv_cache(monkeypatch: pytest.MonkeyPatch
     assert len(runner.captured) == 1 + 6, "few of the ladder's 19"
     assert (usage.total, usage.usable, usage.weights) == (80 * GIB, 40 * GIB, 16 * GIB)
     assert (usage.buffers, usage.activations, usage.other) == (GIB, 5 * GIB, 3 * GIB + GIB // 4)
-    assert usage.graphs == GIB // 2 + 6 * (GIB // 16), "18 small graphs in pieces of three"
+    assert usage.graphs == GIB // 8 + GIB // 2 + 6 * (GIB // 16), "18 small graphs in pieces of three"
 
 
 def test_graph_memory_of_a_single_size(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(monkeypatch)
     runner.programs.graph_sizes.captured = (1,)
-    assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == GIB // 2
+    assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == GIB // 8 + GIB // 2
     runner = FakeRunner(monkeypatch)
     runner.programs.graph_sizes.captured = ()
     assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == 0

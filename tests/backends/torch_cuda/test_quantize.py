@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,11 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.kernels import activation, scaled_linear
 from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
 from pagoda.backends.torch_cuda.kernels.quantize_rows import quantize_rows_reference
-from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack
+from pagoda.backends.torch_cuda.kernels.weight_only import FEW, pack, unpack
+from pagoda.backends.torch_cuda.model import parts
 from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.engine.sampling import SamplingRules
@@ -90,6 +95,43 @@ def test_many_rows_of_activations_are_rounded(method: str) -> None:
     torch.testing.assert_close(actual, values @ unpack(packed).T)
 
 
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_norms_and_activations_round_what_a_product_reads(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each layer's four products the three that such a kernel precedes; int8 has none."""
+    spec, prompt = SPECS["dense"], [(7 * at + at * at) % 96 for at in range(FEW + 6)]
+    counts: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **how)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module, name in (
+        (parts, "norm_quantised"),
+        (activation, "gated_quantised"),
+        (scaled_linear, "quantize_rows"),
+    ):
+        counted(module, name)
+
+    def tokens() -> np.ndarray:
+        d = Driver(spec, "scattered", backend="torch_cuda", device=CPU, quantization=method)
+        _, result = d.step({3: prompt}, [d.start(3, prompt, EVERYTHING)])
+        return result.logprobs[0].logprobs
+
+    fused, of_fused = tokens(), dict(counts)
+    counts.clear()
+    monkeypatch.setattr(parts.CudaBuildContext, "rounds", lambda *_: False)
+    np.testing.assert_array_equal(fused, tokens())
+    layers = len(spec.layers)
+    assert counts == {"quantize_rows": 4 * layers}
+    of_fp8 = {"norm_quantised": 2 * layers, "gated_quantised": layers, "quantize_rows": layers}
+    assert of_fused == (of_fp8 if method == "fp8" else counts)
+
+
 def answer(model: Path, method: str) -> str:
     question = {"role": "user", "content": "What is the capital of France? Answer in one short sentence."}
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "enforce_eager": True}
@@ -103,7 +145,7 @@ def answer(model: Path, method: str) -> str:
 
 
 @pytest.mark.setting("--quantization")
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("method", ["int8", pytest.param("int4", marks=pytest.mark.slow_matrix)])
 def test_a_real_model_in_fewer_bits(method: str, model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers keep their sense; a wrong scale or a wrong order of numbers gives noise."""
     monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")

@@ -114,11 +114,16 @@ def test_sections_are_aligned_and_do_not_overlap(seqs: int) -> None:
 
 
 def test_a_size_reads_the_same_addresses_whatever_the_width() -> None:
-    buffers = DecodeBuffers(seqs=8, groups=2, width=40, vocab=16, device=torch.device("cpu"), block_size=BLOCK)
+    buffers = DecodeBuffers(8, 2, 40, 16, torch.device("cpu"), BLOCK, pieces={4: 9, 8: 9})
     before = buffers.batch(4, RowTokens(*torch.zeros((2, 20), dtype=torch.int32)), splits=1)
+    assert before.work is not None
+    assert (len(before.work.items), len(before.work.merges)) == (4 + 9, 4)
     for step_plan in (plan([1, 1, 1], [9, 0, 6]), plan([1, 1], [150, 0])):
-        shape = decode_shape(4, 2, table_width(step_plan))
-        buffers.fill(shape, torch.from_numpy(packed(step_plan, shape)), step_plan.num_seqs)
+        shape = decode_shape(4, 2, table_width(step_plan), pieces=9)
+        numbers = torch.from_numpy(packed(step_plan, shape))
+        shape.sections["items"].of(numbers)[:] = torch.arange(52).view(13, 4) + step_plan.num_seqs
+        buffers.fill(shape, numbers, step_plan.num_seqs)
+        assert before.work.items.tolist() == shape.sections["items"].of(numbers).tolist()
         assert before.kv_lens.tolist()[: step_plan.num_seqs] == (step_plan.context + 1).tolist()
         assert before.kv_lens[step_plan.num_seqs :].tolist() == [0] * (4 - step_plan.num_seqs)
         for group, table in zip(before.groups, step_plan.block_tables):

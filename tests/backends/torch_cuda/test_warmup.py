@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support.backend_options import make_options
 from support.reference_driver import random_weights, tiny_spec
-from support.warm_launches import compiled
+from support.warm_launches import Start, Starter
 
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution import stream
+from pagoda.backends.torch_cuda.execution.mixed_steps import mixed_sizes
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    made = Starter()
+    yield made
+    made.close()
+
+
+def test_an_engine_that_does_not_start_is_an_error(starter: Starter) -> None:
+    with pytest.raises(RuntimeError, match="KeyError: 'no such model'"):
+        starter.compiled(Start("no such model"))
 
 
 @pytest.mark.parametrize(
@@ -39,8 +54,10 @@ MIB = 1 << 20
         ("experts", "int8", {"max_loras": 1, "max_drafts": 3, "max_num_seqs": 9}),
     ],
 )
-def test_serving_compiles_nothing(model: str, quantization: str | None, limits: dict[str, int]) -> None:
-    before, after = compiled(model, quantization, **limits)
+def test_serving_compiles_nothing(
+    starter: Starter, model: str, quantization: str | None, limits: dict[str, int]
+) -> None:
+    before, after = starter.compiled(Start(model, quantization, limits=limits))
     assert len(before) > 15
     assert not after
 
@@ -58,10 +75,15 @@ def test_serving_compiles_nothing(model: str, quantization: str | None, limits: 
         ("windows", "draft_model", {"max_drafts": 9, "max_num_seqs": 3}),
     ],
 )
-def test_serving_with_a_drafter_compiles_nothing(model: str, drafter: str, limits: dict[str, int]) -> None:
-    before, after = compiled(model, None, drafter, **limits)
+def test_serving_with_a_drafter_compiles_nothing(
+    starter: Starter, model: str, drafter: str, limits: dict[str, int]
+) -> None:
+    before, after = starter.compiled(Start(model, drafter=drafter, limits=limits))
     assert len(before) > 15
     assert not after
+
+
+SLOW = [(64, 6, 0), (192, 8, 0)]
 
 
 class Gpu(Device):
@@ -71,7 +93,10 @@ class Gpu(Device):
     use_kernels = False
 
 
-@pytest.mark.parametrize(("seqs", "measured", "drafts"), [(1, 1, 0), (3, 3, 0), (64, 6, 0), (192, 8, 0), (6, 4, 3)])
+@pytest.mark.parametrize(
+    ("seqs", "measured", "drafts"),
+    [(1, 1, 0), (3, 3, 0), *(pytest.param(*each, marks=pytest.mark.slow_matrix) for each in SLOW), (6, 4, 3)],
+)
 def test_a_start_reads_and_writes_within_bounds(
     monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int, drafts: int
 ) -> None:
@@ -97,6 +122,7 @@ def test_a_start_reads_and_writes_within_bounds(
     backend.init_cache(plan.num_blocks)
     backend.warmup()
     programs = 2 * (1 + (drafts > 0))
-    assert backend._stream.captures == programs * (len(backend.config.graph_sizes.captured) + measured)
+    mixed = 0 if drafts else 2 * len(mixed_sizes(256))  # all of them are measured, too
+    assert backend._stream.captures == programs * (len(backend.config.graph_sizes.captured) + measured) + mixed
     for served in (backend._warmup_plans.decode(seqs), *backend._warmup_plans.drafts(seqs)):
         assert not backend.execute(served).result().recompiles

@@ -19,6 +19,7 @@ from typing import Any
 import gpu_carry
 import pytest
 from support.bare_machine import bare, carry
+from support.slow_matrix import some
 
 from pagoda.benchmarks.gpu import run
 from pagoda.benchmarks.gpu.run import Results, best
@@ -123,7 +124,13 @@ def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
     assert f"WRONG {report['wrong'][0]}" in printed
 
 
-@pytest.mark.parametrize("stage", ["decode", "prefill", "throughput", "invariance", "mixers", "experts", *TRIALS])
+@pytest.mark.parametrize(
+    "stage",
+    some(
+        ["decode", "prefill", "throughput", "serving", "invariance", "mixers", "experts", *TRIALS],
+        usual=["decode", "prefill", "serving", "experts", "tune"],
+    ),
+)
 def test_the_other_stages_complete(machine: Machine, stage: str) -> None:
     status, printed, report = machine.run(stage)
     assert (status, report["complete"], report["failed"]) == (0, True, {}), printed
@@ -132,6 +139,9 @@ def test_the_other_stages_complete(machine: Machine, stage: str) -> None:
         for number in numbers.values():
             assert number.get("recompiles", 0) == 0
             assert any(name in number for name in ("step_ms", "seconds", "us", "ms"))
+    if stage == "serving":
+        assert len(report["numbers"]["serving.rates"]) == 3
+        assert [one["right"] for one in report["numbers"]["serving.out_of_memory"].values()] == [True] * 4
     if stage == "tune":
         assert {"16bit_h128_r16", "h128_b2", "weight_only int8-8", "moe plain-16"} <= report["best"].keys()
     if stage == "tune_mixers":
@@ -211,6 +221,22 @@ def test_a_stage_out_of_time_is_unfinished(machine: Machine) -> None:
     assert time.monotonic() - began < 9 + 10
     assert status == run.UNFINISHED, printed
     assert not report["complete"]
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=() if stage == "decode" else pytest.mark.gpu_matrix) for stage in STAGES]
+)
+def test_every_stage_keeps_a_budget_of_five_seconds(machine: Machine, stage: str) -> None:
+    """What it measured by then is in its file, and it goes on where it was."""
+    began = time.monotonic()
+    status, printed, report = machine.run("--budget", "5", stage, output="five")
+    assert time.monotonic() - began < 5 + 10
+    assert status in (0, run.UNFINISHED), printed
+    assert report["complete"] == (status == 0)
+    assert (report["wrong"], report["failed"]) == ([], {})
+    first = report["numbers"]
+    _, _, report = machine.run("--budget", "5", stage, output="five")
+    assert all(report["numbers"][part][name] == number for part in first for name, number in first[part].items())
 
 
 def test_without_a_gpu_nothing_is_measured(machine: Machine) -> None:

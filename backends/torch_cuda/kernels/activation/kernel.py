@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride, row_warps
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, divided, power_of_two, row_stride, row_warps
 from pagoda.common.models.spec import Activation, ClampedGlu
 
 BLOCK = 1024
@@ -86,6 +87,9 @@ def activation_kernel(
     tl.store(out_ptr + row * width + columns, y, columns < width)
 
 
+_ACTIVATION_KERNEL: Final = BoundKernel(activation_kernel)
+
+
 @triton.jit
 def quantised_kernel(
     x_ptr,
@@ -120,9 +124,12 @@ def quantised_kernel(
     tl.store(scale_ptr + row, scale)
 
 
+_QUANTISED_KERNEL: Final = BoundKernel(quantised_kernel)
+
+
 def quantised_constants(width):
     """Return WHOLE and BLOCK for rows of `width`."""
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     return {"WHOLE": block <= WHOLE_BLOCK, "BLOCK": block if block <= WHOLE_BLOCK else PART_BLOCK}
 
 
@@ -142,11 +149,12 @@ def limits(clamped=None, limit=None):
 
 
 def _elementwise(x, name, width, gated, constants):
-    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    if len(x):
-        grid = len(x), triton.cdiv(width, BLOCK)
+    rows = x.shape[0]
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        grid = rows, divided(width, BLOCK)
         constants = {"NAME": name, "GATED": gated, **constants}
-        activation_kernel[grid](x, out, row_stride(x), width, **constants, BLOCK=BLOCK, num_warps=4)
+        _ACTIVATION_KERNEL[grid](x, out, row_stride(x), width, **constants, BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -155,7 +163,7 @@ def gated_quantised(both, name, chip):
     bits, scale = float8.empty_rows(both, width)
     constants, native = quantised_constants(width), float8.native(chip, both)
     if len(both):
-        quantised_kernel[(len(both),)](
+        _QUANTISED_KERNEL[(len(both),)](
             both,
             bits,
             scale,

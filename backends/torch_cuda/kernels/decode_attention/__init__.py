@@ -9,8 +9,9 @@ from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip
+from pagoda.backends.torch_cuda.kernels.work_list import WorkList, pieces_for
 
-__all__ = ["choose_splits", "decode_attention"]
+__all__ = ["choose_pieces", "choose_splits", "decode_attention"]
 
 MAX_QUERY_LEN = 8
 PROGRAMS = 3
@@ -48,7 +49,8 @@ def decode_attention(
     root: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    splits: int,
+    splits: int = 1,
+    work: WorkList | None = None,
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
@@ -64,16 +66,18 @@ def decode_attention(
     those from `lookback` before the last multiple of `chunk` on. softcap: scores become
     softcap * tanh(score / softcap). sinks [N]: a logit per head that takes part in the softmax and has no value.
     slopes float32 [N]: scores -= slope * distance of query and key, with `root` its square root, after the softcap.
-    splits: programs per sequence's keys (`choose_splits`). use_kernel False: plain torch. Raise ValueError for other
-    shapes or types.
+    splits: programs per sequence's keys (`choose_splits`); `work`: pieces of the sequences in its place, which plain
+    torch, with use_kernel False, does not need. Raise ValueError for other shapes or types.
     """
     _check(q, keys, values, tables, kv_lens, query_len, sinks)
     if splits < 1:
         raise ValueError(f"splits is {splits}")
+    if work is not None and len(work.merges) != len(kv_lens):
+        raise ValueError(f"the work list has {len(work.merges)} sequences, kv_lens {len(kv_lens)}")
     rules = ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root)
     if not use_kernel:
         return decode_attention_reference(q, keys, values, tables, kv_lens, query_len, query_counts, rules)
-    return kernel.launch(q, keys, values, tables, kv_lens, query_len, query_counts, rules, splits, chip)
+    return kernel.launch(q, keys, values, tables, kv_lens, query_len, query_counts, rules, splits, chip, work=work)
 
 
 def _check(
@@ -98,6 +102,11 @@ def _check(
         raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not int32")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks have shape {tuple(sinks.shape)}, not one per head")
+
+
+def choose_pieces(seqs: int, kv_heads: int, chip: Chip) -> int:
+    """Return into how many pieces `seqs` sequences are cut together, see `work_list.pieces_for`."""
+    return pieces_for(seqs, kv_heads, chip, PROGRAMS)
 
 
 def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip, programs: int = PROGRAMS) -> int:

@@ -3,7 +3,8 @@
 The rows of a tile are the query tokens times the heads of a group, so K and V are read once per KV head. A split is a
 whole number of tiles of TILE tokens. A tile is gathered page by page; its page numbers are loaded while the previous
 tile is fetched. Positions that no token sees are not masked but clamped to a visible neighbour: copies stay whole, and
-the contents of unused slots do not matter. Scores are in units of log 2.
+the contents of unused slots do not matter. Scores are in units of log 2. With a work list a program takes one of its
+pieces in place of a split; pieces of whole sequences write the result themselves.
 
 Source of the split softmax: Flash-Decoding (Dao et al., 2023).
 """
@@ -22,15 +23,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels import work_list
 from pagoda.backends.torch_cuda.kernels.alibi import behind
-from pagoda.backends.torch_cuda.kernels.attention import MIN_DOT, TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.attention import MIN_DOT, MIN_DOT_8, TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.fp8_convert import native, split_float8, unit_of, widen
 from pagoda.backends.torch_cuda.kernels.launch import KIB, Chip, Launch, settings
+from pagoda.backends.torch_cuda.kernels.work_list import WorkList
 
 # Block sizes of the kernels: the table in tuning.json, and candidates for tuning.
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 WGMMA_ROWS: Final = 64
 """Rows from which sm_90 multiplies in warp groups from shared memory, which needs another buffer."""
+NARROWEST: Final = 64
+"""Channels of the narrowest heads that have settings of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,8 @@ class DecodeShape:
 
     @property
     def key(self) -> str:
-        """Key of the table, e.g. 16bit_h128_r16."""
-        return f"{8 * self.cache.itemsize}bit_h{self.width}_r{min(self.rows, WGMMA_ROWS)}"
+        """Key of the table, e.g. 16bit_h128_r16. Narrower heads have the settings of 64 channels."""
+        return f"{8 * self.cache.itemsize}bit_h{max(self.width, NARROWEST)}_r{min(self.rows, WGMMA_ROWS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,17 @@ def blocks(shape: DecodeShape, chip: Chip) -> DecodeBlockSizes:
     """Return the tuned block sizes."""
     tuned = settings(TUNING, chip, shape.key)
     return DecodeBlockSizes(min(tuned["ROWS"], shape.rows), tuned["TILE"], tuned["num_warps"], tuned["num_stages"])
+
+
+def multiplies8(shape: DecodeShape, queries: torch.dtype, tile: int, chip: Chip) -> bool:
+    """Return whether queries and keys are multiplied as float8, in tiles of that many keys.
+
+    sm_89 and sm_120 do so by warps, sm_90 by groups of warps, for which keys are the rows; sm_100 only in its tensor
+    memory, whose copies would cost more instructions than the widening of keys.
+    """
+    fits = shape.cache.itemsize == 1 and queries.itemsize == 2 and shape.width >= MIN_DOT_8
+    by_warps = chip.capability in ((8, 9), (12, 0))
+    return fits and (by_warps or (chip.capability == (9, 0) and tile >= WGMMA_ROWS))
 
 
 def shared_bytes(shape: DecodeShape, chosen: DecodeBlockSizes, chip: Chip) -> int:
@@ -106,6 +124,7 @@ BITS_SCALE = tl.constexpr(256.0)
 """Corrects the exponent of a float8 whose bits were moved to a float16."""
 CHUNK: Final = 32
 """Partial sums read at a time by the reduction."""
+GRAIN = tl.constexpr(work_list.GRAIN)
 
 
 @triton.jit
@@ -183,11 +202,17 @@ def _halved(x):
 
 @triton.jit
 def _scores(
-    q, k, pos, last, scale, slope, SOFTCAP: tl.constexpr, ROOT: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
-    BACK: tl.constexpr,
+    q, low, k, pos, last, scale, slope, SOFTCAP: tl.constexpr, ROOT: tl.constexpr, WINDOW: tl.constexpr,
+    SPAN: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Return scores [ROWS, TILE] in units of log 2. pos [TILE]; scale, last, a row's position, and slope [ROWS]."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
+    """Return scores [ROWS, TILE] in units of log 2. pos [TILE]; scale, last, a row's position, and slope [ROWS].
+
+    `low`: what q lacks to be the queries, if their product is one of float8, with the keys as its rows.
+    """
+    if low is None:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
+    else:
+        s = tl.trans(tl.dot(k, tl.trans(q), tl.dot(k, tl.trans(low)))) * scale[:, None]
     if SOFTCAP > 0:
         # scale holds 2 log2(e) / cap: tanh(x) = 1 - 2 / (1 + exp(2x))
         s = (SOFTCAP * LOG2E) * (1 - 2 / (1 + tl.exp2(s)))
@@ -207,10 +232,40 @@ def _inverse(weight):
     return tl.where(weight > 0, 1 / tl.maximum(weight, 1.0), 0.0)
 
 
+@triton.jit
+def piece_of(items, number):
+    """Return (sequence, first position, end, slot) of a piece of a `WorkList`."""
+    item = items + number * 4
+    return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+
+
+@triton.jit
+def _store_result(out, query, acc, top, weight, sinks, heads, real, written, channels, V: tl.constexpr):
+    """Write the attention [ROWS, V] of queries, rows of out [T * N, V], with the sinks of their heads."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=real, other=0).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        fade = tl.exp2(top - higher)
+        weight = weight * fade + tl.exp2(sink - higher)
+        acc *= fade[:, None]
+    result = acc * _inverse(weight)[:, None]
+    tl.store(out + query[:, None] * V + channels[None, :], result.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V: tl.constexpr):
+    """Write weighted sums, maxima and sums of weights of rows to `place`."""
+    tl.store(partial + place[:, None] * V + channels[None, :], acc, mask=written)
+    tl.store(tops + place, top, mask=real)
+    tl.store(sums + place, weight, mask=real)
+
+
 # Arguments that vary between steps or are views into a larger tensor must not be specialized on alignment.
 @triton.jit(
-    do_not_specialize=["tables", "kv_lens", "query_counts", "tops", "sums", "k_scale", "v_scale", "table_stride"]
-)
+    do_not_specialize=[
+        "tables", "kv_lens", "query_counts", "items", "tops", "sums", "k_scale", "v_scale", "table_stride",
+    ]
+)  # fmt: skip
 def attend(
     q,
     keys,
@@ -218,7 +273,9 @@ def attend(
     tables,
     kv_lens,
     query_counts,
+    items,
     out,
+    partial,
     tops,
     sums,
     sinks,
@@ -244,28 +301,46 @@ def attend(
     BACK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROOT: tl.constexpr,
+    PRODUCT8: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Program (block of a KV head's rows, split, sequence), KV heads adjacent so that a page is read once.
 
-    Without tops and sums there is one split and its result is final; else out is [T, N, splits, V] of weighted sums,
-    and tops and sums [T, N, splits] are the score that the weights are relative to and the sum of the weights.
+    With `items` [M, 4], see `WorkList`, the second is a piece and there is no third. Without tops and sums there is one
+    split and its result is final; else partial is [slots, QUERY_LEN, N, V] of weighted sums, and tops and sums [slots,
+    QUERY_LEN, N] are the score that the weights are relative to and the sum of the weights. Without `items`, slots are
+    those of the splits of each sequence; empty ones are not written.
     """
     BLOCKS: tl.constexpr = (QUERY_LEN * GROUP + ROWS - 1) // ROWS
     head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
-    RUN: tl.constexpr = min(PAGE, TILE)
-    kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
-    start, _, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
-    begin = start + split * share * TILE
-    end = tl.minimum(begin + share * TILE, kv_len)
-    if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
-        if begin >= end:
+    RUN: tl.constexpr = min(PAGE, TILE) if items is None else min(min(PAGE, TILE), GRAIN)
+    row = block * ROWS + tl.arange(0, ROWS)
+    real = row < QUERY_LEN * GROUP
+    if items is not None:
+        seq, begin, end, part = piece_of(items, tl.program_id(1))
+        if seq < 0:
             return
+        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        begin = tl.maximum(begin, _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN)
+        end = tl.minimum(end, kv_len)
+        if (begin >= end) & (part >= 0):
+            empty = (part * QUERY_LEN + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+            tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
+            return
+    else:
+        split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        start, _, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
+        begin = start + split * share * TILE
+        end = tl.minimum(begin + share * TILE, kv_len)
+        part = seq * splits + split
+        if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
+            if begin >= end:
+                return
 
-    row, dims = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    dims = tl.arange(0, WIDTH)
     token = seq * QUERY_LEN + row // GROUP
     query = token * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # of q as [T * N, H]
-    real = row < QUERY_LEN * GROUP
     kept = real[:, None] & (dims < H)[None, :]
     queries = tl.load(q + query[:, None] * H + dims[None, :], mask=kept, other=0)
     if k_scale is not None:
@@ -273,14 +348,22 @@ def attend(
     if keys.dtype.element_ty == tl.int8:
         scale *= BITS_SCALE
     scales = tl.full([ROWS], 1.0, tl.float32) * scale
-    if keys.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype != tl.float32:
+    low = None
+    if PRODUCT8:
+        queries = queries.to(tl.float32)
+        power = unit_of(tl.max(tl.abs(queries), 1))
+        queries, low = split_float8(queries / power[:, None], NATIVE)
+        scales *= power
+    elif keys.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype != tl.float32:
         queries, power = _halved(queries)
         scales *= power
+    WIDE: tl.constexpr = tl.float16 if PRODUCT8 else queries.dtype
+    PAIRS: tl.constexpr = NATIVE and values.dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head * GROUP + row % GROUP, mask=real, other=0) * LOG2E
     last = kv_len - QUERY_LEN + row // GROUP
-    first, final = _first(kv_len, count, WINDOW, SPAN, BACK), tl.maximum(kv_len - 1, 0)
+    first, final = _first(kv_len, count, WINDOW, SPAN, BACK), tl.maximum(end - 1, 0)
 
     table = tables + seq.to(tl.int64) * table_stride
     keys += head * (PAGE * H)
@@ -294,15 +377,22 @@ def attend(
         slot = tl.minimum(tl.maximum(pos, first), final) & (PAGE - 1)
         page = tl.reshape(tl.broadcast_to(pages[:, None], [TILE // RUN, RUN]), [TILE])
         offsets = page.to(tl.int64) * page_stride + slot * H
-        k = _typed(_load(keys, offsets, H, WIDTH), queries.dtype)
-        s = _scores(queries, k, pos, last, scales, slope, SOFTCAP, ROOT, WINDOW, SPAN, BACK)
+        k = _load(keys, offsets, H, WIDTH)
+        if not (PRODUCT8 and NATIVE):
+            k = _typed(k, WIDE)
+        s = _scores(queries, low, k, pos, last, scales, slope, SOFTCAP, ROOT, WINDOW, SPAN, BACK)
+        if items is not None and (TILE > GRAIN or WINDOW > 0 or SPAN > 0):  # a piece may end within a tile
+            s = tl.where((pos < end)[None, :], s, NOTHING)
         higher = tl.maximum(top, tl.max(s, 1))
         fade = tl.exp2(top - higher)
         p = tl.exp2(s - higher[:, None])
         weights = weights * fade[:, None] + p
         if value_page_stride is not None:
             offsets = page.to(tl.int64) * value_page_stride + slot * V
-        v = _typed(_load(values, offsets, V, V_WIDTH), queries.dtype)
+        if PAIRS:
+            v = widen(_load(values.to(tl.pointer_type(tl.int16)), offsets // 2, V // 2, V_WIDTH // 2))
+        else:
+            v = _typed(_load(values, offsets, V, V_WIDTH), WIDE)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = higher
         pages = _pages(table, at + TILE, final, PAGE, RUN, TILE)
@@ -315,28 +405,31 @@ def attend(
     if values.dtype.element_ty == tl.int8:
         acc *= BITS_SCALE
     if tops is None:
-        if sinks is not None:
-            sink = tl.load(sinks + head * GROUP + row % GROUP, mask=real, other=0).to(tl.float32) * LOG2E
-            higher = tl.maximum(top, sink)
-            fade = tl.exp2(top - higher)
-            weight = weight * fade + tl.exp2(sink - higher)
-            acc *= fade[:, None]
-        result = acc * _inverse(weight)[:, None]
-        tl.store(out + query[:, None] * V + channels[None, :], result.to(out.dtype.element_ty), mask=written)
+        _store_result(out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V)
     else:
-        partial = query.to(tl.int64) * splits + split
-        tl.store(out + partial[:, None] * V + channels[None, :], acc, mask=written)
-        tl.store(tops + partial, top, mask=real)
-        tl.store(sums + partial, weight, mask=real)
+        place = (part.to(tl.int64) * QUERY_LEN + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+        if items is None:
+            _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
+        else:
+            if part < 0:
+                _store_result(
+                    out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V
+                )
+            else:
+                _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
 
 
-@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "query_counts", "splits"])
+_ATTEND: Final = BoundKernel(attend)
+
+
+@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "query_counts", "merges", "splits"])
 def reduce(
     partial,
     tops,
     sums,
     kv_lens,
     query_counts,
+    merges,
     sinks,
     out,
     splits,
@@ -351,14 +444,19 @@ def reduce(
     BACK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program (head, token): sum the non-empty splits, and the sink."""
+    """Program (head, token): sum the non-empty splits, or the pieces that `merges` names, and the sink."""
     head, token = tl.program_id(0), tl.program_id(1)
     query = token.to(tl.int64) * HEADS + head
-    RUN: tl.constexpr = min(PAGE, TILE)
     seq = token // QUERY_LEN
-    kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
-    _, tiles, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
-    live = tl.cdiv(tiles, tl.maximum(share, 1))
+    if merges is not None:
+        begin, live = tl.load(merges + 2 * seq), tl.load(merges + 2 * seq + 1)
+        if live == 1:
+            return
+    else:
+        RUN: tl.constexpr = min(PAGE, TILE)
+        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        _, tiles, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
+        begin, live = seq * splits, tl.cdiv(tiles, tl.maximum(share, 1))
 
     dims = tl.arange(0, V_WIDTH)
     top = tl.full([], NOTHING, tl.float32)
@@ -367,13 +465,15 @@ def reduce(
         top = tl.load(sinks + head).to(tl.float32) * LOG2E
         weight += 1.0
     acc = tl.zeros([V_WIDTH], tl.float32)
+    first = (begin.to(tl.int64) * QUERY_LEN + token % QUERY_LEN) * HEADS + head
     for at in range(0, live, CHUNK):
         split = at + tl.arange(0, CHUNK)
-        real = split < live
+        place = first + split * (QUERY_LEN * HEADS)
+        sums_of = tl.load(sums + place, mask=split < live, other=0)
+        real = sums_of > 0  # of others there is nothing but that
         kept = real[:, None] & (dims < V)[None, :]
-        each = tl.load(tops + query * splits + split, mask=real, other=NOTHING)
-        sums_of = tl.load(sums + query * splits + split, mask=real, other=0)
-        x = tl.load(partial + (query * splits + split)[:, None] * V + dims[None, :], mask=kept, other=0)
+        each = tl.load(tops + place, mask=real, other=NOTHING)
+        x = tl.load(partial + place[:, None] * V + dims[None, :], mask=kept, other=0)
         higher = tl.maximum(top, tl.max(each, 0))
         fade, shares = tl.exp2(top - higher), tl.exp2(each - higher)
         weight = weight * fade + tl.sum(sums_of * shares, 0)
@@ -381,6 +481,9 @@ def reduce(
         top = higher
     result = acc * _inverse(weight)
     tl.store(out + query * V + dims, result.to(out.dtype.element_ty), mask=dims < V)
+
+
+_REDUCE: Final = BoundKernel(reduce)
 
 
 def launch(
@@ -395,6 +498,7 @@ def launch(
     splits: int,
     chip: Chip,
     chosen: DecodeBlockSizes | None = None,
+    work: WorkList | None = None,
 ) -> Tensor:
     """Return the attention [T, N, V]. `chosen`: block sizes on trial, in place of the tuned ones."""
     tokens, heads, dim = q.shape
@@ -406,22 +510,23 @@ def launch(
     common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
     common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
     out = torch.empty(tokens, heads, shape.values, dtype=q.dtype, device=q.device)
-    partial, tops, sums = out, None, None
-    if splits > 1:
-        partial = torch.empty(tokens, heads, splits, shape.values, dtype=torch.float32, device=q.device)
-        tops, sums = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
-    grid = kv_heads * -(-shape.group * query_len // use.ROWS), splits, len(kv_lens)
-    attend[grid](
+    slots = len(kv_lens) * splits if work is None else work.num_slots
+    several = splits > 1 or work is not None
+    partial, tops, sums = scratch(slots if several else 0, query_len, heads, shape.values, q.device)
+    blocks_of_rows = kv_heads * -(-shape.group * query_len // use.ROWS)
+    _ATTEND[(blocks_of_rows, splits, len(kv_lens)) if work is None else (blocks_of_rows, len(work.items), 1)](
         q,
         keys,
         values,
         tables,
         kv_lens,
         query_counts,
+        None if work is None else work.items,
+        out,
         partial,
         tops,
         sums,
-        rules.sinks if splits == 1 else None,
+        rules.sinks if work is not None or not several else None,
         rules.slopes,
         rules.k_scale,
         rules.v_scale,
@@ -436,15 +541,28 @@ def launch(
         ROWS=use.ROWS,
         SOFTCAP=rules.softcap or 0.0,
         ROOT=rules.root,
+        PRODUCT8=multiplies8(shape, q.dtype, use.TILE, chip),
+        NATIVE=native(chip, keys),
         num_warps=use.num_warps,
         num_stages=use.num_stages,
         **common,
     )
-    if splits > 1:
-        reduce[heads, tokens](
-            partial, tops, sums, kv_lens, query_counts, rules.sinks, out, splits, HEADS=heads, CHUNK=CHUNK, **common
-        )
+    if several:
+        merges = None if work is None else work.merges
+        arrays = partial, tops, sums, kv_lens, query_counts, merges, rules.sinks, out
+        _REDUCE[heads, tokens](*arrays, splits, HEADS=heads, CHUNK=CHUNK, **common)
     return out
+
+
+def scratch(
+    slots: int, query_len: int, heads: int, channels: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return memory for the weighted sums, maxima and sums of weights of partial results; None for no slots."""
+    if not slots:
+        return None, None, None
+    partial = torch.empty(slots, query_len, heads, channels, dtype=torch.float32, device=device)
+    tops, sums = torch.empty(2, slots, query_len, heads, dtype=torch.float32, device=device)
+    return partial, tops, sums
 
 
 def factor(scale: float, softcap: float | None) -> float:
@@ -472,6 +590,7 @@ class DecodeAttentionArgs:
     slopes: bool = False
     root: bool = False  # of the distances
     direct: bool = False  # one split
+    listed: bool = False  # with a work list
 
     @property
     def name(self) -> str:
@@ -481,6 +600,7 @@ class DecodeAttentionArgs:
             (("window", self.window), ("chunk", self.chunk), ("lookback", self.lookback), ("softcap", self.softcap)),
         )
         traits = (*traits, ("sinks", self.sinks), ("slopes", self.slopes), ("root", self.root), ("direct", self.direct))
+        traits = (*traits, ("listed", self.listed))
         width = f"h{shape.head_dim}" + (f"v{shape.value_dim}" if shape.value_dim else "")
         parts = [f"{width}-g{shape.group}-q{shape.query_len}", TRITON_TYPES[self.dtype]]
         parts += [TRITON_TYPES[shape.cache]] if shape.cache != self.dtype else []
@@ -493,9 +613,10 @@ class DecodeAttentionArgs:
         if quantised and not chip.float8:
             cached = "i8"
         queries = f"*{TRITON_TYPES[self.dtype]}"
-        scratch = {} if self.direct else {"tops": "*fp32", "sums": "*fp32"}
+        scratch = {} if self.direct else dict.fromkeys(("partial", "tops", "sums"), "*fp32")
+        items = {"items": "*i32"} if self.listed else {}
         scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantised else {}
-        sinks = {"sinks": queries} if self.sinks and self.direct else {}
+        sinks = {"sinks": queries} if self.sinks and (self.direct or self.listed) else {}
         slopes = {"slopes": "*fp32"} if self.slopes else {}
         signature = {
             "q": queries,
@@ -503,7 +624,8 @@ class DecodeAttentionArgs:
             "values": f"*{cached}",
             "tables": "*i32",
             "kv_lens": "*i32",
-            "out": queries if self.direct else "*fp32",
+            **items,
+            "out": queries,
             **scratch,
             **sinks,
             **slopes,
@@ -523,6 +645,8 @@ class DecodeAttentionArgs:
             "ROWS": use.ROWS,
             "SOFTCAP": self.softcap,
             "ROOT": self.root,
+            "PRODUCT8": multiplies8(self.shape, self.dtype, use.TILE, chip),
+            "NATIVE": chip.float8,
         }
         hot = self.dtype != torch.float32  # which does not use tensor cores
         return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages, hot=hot)
@@ -533,6 +657,7 @@ class DecodeAttentionArgs:
         signature = {
             **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
             "kv_lens": "*i32",
+            **({"merges": "*i32"} if self.listed else {}),
             "out": queries,
             "splits": "i32",
             **({"sinks": queries} if self.sinks else {}),
@@ -553,6 +678,7 @@ def _specs() -> Iterator[DecodeAttentionArgs]:
         for dim in (64, 128, 256):
             for group, query_len in ((4, 1), (4, 8), (8, 8)):
                 yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache))
+                yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache), listed=True)
     shapes = (64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1), (512, 8)
     for dim, group in shapes:
         yield DecodeAttentionArgs(DecodeShape(dim, group, 1, bf16))
@@ -566,6 +692,7 @@ def _specs() -> Iterator[DecodeAttentionArgs]:
     yield DecodeAttentionArgs(DecodeShape(128, 5, 1, bf16), chunk=8192)
     yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True)
     yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, direct=True)
+    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, listed=True)
     yield DecodeAttentionArgs(DecodeShape(128, 1, 1, bf16), slopes=True)
     yield DecodeAttentionArgs(DecodeShape(128, 12, 1, bf16), slopes=True, root=True)
     yield DecodeAttentionArgs(DecodeShape(128, 4, 1, bf16), chunk=16384, lookback=16384)

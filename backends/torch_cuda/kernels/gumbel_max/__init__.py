@@ -1,4 +1,4 @@
-"""Sampling of one token per row by Gumbel-max, and recording it."""
+"""Sampling of one token per row by Gumbel-max, and storing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagoda.backends.reference.sampling import gumbel
 from pagoda.backends.torch_cuda.kernels.gumbel_max import kernel
 from pagoda.backends.torch_cuda.kernels.launch import check_logits
 
-__all__ = ["gumbel_max", "store_tokens"]
+__all__ = ["gumbel_max", "store_history", "store_last"]
 
 
 def gumbel_max(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor, *, use_kernel: bool) -> Tensor:
@@ -25,18 +25,29 @@ def gumbel_max(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor,
     return run(logits, keys, temperature, floor)
 
 
-def store_tokens(
-    tokens: Tensor, rows: Tensor, positions: Tensor, last: Tensor, history: Tensor, *, use_kernel: bool
-) -> None:
-    """Write the tokens int32 [R] to last[rows] and history[rows, positions], in place.
+def store_last(tokens: Tensor, rows: Tensor, last: Tensor, *, use_kernel: bool) -> None:
+    """Write the tokens int32 [R] to last[rows], in place.
 
-    rows, positions int32 [R]; last int32 [rows + 1]; history int32 [rows + 1, length]. All contiguous. Of a repeated
-    row (the spare row, for padding) either token is kept. Raise ValueError for other shapes.
+    rows int32 [R]; last int32 [rows + 1]. All contiguous. Of a repeated row (the spare row, for padding) either token
+    is kept.
     """
-    if history.ndim != 2 or last.shape != history.shape[:1]:
-        raise ValueError(f"last {tuple(last.shape)} does not fit a history of {tuple(history.shape)}")
-    run = kernel.store_tokens if use_kernel else store_tokens_reference
-    run(tokens, rows, positions, last, history)
+    if use_kernel:
+        kernel.store_last(tokens, rows, last)
+    else:
+        last[rows.long()] = tokens
+
+
+def store_history(tokens: Tensor, rows: Tensor, positions: Tensor, history: Tensor, *, use_kernel: bool) -> None:
+    """Write the tokens int32 [R] to history[rows, positions], in place; as `store_last`.
+
+    positions int32 [R]; history int32 [rows + 1, length]. Raise ValueError for a history of other dimensions.
+    """
+    if history.ndim != 2:
+        raise ValueError(f"a history of {tuple(history.shape)} has no rows of positions")
+    if use_kernel:
+        kernel.store_history(tokens, rows, positions, history)
+    else:
+        history[rows.long(), positions.long()] = tokens
 
 
 def gumbel_max_reference(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor) -> Tensor:
@@ -45,9 +56,3 @@ def gumbel_max_reference(logits: Tensor, keys: Tensor, temperature: Tensor, floo
     noise = gumbel(keys, torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device))
     noisy = torch.where(logits >= floor[:, None], scaled + noise, -torch.inf)
     return torch.where(greedy, logits.argmax(-1), noisy.argmax(-1)).to(torch.int32)
-
-
-def store_tokens_reference(tokens: Tensor, rows: Tensor, positions: Tensor, last: Tensor, history: Tensor) -> None:
-    index = rows.long()
-    last[index] = tokens
-    history[index, positions.long()] = tokens

@@ -29,6 +29,9 @@ from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import LOG2E, N
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 
+_NARROWEST: Final = 64
+"""Channels of the narrowest heads that have settings of their own; others have those."""
+
 _MIN_SPAN: Final = 256
 _MAX_SPANS: Final = 32
 """Bounds the memory of a decode's partial results."""
@@ -41,7 +44,7 @@ def span_tokens(max_len: int) -> int:
 
 def tuned(head_dim: int, dtype: torch.dtype, chip: Chip) -> Settings:
     """Return BLOCK_M (query rows), BLOCK_N (keys), num_warps and num_stages, of every launch for such heads."""
-    return settings(TUNING, chip, f"h{padded(head_dim)}_b{dtype.itemsize}")
+    return settings(TUNING, chip, f"h{max(padded(head_dim), _NARROWEST)}_b{dtype.itemsize}")
 
 
 def query_tile(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> int:
@@ -292,6 +295,8 @@ def launch(
     group = heads // kv_heads
     value_dim = values.shape[3]
     sizes = block_sizes(group, head_dim, value_dim, q.dtype, chip)
+    if span % sizes["BLOCK_N"]:
+        raise ValueError(f"spans have {span} tokens, not a multiple of the {sizes['BLOCK_N']} of a tile")
     float8 = keys.dtype == torch.float8_e4m3fn
     if float8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)

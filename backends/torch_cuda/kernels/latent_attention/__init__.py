@@ -14,9 +14,10 @@ from pagoda.backends.torch_cuda.kernels.decode_attention import MAX_QUERY_LEN, c
 from pagoda.backends.torch_cuda.kernels.latent_attention import kernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rotated
+from pagoda.backends.torch_cuda.kernels.work_list import WorkList, pieces_for
 from pagoda.common.models.primitives import Norm
 
-__all__ = ["choose_latent_splits", "latent_decode", "latent_selected", "write_latents"]
+__all__ = ["choose_latent_pieces", "choose_latent_splits", "latent_decode", "latent_selected", "write_latents"]
 
 PROGRAMS = 1
 """Concurrent programs per multiprocessor."""
@@ -70,7 +71,8 @@ def latent_decode(
     *,
     query_len: int = 1,
     scale: float,
-    splits: int,
+    splits: int = 1,
+    work: WorkList | None = None,
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
@@ -81,7 +83,8 @@ def latent_decode(
     kv_lens[s] - query_len + j; query_len 1 to 8; rows of tokens at negative positions are finite. cache [P, B, R+D],
     B a power of two, these tokens included. tables int32 [S, W], kv_lens int32 [S]: read on the device; entries and
     slots that no token sees are not read. kv_len 0 is padding: zeros. splits: programs per sequence's tokens
-    (`choose_latent_splits`). use_kernel False: plain torch. Raise ValueError for other shapes or types.
+    (`choose_latent_splits`); `work`: pieces of the sequences in its place. use_kernel False: plain torch, which needs
+    neither. Raise ValueError for other shapes or types.
     """
     if not 1 <= query_len <= MAX_QUERY_LEN or splits < 1:
         raise ValueError(f"query_len is {query_len}, splits {splits}")
@@ -90,13 +93,15 @@ def latent_decode(
         raise ValueError(f"q is {tuple(q.shape)}, absorbed {tuple(absorbed.shape)} with strides {absorbed.stride()}")
     if tokens != len(kv_lens) * query_len or tables.shape[0] != len(kv_lens) or tables.stride(1) != 1:
         raise ValueError(f"{tokens} tokens, tables {tuple(tables.shape)} for {len(kv_lens)} sequences")
+    if work is not None and len(work.merges) != len(kv_lens):
+        raise ValueError(f"the work list has {len(work.merges)} sequences, kv_lens {len(kv_lens)}")
     if tables.dtype != torch.int32 or kv_lens.dtype != torch.int32 or not kv_lens.is_contiguous():
         raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not contiguous int32")
     page, rotary = cache.shape[1], cache.shape[2] - rank
     if not cache.is_contiguous() or cache.dtype != q.dtype or page & (page - 1) or not 0 < rotary <= q.shape[2]:
         raise ValueError(f"the cache is {cache.dtype} {tuple(cache.shape)} for {q.dtype} queries of rank {rank}")
     if use_kernel:
-        return kernel.decode(absorbed, q, cache, tables, kv_lens, query_len, scale, splits, chip)
+        return kernel.decode(absorbed, q, cache, tables, kv_lens, query_len, scale, splits, chip, work=work)
     rules = ScoreRules(scale=scale, window=None, softcap=None, sinks=None, slopes=None, k_scale=None, v_scale=None)
     keys, queries = cache[:, None], torch.cat((absorbed, q[..., -rotary:]), -1)
     attended = decode_attention_reference(queries, keys, keys, tables, kv_lens, query_len, None, rules)
@@ -138,6 +143,11 @@ def latent_selected(
         if count:
             out[token] = (weights @ latents[:, :rank]).to(out.dtype)
     return out
+
+
+def choose_latent_pieces(seqs: int, heads: int, chip: Chip) -> int:
+    """Return into how many pieces `seqs` sequences are cut together, see `work_list.pieces_for`."""
+    return pieces_for(seqs, kernel.row_blocks(heads, chip), chip, PROGRAMS)
 
 
 def choose_latent_splits(seqs: int, heads: int, max_len: int, chip: Chip) -> int:

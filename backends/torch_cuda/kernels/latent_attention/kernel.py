@@ -18,9 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention import MIN_DOT, TRITON_TYPES, padded
-from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import NOTHING, factor, reduce
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import (
+    GRAIN,
+    NOTHING,
+    factor,
+    piece_of,
+    reduce,
+    scratch,
+)
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, row_stride, settings
 from pagoda.backends.torch_cuda.kernels.rope_cache.kernel import weighted
+from pagoda.backends.torch_cuda.kernels.work_list import WorkList
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 WRITE_WARPS: Final = 4
@@ -71,6 +80,9 @@ def write_kernel(
         rotate(rows, rows, head < HEADS, cos_sin_row, HALF, HALF_BLOCK)
 
 
+_WRITE_KERNEL: Final = BoundKernel(write_kernel)
+
+
 def _write_constants(heads, head_dim, rank, rotary, unit_offset):
     return {
         "HEADS": heads,
@@ -91,7 +103,7 @@ def write(q, latents, positions, slots, cache, cos_sin, weights):
         return
     rotary = 2 * cos_sin.shape[2]
     shapes = _write_constants(heads, head_dim, latents.shape[1] - rotary, rotary, weights.unit_offset)
-    write_kernel[(tokens, 1 + triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
+    _WRITE_KERNEL[(tokens, 1 + triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
         q,
         latents,
         positions,
@@ -124,40 +136,57 @@ def _rows(pointers, width: tl.constexpr, WIDTH: tl.constexpr):
 
 
 # Arguments that vary between steps or are views into a larger tensor must not be specialized on alignment.
-@triton.jit(do_not_specialize=["tables", "kv_lens", "rows", "tops", "sums", "table_stride"])
+@triton.jit(do_not_specialize=["tables", "kv_lens", "rows", "items", "tops", "sums", "table_stride"])
 def attend(
-    absorbed, q, cache, tables, kv_lens, rows, selected, out, tops, sums, scale, token_stride, head_stride,
-    table_stride,
+    absorbed, q, cache, tables, kv_lens, rows, selected, items, out, partial, tops, sums, scale, token_stride,
+    head_stride, table_stride,
     HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, H: tl.constexpr, R: tl.constexpr, R_WIDTH: tl.constexpr,
     D: tl.constexpr, D_WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     TOP: tl.constexpr,
 ):  # fmt: skip
     """Program (block of rows, split, sequence), the blocks of a sequence adjacent so that a latent is read once.
 
-    Without tops and sums there is one split and its result is final; else out is [T, N, splits, R] of weighted sums,
-    and tops and sums [T, N, splits] are the score that the weights are relative to and the sum of the weights.
+    With `items` [M, 4], see `WorkList`, the second is a piece and there is no third. Without tops and sums there is one
+    split and its result is final; else partial is [slots, QUERY_LEN, N, R] of weighted sums, and tops and sums [slots,
+    QUERY_LEN, N] are the score that the weights are relative to and the sum of the weights. Without `items`, slots are
+    those of the splits of each sequence; empty ones are not written.
 
     With `selected` [T, TOP] each token counts as a sequence, whose blocks are in row rows[token] of the tables, and
     attends to the first kv_lens[token] of its selected positions.
     """
-    block, split, seq, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
-    RUN: tl.constexpr = min(PAGE, TILE)
-    kv_len = tl.load(kv_lens + seq)
-    share = tl.cdiv(tl.cdiv(kv_len, TILE), splits)
-    begin = split * share * TILE
-    end = tl.minimum(begin + share * TILE, kv_len)
-    if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
-        if begin >= end:
-            return
-
+    block = tl.program_id(0)
+    RUN: tl.constexpr = min(PAGE, TILE) if items is None else min(min(PAGE, TILE), GRAIN)
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < QUERY_LEN * HEADS
+    if items is not None:
+        seq, begin, end, part = piece_of(items, tl.program_id(1))
+        if seq < 0:
+            return
+        kv_len = tl.load(kv_lens + seq)
+        end = tl.minimum(end, kv_len)
+        if (begin >= end) & (part >= 0):
+            empty = part.to(tl.int64) * (QUERY_LEN * HEADS) + row
+            tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
+            return
+    else:
+        split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+        kv_len = tl.load(kv_lens + seq)
+        share = tl.cdiv(tl.cdiv(kv_len, TILE), splits)
+        begin = split * share * TILE
+        end = tl.minimum(begin + share * TILE, kv_len)
+        part = seq * splits + split
+        if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
+            if begin >= end:
+                return
+
     inside = tl.minimum(row, QUERY_LEN * HEADS - 1)
     token = (seq * QUERY_LEN + inside // HEADS).to(tl.int64)
-    query = token * HEADS + inside % HEADS  # of [T * N]
     latent_q = _rows(absorbed + token * token_stride + (inside % HEADS) * head_stride.to(tl.int64), R, R_WIDTH)
-    rotary_q = _rows(q + query * H + (H - D), D, D_WIDTH)
+    queries = seq.to(tl.int64) * (QUERY_LEN * HEADS)  # before those of the sequence, of [T * N]
+    rotary_q = _rows(q + queries * H + inside * H + (H - D), D, D_WIDTH)
     last = kv_len - QUERY_LEN + inside // HEADS
+    if items is not None:  # a piece may end within a tile
+        last = tl.minimum(last, end - 1)
     final = tl.maximum(kv_len - 1, 0)
 
     if selected is not None:
@@ -195,13 +224,35 @@ def attend(
     channels = tl.arange(0, R_WIDTH)
     kept = real[:, None] & (channels < R)[None, :]
     if tops is None:
-        inverse = tl.where(weight > 0, 1 / tl.maximum(weight, 1.0), 0.0)
-        tl.store(out + query[:, None] * R + channels[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), kept)
+        _store_result(out, queries, row, acc, weight, channels, kept, R)
     else:
-        partial = query * splits + split
-        tl.store(out + partial[:, None] * R + channels[None, :], acc, kept)
-        tl.store(tops + partial, top, real)
-        tl.store(sums + partial, weight, real)
+        before = part.to(tl.int64) * (QUERY_LEN * HEADS)
+        if items is None:
+            _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
+        else:
+            if part < 0:
+                _store_result(out, queries, row, acc, weight, channels, kept, R)
+            else:
+                _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
+
+
+_ATTEND: Final = BoundKernel(attend)
+
+
+@triton.jit
+def _store_result(out, before, row, acc, weight, channels, kept, R: tl.constexpr):
+    """Write the attended latents [ROWS, R] of rows of out [T * N, R] behind the first `before` ones."""
+    inverse = tl.where(weight > 0, 1 / tl.maximum(weight, 1.0), 0.0)
+    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
+    tl.store(out + before * R + row[:, None] * R + channels[None, :], result, kept)
+
+
+@triton.jit
+def _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R: tl.constexpr):
+    """Write weighted sums, maxima and sums of weights of rows behind the first `before` ones."""
+    tl.store(partial + before * R + row[:, None] * R + channels[None, :], acc, kept)
+    tl.store(tops + before + row, top, real)
+    tl.store(sums + before + row, weight, real)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +309,7 @@ def decode(
     chosen: Settings | None = None,
     rows: Tensor | None = None,
     selected: Tensor | None = None,
+    work: WorkList | None = None,
 ) -> Tensor:
     """Return the attended latents [T, N, R]. `chosen`: block sizes on trial, in place of the tuned ones."""
     tokens, heads, rank = absorbed.shape
@@ -265,11 +317,10 @@ def decode(
     use = tuned(q.dtype, chip) if chosen is None else chosen
     constants = shape.constants(use, cache.shape[1])
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
-    partial, tops, sums = out, None, None
-    if splits > 1:
-        partial = torch.empty(tokens, heads, splits, rank, dtype=torch.float32, device=q.device)
-        tops, sums = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
-    attend[(-(-heads * query_len // constants["ROWS"]), splits, len(kv_lens))](
+    slots, several = len(kv_lens) * splits if work is None else work.num_slots, splits > 1 or work is not None
+    partial, tops, sums = scratch(slots if several else 0, query_len, heads, rank, q.device)
+    row_blocks = -(-heads * query_len // constants["ROWS"])
+    _ATTEND[(row_blocks, splits, len(kv_lens)) if work is None else (row_blocks, len(work.items), 1)](
         absorbed,
         q,
         cache,
@@ -277,6 +328,8 @@ def decode(
         kv_lens,
         rows,
         selected,
+        None if work is None else work.items,
+        out,
         partial,
         tops,
         sums,
@@ -289,10 +342,9 @@ def decode(
         num_warps=use["num_warps"],
         num_stages=use["num_stages"],
     )
-    if splits > 1:
-        reduce[heads, tokens](
-            partial, tops, sums, kv_lens, None, None, out, splits, **_reduce_constants(shape, constants)
-        )
+    if several:
+        arrays = partial, tops, sums, kv_lens, None, None if work is None else work.merges, None, out
+        reduce[heads, tokens](*arrays, splits, **_reduce_constants(shape, constants))
     return out
 
 
@@ -335,20 +387,26 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
             signature = {
                 **dict.fromkeys(("absorbed", "q", "cache"), f"*{kind}"),
                 **dict.fromkeys(("tables", "kv_lens"), "*i32"),
-                "out": f"*{kind}" if direct else "*fp32",
-                **({} if direct else {"tops": "*fp32", "sums": "*fp32"}),
+                "out": f"*{kind}",
+                **({} if direct else dict.fromkeys(("partial", "tops", "sums"), "*fp32")),
                 "scale": "fp32",
                 **dict.fromkeys(("token_stride", "head_stride"), "i32:16"),
                 "table_stride": "i32",
             }
-            absent: dict[str, int | None] = {"rows": None, "selected": None, "TOP": 0}
-            absent |= dict.fromkeys(("tops", "sums")) if direct else {}
+            absent: dict[str, int | None] = {"rows": None, "selected": None, "items": None, "TOP": 0}
+            absent |= dict.fromkeys(("partial", "tops", "sums")) if direct else {}
             warps, stages, hot = use["num_warps"], use["num_stages"], shape.dtype != torch.float32
             launch = Launch(attend, signature, {**absent, **constants}, num_warps=warps, num_stages=stages, hot=hot)
             yield f"attend-{name}{'-direct' * direct}", launch
+            if not direct:
+                listed = {name: value for name, value in absent.items() if name != "items"} | constants
+                launch = Launch(
+                    attend, signature | {"items": "*i32"}, listed, num_warps=warps, num_stages=stages, hot=hot
+                )
+                yield f"attend-{name}-listed", launch
             if shape.query_len == 1 and not direct:
                 signature |= {"rows": "*i32", "selected": "*i32"}
-                sparse = constants | {"TOP": 2048}
+                sparse = constants | {"items": None, "TOP": 2048}
                 launch = Launch(attend, signature, sparse, num_warps=warps, num_stages=stages, hot=hot)
                 yield f"attend-{name}-selected", launch
         yield f"reduce-{name}", _reduce(shape, constants, kind)
@@ -362,7 +420,7 @@ def _reduce(shape: LatentShape, constants: dict[str, int], kind: str) -> Launch:
         "out": f"*{kind}",
         "splits": "i32",
     }
-    absent = dict.fromkeys(("query_counts", "sinks"))
+    absent = dict.fromkeys(("query_counts", "merges", "sinks"))
     return Launch(reduce, signature, {**absent, **_reduce_constants(shape, constants)}, num_stages=3)
 
 

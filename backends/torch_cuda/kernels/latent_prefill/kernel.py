@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, settings
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import LOG2E, NOTHING
 
@@ -61,6 +62,9 @@ def gather(
     kept = (rotary < D)[None, :]
     x = tl.load(source[:, None] + R + rotary[None, :], inside[:, None] & kept, 0.0)
     tl.store(keys + row[:, None] * D + rotary[None, :], x, kept & (row >= 0)[:, None])
+
+
+_GATHER: Final = BoundKernel(gather)
 
 
 @triton.jit
@@ -166,6 +170,9 @@ def attend(
     tl.store(out + query[:, None] * V + channels[None, :], result.to(out.dtype.element_ty), kept)
 
 
+_ATTEND: Final = BoundKernel(attend)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
     """The constants of the attention that depend on the model."""
@@ -192,9 +199,13 @@ class PrefillShape:
         }
 
 
+_NARROWEST: Final = 128
+"""Channels of the narrowest heads that have settings of their own; others have those."""
+
+
 def tuned(nope: int, values: int, dtype: torch.dtype, chip: Chip) -> Settings:
     """Return BLOCK_M (query tokens of a program), BLOCK_N (keys of a pass), num_warps and num_stages."""
-    return settings(TUNING, chip, f"h{padded(max(nope, values))}_b{dtype.itemsize}")
+    return settings(TUNING, chip, f"h{max(padded(max(nope, values)), _NARROWEST)}_b{dtype.itemsize}")
 
 
 def query_tile(nope: int, values: int, dtype: torch.dtype, chip: Chip) -> int:
@@ -230,7 +241,7 @@ def launch(
         partial = torch.empty(tokens, heads, values, dtype=torch.float32, device=q.device)
     for each in rounds:
         latents, keys = _gathered(cache, tables, each, kv_b.shape[1], shape.rotary)
-        attend[(len(tiles), heads)](
+        _ATTEND[(len(tiles), heads)](
             q,
             F.linear(latents, kv_b),
             keys,
@@ -257,7 +268,7 @@ def _gathered(cache: Tensor, tables: Tensor, each: Round, rank: int, rotary: int
     rows = len(each.blocks) * BLOCK
     latents = torch.empty(rows, rank, dtype=cache.dtype, device=cache.device)
     keys = torch.empty(rows, rotary, dtype=cache.dtype, device=cache.device)
-    gather[(len(each.blocks), BLOCK // GATHER_ROWS)](
+    _GATHER[(len(each.blocks), BLOCK // GATHER_ROWS)](
         cache,
         tables,
         each.blocks,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.activation.kernel import activated, clamped_glu, clip, limits
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.fp8_convert import native
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.moe_w8a8 import kernel as w8a8
@@ -42,7 +43,7 @@ def route(logits, router):
     tokens, experts = logits.shape
     weights = torch.empty(tokens, router.top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device)
-    route_kernel[(tokens,)](
+    _ROUTE_KERNEL[(tokens,)](
         logits,
         weights,
         chosen,
@@ -114,7 +115,7 @@ def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
     else:
         constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
     pairs, outputs = out.shape
-    expert_kernel[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
+    _EXPERT_KERNEL[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
         x,
         data,
         scale,
@@ -146,7 +147,7 @@ def mix(parts, weights, like):
     tokens, top = weights.shape
     width = parts.shape[1]
     out = torch.empty(tokens, width, dtype=like.dtype, device=like.device)
-    mix_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](parts, weights, out, width, TOP=top, BLOCK=_SUM_BLOCK)
+    _MIX_KERNEL[(tokens, triton.cdiv(width, _SUM_BLOCK))](parts, weights, out, width, TOP=top, BLOCK=_SUM_BLOCK)
     return out
 
 
@@ -175,7 +176,7 @@ def align(chosen, experts, tile):
     order = torch.empty(tiles * tile, dtype=torch.int32, device=device)
     tile_experts = torch.empty(tiles, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
-    align_kernel[(experts,)](
+    _ALIGN_KERNEL[(experts,)](
         chosen,
         order,
         tile_experts,
@@ -276,6 +277,9 @@ def expert_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
 
 
+_EXPERT_KERNEL: Final = BoundKernel(expert_kernel)
+
+
 @triton.jit
 def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """out [T, width]: weighted sum of parts [T, TOP, width] in order; grid (T, blocks)."""
@@ -287,6 +291,9 @@ def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexp
         part = tl.load(parts + (token * TOP + rank) * width + columns, inside, 0.0).to(tl.float32)
         total += part * tl.load(weights + token * TOP + rank)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), inside)
+
+
+_MIX_KERNEL: Final = BoundKernel(mix_kernel)
 
 
 @triton.jit
@@ -320,6 +327,9 @@ def route_kernel(
         best /= tl.sum(best, axis=0)
     tl.store(weights + token * TOP + ranks, best, ranks < TOP)
     tl.store(chosen + token * TOP + ranks, best_experts, ranks < TOP)
+
+
+_ROUTE_KERNEL: Final = BoundKernel(route_kernel)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -360,6 +370,9 @@ def align_kernel(
     tl.store(order + padding, tl.full([TILE], pairs, tl.int32), padding < (begin + own) * TILE)
     for tile in range(begin, begin + own):
         tl.store(tile_experts + tile, expert)
+
+
+_ALIGN_KERNEL: Final = BoundKernel(align_kernel)
 
 
 # Specialisations compiled ahead of time: few large experts, two per token, and many small ones, eight per token.

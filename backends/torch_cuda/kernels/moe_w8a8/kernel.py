@@ -7,13 +7,14 @@ the first those of tokens, the second those of pairs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.activation.kernel import activated, clamped_glu, clip, limits
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.fp8_convert import native
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, settings
 from pagoda.backends.torch_cuda.kernels.quantize_rows.kernel import quantize
@@ -68,7 +69,7 @@ def product(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
         numbers, data = numbers.view(torch.float8_e4m3fn), stack.data
     constants = tile_settings(stack.scheme, stack.group, stack.rows, stack.inputs, tile, chip)
     pairs, outputs = out.shape
-    expert_kernel[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
+    _EXPERT_KERNEL[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
         numbers,
         x_scales,
         data,
@@ -169,6 +170,9 @@ def expert_kernel(
             acc *= up
     at = pair.to(tl.int64)[None, :] * outputs + channels[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
+
+
+_EXPERT_KERNEL: Final = BoundKernel(expert_kernel)
 
 
 # Specialisations compiled ahead of time: both products of large experts, scales per channel and blocks of 128 by 128.

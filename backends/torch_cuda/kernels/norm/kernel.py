@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride, row_warps
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, power_of_two, row_stride, row_warps
 
 
 @triton.jit
@@ -67,6 +68,9 @@ def norm_kernel(
         tl.store(normed_ptr + row * width + columns, y, inside)
 
 
+_NORM_KERNEL: Final = BoundKernel(norm_kernel)
+
+
 def norm(x, weight, bias, eps, kind, unit_offset, residual):
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return normed, _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, None, False)
@@ -82,9 +86,10 @@ def norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip):
 def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, native):
     """Fill `normed` and `scale`; return the total."""
     total = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
-    block = triton.next_power_of_2(x.shape[1])
-    if len(x):
-        norm_kernel[(len(x),)](
+    rows, width = x.shape
+    block = power_of_two(width)
+    if rows:
+        _NORM_KERNEL[(rows,)](
             x,
             x if residual is None else residual,
             weight,
@@ -94,7 +99,7 @@ def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, na
             total,
             row_stride(x),
             0 if residual is None else row_stride(residual),
-            x.shape[1],
+            width,
             eps,
             BLOCK=block,
             LAYER=kind == "layer",

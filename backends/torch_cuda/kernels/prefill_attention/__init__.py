@@ -11,6 +11,7 @@ from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import make_tiles, query_tile
+from pagoda.backends.torch_cuda.kernels.work_list import NO_SEQUENCE
 
 __all__ = ["make_tiles", "prefill_attention", "query_tile"]
 
@@ -43,11 +44,11 @@ def prefill_attention(
 
     Token j of sequence s is q[query_start[s] + j], at position kv_lens[s] - (its query tokens) + j; it sees positions
     up to its own, with `window` only the last `window` of them, with `chunk` only those from `lookback` before the
-    last multiple of it on. Head n reads KV head n // (N/K). tables int32 [S, W];
-    query_start int32 [S+1]; kv_lens int32 [S], query tokens included, whose K and V are in the cache already. tiles
-    int32 [n, 2]: from `make_tiles` for `tile` tokens (default: `query_tile`). Sequences without a tile are not
-    computed: their rows, and rows of no sequence, are unchanged in `out` [T, N, V] (undefined by default). softcap:
-    scores become cap * tanh(score / cap); sinks [N]: a logit per head that takes part in the softmax and has no value;
+    last multiple of it on. Head n reads KV head n // (N/K). tables int32 [S, W]; query_start int32 [S+1]; kv_lens
+    int32 [S], query tokens included, whose K and V are in the cache already. tiles int32 [n, 2]: from `make_tiles` for
+    `tile` tokens (default: `query_tile`), unused ones -1. Sequences without a tile are not computed: their rows, and
+    rows of no sequence, are unchanged in `out` [T, N, V] (undefined by default). softcap: scores become cap *
+    tanh(score / cap); sinks [N]: a logit per head that takes part in the softmax and has no value;
     slopes float32 [N]: scores -= slope * distance of query and key, with `root` its square root, after the softcap;
     k_scale, v_scale float32 [1], for float8_e4m3fn keys and values: value = stored * scale. Plain torch takes any type
     of query, e.g. float64. Raise ValueError for other types or shapes.
@@ -100,7 +101,7 @@ def prefill_attention_reference(
     starts, lens = query_start.tolist(), kv_lens.tolist()
     window, chunk = rules.window, rules.chunk
     k_scale, v_scale = (1.0 if x is None else x.item() for x in (rules.k_scale, rules.v_scale))
-    for s in sorted(set(tiles[:, 0].tolist())):
+    for s in sorted(set(tiles[:, 0].tolist()) - {NO_SEQUENCE}):
         rows, end = slice(starts[s], starts[s + 1]), lens[s]
         context = end - (rows.stop - rows.start)
         first = 0 if window is None else max(0, context - window + 1)

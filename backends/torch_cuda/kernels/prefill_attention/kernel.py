@@ -8,7 +8,8 @@ Keys and values are gathered token by token through the block table, so pages an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -20,8 +21,9 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.alibi import behind
-from pagoda.backends.torch_cuda.kernels.attention import TRITON_TYPES, ScoreRules, padded
-from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native
+from pagoda.backends.torch_cuda.kernels.attention import MIN_DOT_8, TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native, split_float8, unit_of
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, settings, table
 
 # Tiles of query tokens, cut by the host once per step for all layers, and the kernel's tuned block sizes.
@@ -31,12 +33,20 @@ Int32 = npt.NDArray[np.int32]
 TUNING: Final = Path(__file__).with_name("tuning.json")
 
 
+TUNED_DIMS: Final = (32, 64, 80, 96, 112, 128, 192, 256, 512)
+"""Head dims of 16-bit queries with settings of their own."""
+
+
 def key(head_dim: int, dtype: torch.dtype, *, float8: bool = False) -> str:
     """Return a layer's key in the table: head dim, bytes per query element, and whether the cache is float8.
 
-    The group does not matter: it only changes how many of a tile's last rows are empty.
+    Other head dims have the settings of the next larger one in it. The group does not matter: it only changes how many
+    of a tile's last rows are empty.
     """
-    return f"h{head_dim}_b{dtype.itemsize}" + ("_f8" if float8 and dtype.itemsize == 2 else "")
+    if dtype.itemsize > 2:
+        return f"h{head_dim}_b{dtype.itemsize}"
+    listed = next((dim for dim in TUNED_DIMS if dim >= head_dim), head_dim)
+    return f"h{listed}_b{dtype.itemsize}" + ("_f8" if float8 else "")
 
 
 def tuned(
@@ -47,7 +57,7 @@ def tuned(
     `value_dim`: of value heads; the table has entries of their own for some that are not as wide as keys.
     """
     usual = key(head_dim, dtype, float8=float8)
-    own = usual.replace("_", f"v{value_dim}_", 1)
+    own = usual.replace("_", f"v{value_dim}_", 1) if f"h{head_dim}_" in usual else usual
     return settings(TUNING, chip, own if any(own in entries for entries in table(TUNING).values()) else usual)
 
 
@@ -125,13 +135,14 @@ def load(pointers, rows, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def attend(
-    carry, q, start, pages, last, lowest, positions, slope, keys, values, scale, softcap, page_stride,
+    carry, q, low, start, pages, last, lowest, positions, slope, keys, values, scale, softcap, page_stride,
     value_page_stride, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, ROOT: tl.constexpr,
     FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return `carry` (maximum, sum and weighted values of each row) after the keys from `start` on, in `pages`.
 
-    MASKED: only keys up to `last` are read, and a row sees those from `lowest` to its position.
+    `low`: what q lacks to be the queries, if their product with the keys is one of float8. MASKED: only keys up to
+    `last` are read, and a row sees those from `lowest` to its position.
     """
     top, total, acc = carry
     at = start + tl.arange(0, pages.shape[0])
@@ -143,10 +154,16 @@ def attend(
         at_page = pages.to(tl.int64) * value_page_stride
         offsets = (at_page + (at & (PAGE - 1)) * VALUE_DIM)[:, None] + value_channels[None, :]
     v = load(values + offsets, at <= last, VALUE_DIM, MASKED)
+    WIDE: tl.constexpr = q.dtype if low is None else tl.float16
     if FLOAT8:
-        k, v = decode(k, NATIVE).to(q.dtype), decode(v, NATIVE).to(q.dtype)
-
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v = decode(v, NATIVE).to(WIDE)
+    if low is None:
+        if FLOAT8:
+            k = decode(k, NATIVE).to(WIDE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        k = k.to(tl.float8e4nv, bitcast=True) if NATIVE else decode(k, False)
+        scores = tl.dot(q, tl.trans(k), tl.dot(low, tl.trans(k)))
     if softcap is not None:
         scores = tanh(scores * scale) * softcap
     if slope is not None:
@@ -165,7 +182,7 @@ def attend(
         weights = tl.exp2(scores * scale - new[:, None])
     kept = tl.exp2(top - new)
     total = total * kept + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(q.dtype), v, acc * kept[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(WIDE), v, acc * kept[:, None], input_precision="ieee")
     return new, total, acc
 
 
@@ -176,7 +193,7 @@ def prefill_attention(
     head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, ROOT: tl.constexpr,
-    NATIVE: tl.constexpr,
+    PRODUCT8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head). `scale` and `softcap` are for base-2 scores, k_scale not included.
 
@@ -184,6 +201,8 @@ def prefill_attention(
     None if they are those of keys.
     """
     sequence = tl.load(tiles + 2 * tl.program_id(0))
+    if sequence < 0:
+        return
     tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1)
     begin = tl.load(query_start + sequence)
@@ -203,6 +222,12 @@ def prefill_attention(
 
     if k_scale is not None:
         scale = scale * tl.load(k_scale)
+    low = None
+    if PRODUCT8:
+        wide = x.to(tl.float32)
+        unit = unit_of(tl.max(tl.abs(wide)))
+        x, low = split_float8(wide / unit, NATIVE)
+        scale = scale * unit
     first = 0
     lowest = None
     edges = 0
@@ -240,7 +265,7 @@ def prefill_attention(
     for _ in tl.range(0, whole):
         following = lookup(table, start + BLOCK_N, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
+            carry, x, low, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
             page_stride, value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, False,
         )  # fmt: skip
         start, pages = start + BLOCK_N, following
@@ -250,7 +275,7 @@ def prefill_attention(
         then = first + (i if i < edges else i + whole) * BLOCK_N
         following = lookup(table, then, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
+            carry, x, low, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
             page_stride, value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, True,
         )  # fmt: skip
         start, pages = then, following
@@ -265,6 +290,9 @@ def prefill_attention(
     target = (begin + tile_start + token).to(tl.int64) * out_stride + (kv_head * GROUP + rows % GROUP) * VALUE_DIM
     pointers = out + target[:, None] + tl.arange(0, BLOCK_V)[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), mask=inside(real, BLOCK_V, VALUE_DIM))
+
+
+_PREFILL_ATTENTION: Final = BoundKernel(prefill_attention)
 
 
 def launch(
@@ -290,20 +318,35 @@ def launch(
     group = heads // kv_heads
     float8 = keys.dtype == torch.float8_e4m3fn
     value_dim = values.shape[3]
-    settings = tuned(head_dim, q.dtype, chip, float8=float8, value_dim=value_dim) if chosen is None else chosen
-    block_sizes = constants(head_dim, value_dim, tile * group, settings)
+    if chosen is None:
+        block_sizes = _tuned_sizes(head_dim, value_dim, tile * group, q.dtype, chip, float8)
+    else:
+        block_sizes = constants(head_dim, value_dim, tile * group, chosen)
     if float8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
-    if len(tiles):
-        prefill_attention[(len(tiles), kv_heads)](
+    if count := tiles.shape[0]:
+        _PREFILL_ATTENTION[(count, kv_heads)](
             q, keys, values, tables, query_start, kv_lens, tiles, rules.sinks, rules.slopes, rules.k_scale,
             rules.v_scale, out, *base2(rules.scale, rules.softcap), rules.window, rules.chunk, rules.lookback or None,
             q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), value_strides[0], keys.stride(1),
             value_strides[1], GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page, TILE=tile,
-            ROOT=rules.root, NATIVE=native(chip, keys), **block_sizes,
+            ROOT=rules.root, PRODUCT8=multiplies8(head_dim, q.dtype, chip, float8=float8), NATIVE=native(chip, keys),
+            **block_sizes,
         )  # fmt: skip
     return out
+
+
+def multiplies8(head_dim: int, queries: torch.dtype, chip: Chip, *, float8: bool) -> bool:
+    """Return whether queries and keys of a cache, in `float8` or not, are multiplied as float8."""
+    return float8 and queries.itemsize == 2 and chip.float8 and padded(head_dim) >= MIN_DOT_8
+
+
+@cache
+def _tuned_sizes(
+    head_dim: int, value_dim: int, rows: int, dtype: torch.dtype, chip: Chip, float8: bool
+) -> Mapping[str, int]:
+    return constants(head_dim, value_dim, rows, tuned(head_dim, dtype, chip, float8=float8, value_dim=value_dim))
 
 
 def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:
@@ -385,7 +428,7 @@ def _launch(
     signature |= dict.fromkeys(("q_stride", "out_stride", "page_stride", "head_stride"), "i32:16")
     signature |= {"table_stride": "i32"} | {name: kind for name, kind in optional.items() if name in given}
     sizes = {"GROUP": group, "HEAD_DIM": head_dim, "VALUE_DIM": values, "PAGE": _PAGE, "TILE": tile, "ROOT": root}
-    sizes |= {"NATIVE": chip.float8} | block_sizes
+    sizes |= {"PRODUCT8": multiplies8(head_dim, dtype, chip, float8=float8), "NATIVE": chip.float8} | block_sizes
     return Launch(
         prefill_attention,
         signature,

@@ -26,6 +26,7 @@ class QuantizedRows:
 
     data: Tensor  # float8_e4m3fn or int8 [T, I]
     scales: Tensor  # float32 [T, 1], or [T, groups] with a scale per group of inputs
+    dtype: torch.dtype | None = None  # of the activations, if products have it; None: a product has its own
 
     def values(self, group: int | None = None) -> Tensor:
         """Return the values, float32 [T, I]. `group`: inputs per scale, if there are groups."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.fp8_convert import encode, native
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride, row_warps
 
@@ -21,7 +24,7 @@ def quantize(x, int8, group, scale, chip):
     block = whole if group is None else max(min(_BLOCK, whole), size)
     out = torch.empty(rows, width, dtype=torch.int8 if int8 else torch.uint8, device=x.device)
     scales = x.new_empty((rows, triton.cdiv(width, size)), dtype=torch.float32) if scale is None else scale
-    quantize_rows_kernel[(rows, triton.cdiv(width, block))](
+    _QUANTIZE_ROWS_KERNEL[(rows, triton.cdiv(width, block))](
         x,
         out,
         scales,
@@ -73,6 +76,9 @@ def quantize_rows_kernel(
     else:
         numbers = encode(scaled, NATIVE)
     tl.store(out + row * width + columns, numbers, inside)
+
+
+_QUANTIZE_ROWS_KERNEL: Final = BoundKernel(quantize_rows_kernel)
 
 
 # Specialisations compiled ahead of time: rows of usual and of large models, groups of 128, static scales.

@@ -5,6 +5,7 @@ The channels of a head are three parts: two halves that are rotated together, an
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, divided, power_of_two, row_stride
 
 ELEMENTS = 1024
 """Elements per program."""
@@ -207,24 +209,28 @@ def rope_cache_kernel(
             )
 
 
+_ROPE_CACHE_KERNEL: Final = BoundKernel(rope_cache_kernel)
+
+
+@cache
 def constants(heads, kv_heads, head_dim, value_dim, page, rotated):
     """Return the constants that follow from the shapes; `rotated` channels of a head, 0: none."""
     half = (rotated or head_dim) // 2
     value_half = half if value_dim == head_dim else value_dim // 2
-    block = max(1, ELEMENTS // triton.next_power_of_2(head_dim))
+    block = max(1, ELEMENTS // power_of_two(head_dim))
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "HEAD_DIM": head_dim,
         "PAGE": page,
         "HALF": half,
-        "HEADS_BLOCK": min(block, triton.next_power_of_2(max(heads, kv_heads))),
-        "HALF_BLOCK": triton.next_power_of_2(half),
-        "REST_BLOCK": triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        "HEADS_BLOCK": min(block, power_of_two(max(heads, kv_heads))),
+        "HALF_BLOCK": power_of_two(half),
+        "REST_BLOCK": power_of_two(max(head_dim - 2 * half, 1)),
         "VALUE_DIM": value_dim,
         "V_HALF": value_half,
-        "V_HALF_BLOCK": triton.next_power_of_2(max(value_half, 1)),
-        "V_REST_BLOCK": triton.next_power_of_2(max(value_dim - 2 * value_half, 1)),
+        "V_HALF_BLOCK": power_of_two(max(value_half, 1)),
+        "V_REST_BLOCK": power_of_two(max(value_dim - 2 * value_half, 1)),
         "ROTATE": rotated > 0,
     }
 
@@ -233,15 +239,15 @@ def rope_and_cache(
     qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale,
     values_are_keys, chip,
 ):  # fmt: skip
-    head_dim, value_dim, page = keys.shape[3], values.shape[3], keys.shape[2]
-    q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    if not len(qkv):
+    tokens, head_dim, value_dim, page = qkv.shape[0], keys.shape[3], values.shape[3], keys.shape[2]
+    q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
         return q
     if keys.dtype == torch.float8_e4m3fn:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
-    parts = triton.cdiv(heads, shapes["HEADS_BLOCK"]) + 2 * triton.cdiv(kv_heads, shapes["HEADS_BLOCK"])
-    rope_cache_kernel[(len(qkv), parts)](
+    parts = divided(heads, shapes["HEADS_BLOCK"]) + 2 * divided(kv_heads, shapes["HEADS_BLOCK"])
+    _ROPE_CACHE_KERNEL[(tokens, parts)](
         qkv,
         positions,
         slots,
@@ -278,7 +284,7 @@ def rope_queries(x, positions, heads, cos_sin, q_norm):
     if not len(x):
         return q
     shapes = constants(heads, 1, head_dim, head_dim, 1, 0 if cos_sin is None else 2 * cos_sin.shape[2])
-    rope_cache_kernel[(len(x), triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
+    _ROPE_CACHE_KERNEL[(len(x), divided(heads, shapes["HEADS_BLOCK"]))](
         x,
         positions,
         positions,

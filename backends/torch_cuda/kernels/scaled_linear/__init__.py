@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.launch import Chip
@@ -9,7 +11,7 @@ from pagoda.backends.torch_cuda.kernels.quantize_rows import QuantizedRows, quan
 from pagoda.backends.torch_cuda.kernels.scaled_linear import kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix, unpack
 
-__all__ = ["multiplies", "scaled_linear"]
+__all__ = ["multiplies", "rounded_linear", "scaled_linear"]
 
 _MIN_GROUP = 32
 """Inputs of an instruction of the tensor cores."""
@@ -36,12 +38,21 @@ def scaled_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, *, use_k
     Scales of x are per row, per group of inputs where the matrix has such groups, or static. Sums are float32, int32
     of int8. A row's result does not depend on the others.
     """
-    rounded = quantized_input(x, packed, use_kernel=use_kernel, chip=chip)
+    rounded = replace(quantized_input(x, packed, use_kernel=use_kernel, chip=chip), dtype=x.dtype)
+    return rounded_linear(rounded, packed, bias, use_kernel=use_kernel, chip=chip)
+
+
+def rounded_linear(
+    rounded: QuantizedRows, packed: PackedMatrix, bias: Tensor | None, *, use_kernel: bool, chip: Chip
+) -> Tensor:
+    """Return rounded rows [M, I], of which the dtype is known, times a packed matrix [O, I], plus bias [O]: [M, O]."""
+    dtype = rounded.dtype
+    assert dtype is not None, "of the activations"
     if not use_kernel:
-        return scaled_linear_reference(rounded, packed, bias).to(x.dtype)
-    if kernel.supports_torch(x, packed):
-        return kernel.by_torch(rounded, packed, bias, x.dtype)
-    return kernel.linear(rounded, packed, bias, x.dtype, chip)
+        return scaled_linear_reference(rounded, packed, bias).to(dtype)
+    if kernel.supports_torch(dtype, packed):
+        return kernel.by_torch(rounded, packed, bias, dtype)
+    return kernel.linear(rounded, packed, bias, dtype, chip)
 
 
 def quantized_input(x: Tensor, packed: PackedMatrix, *, use_kernel: bool, chip: Chip) -> QuantizedRows:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import launch
+from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 
 TUNING = Path(__file__).with_name("tuning.json")
@@ -24,11 +25,11 @@ _BAND: Final = 8
 """Tiles of rows that are computed for a tile of channels before the next one."""
 
 
-def supports_torch(x, packed):
+def supports_torch(dtype, packed):
     """Return whether torch has the product: float8 with a scale per row and channel."""
     aligned = packed.inputs % _ALIGNED == 0 and packed.outputs % _ALIGNED == 0
     fits = packed.scheme == "fp8" and not packed.group and aligned
-    return fits and x.dtype == torch.bfloat16 and hasattr(torch, "_scaled_mm")
+    return fits and dtype == torch.bfloat16 and hasattr(torch, "_scaled_mm")
 
 
 def by_torch(rounded, packed, bias, dtype):
@@ -46,7 +47,7 @@ def linear(rounded, packed, bias, dtype, chip):
     constants = tile_settings(packed.scheme, packed.group, packed.rows, inputs, rows, chip)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     row_tiles, channel_tiles = triton.cdiv(rows, constants["TOKENS"]), triton.cdiv(outputs, constants["CHANNELS"])
-    scaled_kernel[(row_tiles * channel_tiles,)](
+    _SCALED_KERNEL[(row_tiles * channel_tiles,)](
         x,
         rounded.scales,
         packed.numbers,
@@ -145,6 +146,9 @@ def scaled_kernel(
         total += tl.load(bias + valid).to(tl.float32)[None, :]
     at = row.to(tl.int64)[:, None] * outputs + channels[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (channels < outputs)[None, :])
+
+
+_SCALED_KERNEL: Final = BoundKernel(scaled_kernel)
 
 
 # Specialisations compiled ahead of time: chips without float8 have the int8 product alone.

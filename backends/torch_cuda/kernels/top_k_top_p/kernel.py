@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, divided
 
 GROUP = 32
 SUMMARY = 128
@@ -43,14 +43,14 @@ NOTHING = tl.constexpr(87.0)
 
 def launch(logits, temperature, top_k, top_p, min_p):
     rows, vocab = logits.shape
-    groups = triton.cdiv(vocab, GROUP)
+    groups = divided(vocab, GROUP)
     peaks = torch.empty((rows, groups), dtype=torch.float32, device=logits.device)
     masses = torch.empty_like(peaks)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rules = (temperature, top_k, top_p, min_p)
     sizes = {"VOCAB": vocab, "GROUPS": groups, "GROUP": GROUP}
-    summarise[(rows, triton.cdiv(groups, SUMMARY))](
+    summarise[(rows, divided(groups, SUMMARY))](
         logits, *rules, peaks, masses, **sizes, BLOCK=SUMMARY, num_warps=SUMMARY_WARPS
     )
     search_row[(rows,)](

@@ -16,12 +16,12 @@ def weight_only_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, *, 
     """Return x [M, I] times a packed matrix [O, I], plus bias [O]: [M, O] in x's dtype (bfloat16, float16 or float32).
 
     Columns of x are in the matrix's order. Sums are float32. Up to FEW rows the kernel reads the packed numbers; a
-    row's result is the same in every run and in every batch of up to 8 rows, or 16, 32, 64. More rows are
-    compute-bound: the matrix is unpacked in pieces for torch's product.
+    row's result is the same in every run and in every batch of up to 8 rows, or 16, 32, 64. So it does for some hundred
+    rows, by tiles of FEW. More are compute-bound: the matrix is unpacked in pieces for torch's product.
     """
     if not use_kernel:
         return weight_only_reference(x, packed, bias)
-    product = kernel.product if x.shape[0] <= FEW else kernel.product_by_pieces
+    product = kernel.product if x.shape[0] <= kernel.fused_rows(packed) else kernel.product_by_pieces
     return product(x, packed, bias, chip)
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import heapq
+import itertools
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from support.compile_launches import programs
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.decode_attention import (
     MAX_WAVES,
     MIN_SPLIT_TOKENS,
@@ -18,8 +24,26 @@ from pagoda.backends.torch_cuda.kernels.decode_attention import (
     choose_splits,
     decode_attention,
 )
-from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import DecodeShape, blocks, candidates, shared_bytes
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import (
+    TUNING,
+    DecodeBlockSizes,
+    DecodeShape,
+    blocks,
+    candidates,
+    launch,
+    multiplies8,
+    shared_bytes,
+)
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, table
+from pagoda.backends.torch_cuda.kernels.work_list import (
+    GRAIN,
+    NO_SEQUENCE,
+    WHOLE,
+    WorkList,
+    WorkPlanner,
+    pieces_for,
+    plan_work,
+)
 
 NATIVE, OLD = CHIPS["sm_90"], CHIPS["sm_80"]
 E4M3 = torch.float8_e4m3fn
@@ -65,9 +89,16 @@ class Case:
         q = torch.randn(len(self.lens) * self.query_len, self.heads, self.dim).to(self.dtype)
         return q, caches[0], caches[1], tables, torch.tensor(self.lens, dtype=torch.int32)
 
-    def run(self, *, use_kernel: bool, splits: int = 1, chip=NATIVE) -> Tensor:
-        more = {"scale": self.dim**-0.5, "query_len": self.query_len, **self.options}
+    def run(self, *, use_kernel: bool, splits: int = 1, chip=NATIVE, work: WorkList | None = None) -> Tensor:
+        more = {"scale": self.dim**-0.5, "query_len": self.query_len, "work": work, **self.options}
         return decode_attention(*self.arrays(), splits=splits, use_kernel=use_kernel, chip=chip, **more)
+
+
+def work_list(lens: list[int], pieces: int, planned: list[int] | None = None) -> WorkList:
+    """The pieces of sequences that had `planned` tokens when they were cut; two are unused."""
+    items, merges = plan_work(np.array(planned or lens, np.int32), pieces)
+    unused = np.full((len(lens) + pieces - len(items), 4), NO_SEQUENCE, np.int32)
+    return WorkList(torch.from_numpy(np.concatenate((items, unused))), torch.from_numpy(merges))
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +167,97 @@ def test_kernel_is_the_reference(name: str, splits: int):
     torch.testing.assert_close(out, expected, rtol=0, atol=3e-6)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_of_sequences_are_the_sequences(name: str):
+    """Of those that are longer than a piece, and those that are not."""
+    case = CASES[name]
+    case = replace(case, lens=[length * 3 if length > 30 else length for length in case.lens])
+    out, expected = case.run(use_kernel=True, work=work_list(case.lens, 3)), case.run(use_kernel=False)
+    if (counts := case.options.get("query_counts")) is not None:
+        real = (torch.arange(case.query_len) >= case.query_len - counts[:, None]).flatten()
+        assert out.isfinite().all()
+        out, expected = out[real], expected[real]
+    torch.testing.assert_close(out, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("planned", [[300, 5, 0, 64], [80, 250, 130, 1], [1, 1, 1, 1], [400, 400, 400, 400]])
+def test_a_work_list_fits_sequences_of_other_lengths(planned: list[int]):
+    """Lists of longer and of shorter ones: the host knows bounds of what the device computes."""
+    case = Case([300, 5, 0, 64], options={"sinks": SINKS})
+    out = case.run(use_kernel=True, work=work_list(case.lens, 4, planned))
+    torch.testing.assert_close(out, case.run(use_kernel=False), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_pieces_may_end_within_a_tile(page: int):
+    case = Case([330, 70], page=page, options={"scale": 0.25})
+    rules = ScoreRules(0.25, None, None, None, None, None, None)
+    sizes = DecodeBlockSizes(16, 128, 4, 2)
+    work = work_list(case.lens, 7)
+    assert work.items[:, 1].tolist().count(64), "a piece begins in the middle of a tile"
+    out = launch(*case.arrays(), 1, None, rules, 1, NATIVE, sizes, work)
+    torch.testing.assert_close(out, case.run(use_kernel=False), rtol=0, atol=3e-6)
+
+
+def test_pieces_are_balanced():
+    """One of 128k tokens among 95 of 1k: no program reads more than a fraction of what is read in all."""
+    lens = np.array([1024] * 95 + [131072], np.int32)
+    pieces = pieces_for(len(lens), 8, NATIVE, PROGRAMS)
+    items, merges = plan_work(lens, pieces)
+    assert len(items) <= len(lens) + pieces
+    lengths = np.minimum(items[:, 2], lens[items[:, 0]]) - items[:, 1]
+    assert lengths.max() <= -(-lens.sum() // pieces // GRAIN) * GRAIN + GRAIN
+    assert (np.diff(lengths) <= 0).all(), "the longest first"
+    assert lengths.sum() == lens.sum()
+    assert merges[:, 1].tolist() == np.bincount(items[:, 0]).tolist()
+    slots = items[items[:, 3] >= 0, 3]
+    assert sorted(slots) == list(range(len(slots)))
+    assert len(slots) <= work_list(lens.tolist(), pieces).num_slots
+    assert _rounds(lengths, 8, PROGRAMS * NATIVE.sms) < 1.3 * lens.sum() * 8 / (PROGRAMS * NATIVE.sms)
+
+
+def _rounds(lengths, heads: int, programs: int) -> float:
+    """Tokens that the busiest of `programs` concurrent programs reads, each starting when one ends."""
+    busy = [0.0] * programs
+    for length in np.repeat(lengths, heads):
+        heapq.heapreplace(busy, busy[0] + float(length))
+    return max(busy)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(1, 300))
+def test_every_token_is_in_one_piece(lens: list[int], pieces: int):
+    items, merges = plan_work(np.array(lens, np.int32), pieces)
+    assert len(items) <= len(lens) + pieces
+    for sequence, length in enumerate(lens):
+        own = sorted((begin, end, slot) for at, begin, end, slot in items.tolist() if at == sequence)
+        assert [begin for begin, _, _ in own] == [0, *(end for _, end, _ in own[:-1])][: len(own)]
+        assert merges[sequence, 1] == len(own)
+        assert not length or own[-1][1] >= length
+        first = merges[sequence, 0]
+        assert [slot for _, _, slot in own] == ([WHOLE] if len(own) == 1 else list(range(first, first + len(own))))
+
+
+def test_a_planner_keeps_its_list_until_lengths_change():
+    planner, made = WorkPlanner(), []
+
+    def plan(lens: list[int], pieces: int = 9) -> None:
+        items, merges = np.full((len(lens) + pieces, 4), 7, np.int32), np.full((len(lens) + 1, 2), 7, np.int32)
+        planner.plan(np.array(lens, np.int32), pieces, items, merges)
+        assert merges[-1].tolist() == [0, 0]
+        used = items[items[:, 0] != NO_SEQUENCE]
+        assert sorted(set(used[:, 0].tolist())) == list(range(len(lens)))
+        made.append(items.tolist())
+
+    plan([1000, 100])
+    plan([1000 + GRAIN - 1, 100])
+    assert made[0] == made[1]
+    plan([1000 + GRAIN, 100])
+    plan([100, 1000 + GRAIN])
+    plan([100, 1000 + GRAIN, 5])
+    plan([100, 1000 + GRAIN, 5], 10)
+    assert all(one != other for one, other in itertools.pairwise(made[1:]))
+
+
 def test_padding_changes_nothing():
     """Two tokens among four are those of two alone."""
     padded = Case([21, 30], query_len=4, options={"window": 5, "query_counts": torch.tensor([2, 2], dtype=torch.int32)})
@@ -177,12 +299,27 @@ def test_every_float8_is_exact(chip, dtype: torch.dtype):
     torch.testing.assert_close(out.float()[numbers], expected[numbers], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("chip", "multiplied"), [(NATIVE, True), (CHIPS["sm_89"], True), (CHIPS["sm_100"], False)])
+def test_float8_products_keep_every_bit_of_bfloat16_queries(chip, multiplied: bool):
+    """Against float64, in float16, which the interpreter can compute; the largest channel is 30 times the others."""
+    case = Case([70, 9, 0], dim=64, query_len=2, dtype=torch.float16, cache=E4M3, options=SCALES)
+    shape = DecodeShape(64, 2, 2, E4M3)
+    assert multiplies8(shape, torch.bfloat16, blocks(shape, chip).TILE, chip) == multiplied
+    q, *rest = case.arrays()
+    q[..., 5] *= 30
+    q = q.bfloat16().half()
+    more = {"scale": 0.1, "query_len": 2, "chip": chip, **SCALES}
+    expected = decode_attention(q.double(), *rest, use_kernel=False, **more)
+    out = decode_attention(q, *rest, use_kernel=True, **more).double()
+    assert (out - expected).norm() < 5e-4 * expected.norm(), "weights and values of 11 bits"
+
+
 @pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
 def test_bfloat16_queries_of_a_float8_cache_keep_their_range(size: float):
     """Products with float8 run in float16, which has less range. The interpreter can do this, but rounds the output
     towards zero.
     """
-    case = Case([40, 9], cache=E4M3, options=SCALES)
+    case = Case([40, 9], cache=E4M3, dim=32, options=SCALES)
     q, *rest = case.arrays()
     q = (q * size).bfloat16()
     more = {"scale": 1 / size, "splits": 1, "chip": NATIVE, **SCALES}
@@ -246,6 +383,7 @@ def test_reference_in_float64():
         ({"tables": torch.zeros(1, 1, dtype=torch.int64)}, "int64"),
         ({"sinks": torch.zeros(2)}, "sinks"),
         ({"splits": 0}, "splits"),
+        ({"work": work_list([1, 1], 1)}, "work list has 2 sequences"),
     ],
 )
 def test_what_does_not_fit(change: dict[str, Any], message: str):
@@ -296,10 +434,23 @@ def test_candidates_hold_the_settings_in_use(chip):
         assert PROGRAMS * shared_bytes(shape, use, chip) <= chip.shared_bytes
 
 
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+@pytest.mark.parametrize("cache", [torch.bfloat16, E4M3], ids=str)
+def test_every_head_dim_has_settings(chip, cache: torch.dtype):
+    """None has the settings of what was never thought of."""
+    listed = set().union(*(entries for entries in table(TUNING).values()))
+    for dim in range(8, 513, 8):
+        for group in (1, 4, 8, 16, 64):
+            shape = DecodeShape(dim, group, 1, cache)
+            assert shape.key in listed
+            assert shared_bytes(shape, blocks(shape, chip), chip) <= chip.shared_bytes
+
+
 LAUNCHES = """
 import torch
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
+from pagoda.backends.torch_cuda.kernels.work_list import WorkList
 
 keys = torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)
 for splits, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
@@ -308,9 +459,12 @@ for splits, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3))
     lens = torch.zeros(seqs + offset, dtype=torch.int32)[offset:]
     how = {"scale": 1.0, "use_kernel": True, "chip": CHIPS["sm_90"]}
     decode_attention(q, keys, keys.clone(), tables, lens, splits=splits, **how)
+    items, merges = (torch.zeros(n + offset, m, dtype=torch.int32)[offset:] for n, m in ((seqs + splits, 4), (seqs, 2)))
+    decode_attention(q, keys, keys.clone(), tables, lens, work=WorkList(items, merges), **how)
 """
 
 
 def test_what_varies_from_step_to_step_compiles_nothing():
     """Numbers of splits, of sequences and of table columns, and where in a staging buffer the arrays begin."""
-    assert programs(LAUNCHES) == 3 * [["attend", "attend 0"], ["reduce", "reduce 1"]]
+    splits, listed = ([["attend", f"attend {n}"], ["reduce", f"reduce {n + 1}"]] for n in (0, 2))
+    assert programs(LAUNCHES) == 3 * [*splits, *listed]

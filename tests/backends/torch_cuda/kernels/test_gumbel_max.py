@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from support.extreme_noise import extreme_tokens
 
-from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_tokens
+from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_history, store_last
 from pagoda.backends.torch_cuda.kernels.gumbel_max import kernel as module
 from pagoda.common.engine.sampling import gumbel, mix, noise_keys
 
@@ -91,9 +91,10 @@ def test_nan_logits_give_a_valid_token() -> None:
 def test_tokens_are_stored_in_last_and_history(use_kernel: bool) -> None:
     history, last = torch.zeros((4, 5), dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     tokens, rows, positions = (torch.tensor(x, dtype=torch.int32) for x in ([7, 8, 9], [2, 0, 3], [4, 1, 0]))
-    store_tokens(tokens, rows, positions, last, history, use_kernel=use_kernel)
+    store_last(tokens, rows, last, use_kernel=use_kernel)
+    store_history(tokens, rows, positions, history, use_kernel=use_kernel)
     assert last.tolist() == [8, 0, 7, 9]
     assert history.nonzero().tolist() == [[0, 1], [2, 4], [3, 0]]
     assert history[2, 4] == 7
     with pytest.raises(ValueError, match="history"):
-        store_tokens(tokens, rows, positions, last[:3], history, use_kernel=use_kernel)
+        store_history(tokens, rows, positions, history[0], use_kernel=use_kernel)

@@ -33,6 +33,13 @@ SCALES = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 1.0])
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.7])
 USE = pytest.mark.parametrize("use_kernel", [True, False], ids=["kernel", "definition"])
+TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
+"""Small ones, so that short sequences have several, and spans of several."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.backends.torch_cuda.kernels.invariant_attention.kernel.tuned", lambda *_: TILES)
 
 
 def matrices(dtype: torch.dtype, inputs: int = 520) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,5 +249,7 @@ def test_tiles_larger_than_the_block_are_an_error() -> None:
     case = Sequences()
     with pytest.raises(ValueError, match="at most"):
         case.prefill([(0, 0, 21)], use_kernel=True, tile=64)
+    with pytest.raises(ValueError, match="spans have 24 tokens, not a multiple of the 16 of a tile"):
+        case.call(case.queries[0], case.tables[:1], SequenceTokens(torch.tensor([21]), 21), True, span=24)
     with pytest.raises(ValueError, match="do not fit"):
         case.call(case.queries[0].half(), case.tables, SequenceTokens(torch.tensor([1])), True)

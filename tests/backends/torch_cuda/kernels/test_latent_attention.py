@@ -22,6 +22,7 @@ from pagoda.backends.torch_cuda.kernels.latent_prefill import (
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights
+from pagoda.backends.torch_cuda.kernels.work_list import NO_SEQUENCE, WorkList, plan_work
 
 CHIP = CHIPS["sm_90"]
 NAN = float("nan")
@@ -118,13 +119,15 @@ def test_write(use_kernel: bool):
     torch.testing.assert_close(written[slots.long()][:, case.rank :], turn(latents[:, case.rank :]), rtol=0, atol=1e-6)
 
 
-def absorbed_decode(case: Latents, query_len: int, splits: int, *, use_kernel: bool) -> tuple[Tensor, ...]:
+def absorbed_decode(
+    case: Latents, query_len: int, splits: int, *, use_kernel: bool, work: WorkList | None = None
+) -> tuple[Tensor, ...]:
     """(attended latents, what they should be, q, kv_b)."""
     cache, tables, lens = case.arrays()
     q, kv_b = case.queries(len(case.lens) * query_len)
     key_up = kv_b.view(case.heads, -1, case.rank)[:, : case.nope]
     absorbed = torch.bmm(q[..., : case.nope].transpose(0, 1), key_up).transpose(0, 1)
-    how = {"scale": 0.3, "splits": splits, "query_len": query_len, "chip": CHIP}
+    how = {"scale": 0.3, "splits": splits, "query_len": query_len, "chip": CHIP, "work": work}
     return latent_decode(absorbed, q, cache, tables, lens, use_kernel=use_kernel, **how), cache, tables, q, kv_b
 
 
@@ -159,6 +162,19 @@ def test_decode_kernel_is_its_definition(case: Latents, query_len: int, splits: 
     assert out.isfinite().all()
     near = 3e-6 if case.dtype == torch.float32 else 2**-9
     torch.testing.assert_close(out[seen], want[seen], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("planned", [[370, 1, 0, 70], [20, 90, 130, 1]])
+def test_pieces_of_sequences_are_the_sequences(planned: list[int], query_len: int):
+    """Lists that were made for these lengths, and for others."""
+    case = Latents([370, 3, 0, 70])
+    items, merges = map(torch.from_numpy, plan_work(np.array(planned, np.int32), 4))
+    unused = torch.full((3, 4), NO_SEQUENCE, dtype=torch.int32)
+    work = WorkList(torch.cat((items, unused)), merges)
+    out = absorbed_decode(case, query_len, 1, use_kernel=True, work=work)[0]
+    want = absorbed_decode(case, query_len, 1, use_kernel=False)[0]
+    torch.testing.assert_close(out, want, rtol=0, atol=3e-6)
 
 
 def prefill(case: Latents, counts: list[int], capacity: int, tile: int, *, use_kernel: bool) -> tuple[Tensor, ...]:

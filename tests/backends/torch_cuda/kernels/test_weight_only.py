@@ -151,6 +151,18 @@ def test_kernel(scheme: str, group: int, rows: int, outputs: int, inputs: int, d
         torch.testing.assert_close(actual, want, rtol=0, atol=scale * (3e-6 if dtype == torch.float32 else 1e-3))
 
 
+@pytest.mark.parametrize(("scheme", "group"), [*SCHEMES[:3], ("mxfp4", 0)])
+def test_some_hundred_rows_need_no_unpacked_matrix(scheme: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of rows, the second not full; a matrix with inputs for several splits."""
+    monkeypatch.setattr(kernel, "unpack", None)
+    x, bias = poisoned(70, 600, torch.float32), normal(45)
+    packed = fours(45, 600) if scheme == "mxfp4" else pack(normal(45, 600), scheme, group)
+    out = weight_only_linear(x, packed, bias, use_kernel=True, chip=CHIP)
+    want = weight_only_reference(x, packed, bias)
+    torch.testing.assert_close(out, want, rtol=0, atol=want.abs().max().item() * 3e-6)
+    assert kernel.fused_rows(packed) >= 70
+
+
 def test_splits_are_added_in_order() -> None:
     """A row alone has the bits that it has among others; more splits than one are at work."""
     packed = pack(normal(48, 2000), "int8")
@@ -179,6 +191,7 @@ def test_splits_cover_the_inputs(chip: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_many_rows_by_pieces(scheme: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SCRATCH", 20 * 300 * dtype.itemsize)  # 20 channels, then 20, then 5
+    monkeypatch.setattr(kernel, "FUSED", dict.fromkeys(kernel.FUSED, 64))
     x, bias = poisoned(70, 300, dtype), normal(45, dtype=dtype)
     packed = pack(normal(45, 300), scheme, group)
     for given in (None, bias):

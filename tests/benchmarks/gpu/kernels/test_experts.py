@@ -40,6 +40,7 @@ def test_a_wrong_kernel_does_not(scheme: str, monkeypatch: pytest.MonkeyPatch) -
     assert not experts.error(BENCH, scheme, (4, 2, 64, 48), 40)["right"]
 
 
+@pytest.mark.slow_matrix
 def test_settings_on_trial_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     right = kernel.tile_settings

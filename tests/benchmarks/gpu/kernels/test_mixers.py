@@ -95,7 +95,7 @@ def test_settings_on_trial_reach_the_kernel(
 ) -> None:
     used: list[dict] = []
     monkeypatch.setattr(
-        kernel, function, lambda *_: used.append(dict(kernel.settings(kernel.TUNING, BENCH.chip, "b2")))
+        kernel, function, lambda *_, **__: used.append(dict(kernel.settings(kernel.TUNING, BENCH.chip, "b2")))
     )
     results = [number.run() for number in module.trials(BENCH) if number.name.startswith(prefix)]
     tried = [one["settings"] for one in results]
