@@ -2,8 +2,9 @@
 compiles for any chip on any machine.
 
 Figures per TensorCore. Sources: jax/_src/pallas/mosaic/tpu_info.py (Apache-2.0); Google Cloud's system pages for TPU
-v5e, v5p, v6e and 7x. `flops_per_cycle` follows from XLA:TPU's own estimate of a 4096^3 matmul (126,898 FLOP per cycle
-for v5e, 252,216 for both cores of v5p, 455,675 for v6e), rounded up to what the units could do.
+v5e, v5p, v6e and 7x; links: "How to Scale Your Model", chapter on TPUs. `flops_per_cycle` follows from XLA:TPU's own
+estimate of a 4096^3 matmul (126,898 FLOP per cycle for v5e, 252,216 for both cores of v5p, 455,675 for v6e), rounded up
+to what the units could do.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ class ChipInfo:
     hbm_bandwidth: float
     peak_flops: float
     flops_per_cycle: int
+    link_bandwidth: float  # bytes/s of one link to a neighbour, in one direction; of the device
     int8: bool = True  # matrix units support int8; v7x does not
     # dtype with 4 exponent bits that the matrix units take as weights
     float8: Literal["float8_e4m3fn", "float8_e4m3b11fnuz"] = "float8_e4m3b11fnuz"
     multiplies_float8: bool = False  # they multiply it by itself, faster than bfloat16
+    tall_tiles: bool = False  # XLA prefers 16 rows to 8 in tiles of 16-bit arrays
     packed_bfloat16: bool = True  # vector units compute with two bfloat16 numbers in a word
 
     @property
@@ -41,14 +44,15 @@ class ChipInfo:
 CHIPS: dict[str, ChipInfo] = {
     chip.name: chip
     for chip in (
-        ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072, packed_bfloat16=False),
-        ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072, packed_bfloat16=False),
-        ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288),
+        ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072, 4.5e10, packed_bfloat16=False),
+        ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072, 9e10, packed_bfloat16=False),
+        ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288, 9e10),
         ChipInfo(
-            *("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288),
+            *("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288, 9e10),
             int8=False,
             float8="float8_e4m3fn",
             multiplies_float8=True,
+            tall_tiles=True,
         ),
     )
 }

@@ -7,11 +7,12 @@ host waits only in `result()`, by which time the next step is queued.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,16 @@ from pagoda.backends.jax_tpu.execution.shapes import (
     writers_first,
 )
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.hosts import check_start
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales, with_stored_kv_scales
-from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
+from pagoda.backends.jax_tpu.memory.measure import exact_blocks, recorded_needs
+from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, free_bytes, plan_memory
 from pagoda.backends.jax_tpu.model.layers import Caches
-from pagoda.backends.jax_tpu.model.model import DraftInputs, Leaves, Model, StepModel, build_model
+from pagoda.backends.jax_tpu.model.model import DraftInputs, HostLeaves, Leaves, Model, StepModel, build_model
 from pagoda.backends.jax_tpu.model.parameters import LoraForm
+from pagoda.backends.jax_tpu.parallel import chip_of_mesh, make_mesh, platform
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
-from pagoda.backends.jax_tpu.parallel import make_mesh, platform
-from pagoda.backends.jax_tpu.profiler import JaxTracer
+from pagoda.backends.jax_tpu.profiler import JaxTracer, start_server
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.adapters import AdapterWriter, adapted_matrices
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
@@ -77,7 +80,7 @@ from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.lora.weights import AdapterWeights
 from pagoda.common.weights.quantization.kv_scales import take_kv_scales
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.kernels_pallas.chips import CHIPS, chip_of
+from pagoda.kernels_pallas.chips import CHIPS
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +126,10 @@ def _model(options: BackendOptions) -> StepModel:
     limits = options.limits
     if ON_TPU:
         check_tables(limits)
+        check_start()
     mesh = make_mesh(options.parallel.tensor, options.parallel.data)
     model_dtype = dtype_of(options.dtype)
-    chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
+    chip = chip_of_mesh(mesh) if ON_TPU else CHIPS["v6e"]
     kv_dtype = cache_dtype(options.cache, model_dtype, chip if ON_TPU else None)
     kernel = KernelChoice(
         limits.block_size, kv_dtype, use_kernel=ON_TPU, chip=chip, batch_invariant=options.batch_invariant
@@ -176,6 +180,7 @@ class JaxBackend:
         self.tracer = None if options.profiler is None else JaxTracer(options.profiler, self._latest)
         self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
         self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
+        self._profiler_port, self._profiler_server = programs.profiler_port, cast(Any, None)
         self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
         self.drafter = None if options.drafter is None else build_drafter(options.drafter, model)
         if bundle is not None:
@@ -183,6 +188,7 @@ class JaxBackend:
             blocks = bundle.num_blocks if stated is None else stated_blocks(model.layout, limits, stated)
             bundle.check(self._program_set(blocks), limits)
         self._leaves: Leaves = ()
+        self._asleep: HostLeaves | None = None  # of an engine whose weights sleep
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
         self._programs: CompiledPrograms[StepProgramSet, Key] | None = None
@@ -231,6 +237,40 @@ class JaxBackend:
         finally:
             self._leaves = writer.leaves()
 
+    def sleep(self, level: int) -> None:
+        """Release the memory of weights and KV cache; level 1 keeps all weights on the host, 2 those of adapters.
+
+        Raise MemoryError, with nothing released, if host memory is insufficient.
+        """
+        jax.block_until_ready(self._latest())
+        if self._asleep is None:
+            adapters = self.model.adapter_leaves if isinstance(self.model, Model) else ()
+            self._asleep = HostLeaves.of(self._leaves, range(len(self._leaves)) if level == 1 else adapters)
+            for leaf in self._leaves:
+                leaf.delete()
+            self._leaves = ()
+        for cache in self._caches:
+            cache.delete()
+        self._caches = ()
+
+    def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
+        """Restore the weights; after level 2 from `read`. Raise MemoryError or WeightError."""
+        assert self._asleep is not None, "the weights sleep"
+        with device_memory_errors():
+            if not self._asleep.is_complete:
+                self.load(read())
+            self._leaves = self._asleep.restored(self._leaves)
+        self._asleep = None
+
+    def wake_kv_cache(self) -> None:
+        """Allocate the KV cache again. Raise MemoryError."""
+        assert self._programs is not None, "init_cache comes before sleep"
+        with device_memory_errors():
+            self._caches = self._empty_caches(self._programs.program_set.num_blocks)
+
+    def _empty_caches(self, num_blocks: tuple[int, ...]) -> Caches:
+        return tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
+
     def adaptable(self) -> Mapping[str, Param]:
         """Return the matrices that adapters may change: those of attention, MLPs, the embeddings and the head."""
         assert isinstance(self.model, Model), "no other has adapters"
@@ -253,14 +293,31 @@ class JaxBackend:
 
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit in each shard. Raise ConfigError if there are too few."""
-        compiled_for = None if self._bundle is None else self._bundle.num_blocks
-        return plan_memory(self.model, self.limits, self.cache_config, num_blocks=compiled_for, drafter=self.drafter)
+        compiled_for, cache = None if self._bundle is None else self._bundle.num_blocks, self.cache_config
+        plan = plan_memory(self.model, self.limits, cache, num_blocks=compiled_for, drafter=self.drafter)
+        stated = (compiled_for, cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes)
+        if not ON_TPU or any(each is not None for each in stated):
+            return plan
+        return self._exact_plan(plan, free_bytes(self.model, cache, 0))
+
+    def _exact_plan(self, plan: MemoryPlan, room: int) -> MemoryPlan:
+        """Return the plan for `room` bytes beside the weights, with what programs need in place of its estimate."""
+        program_set = self._program_set(plan.num_blocks)
+        programs: CompiledPrograms[StepProgramSet, Key] = CompiledPrograms(program_set, cache=self._compile_cache)
+
+        def measure(keys: Sequence[Any]) -> list[ProgramMemory]:
+            programs.prepare(keys)
+            return [ProgramMemory.of(programs[key]) for key in keys]
+
+        folder = None if self._compile_cache is None else self._compile_cache.folder
+        needs = recorded_needs(program_set, folder, measure)
+        return replace(plan, activations=needs.total, num_blocks=exact_blocks(program_set, self.limits, room, needs))
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate the KV cache of `num_blocks` blocks of each pool per shard on the devices."""
         self._programs = CompiledPrograms(self._program_set(num_blocks), strict=self.strict, cache=self._compile_cache)
         self._sampler = JaxSampler(self._programs, self.model.shards * self.limits.max_num_seqs)
-        self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
+        self._caches = self._empty_caches(num_blocks)
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
         shapes = step_shapes(self.model, self.limits, factor=2 if ON_TPU else 4)
@@ -270,6 +327,8 @@ class JaxBackend:
     def warmup(self) -> None:
         """Compile every program, so that none is compiled while serving."""
         logger.info("%s", self.prepare())
+        if self._profiler_port is not None and self._profiler_server is None:
+            self._profiler_server = start_server(self._profiler_port)
 
     def prepare(self) -> JaxCompileReport:
         """Compile all programs, or load them from the bundle; report the cost."""
@@ -377,7 +436,10 @@ class JaxBackend:
         return guesses
 
     def close(self) -> None:
-        """Release the device memory."""
+        """Release the device memory, and stop the profiler server."""
+        if self._profiler_server is not None:
+            jax.profiler.stop_server()
+            self._profiler_server = None
         self._drafter_leaves = ()
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
@@ -406,3 +468,14 @@ class JaxBackend:
             return partial(sampler.score(logits, tokens, SCORE_TOKENS, (best,)).fetch, rows, best)
 
         return score_prompts(plan, sampler.rows, SCORE_TOKENS, score)
+
+
+@contextmanager
+def device_memory_errors() -> Iterator[None]:
+    """Raise MemoryError where a device has no room for an array."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(f"no room in device memory: {str(error).splitlines()[0]}") from None

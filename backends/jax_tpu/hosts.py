@@ -6,18 +6,20 @@ Nothing here touches a device before `start`, because jax.distributed must be in
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import re
-from pathlib import Path
 from typing import Final
 
 import jax
 
 from pagoda.backends.jax_tpu.parallel import platform
-from pagoda.common.config.defaults import detect
 from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.tpu_host import check_alone, num_devices, tpu_chips
 from pagoda.common.distributed.handshake import RUNTIME_PORT
 from pagoda.common.errors import ConfigError, EngineDeadError
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("jax", "jaxlib", "libtpu", "flax", "numpy")
 _VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
@@ -27,6 +29,29 @@ _TIMEOUT_SECONDS: Final = 60  # the handshake before `start` has established tha
 def versions() -> dict[str, str]:
     """Return the versions of the packages that determine compiled programs."""
     return {name: _version(name) for name in _PACKAGES}
+
+
+def check_start() -> None:
+    """Raise ConfigError if this host's TPU waits for other hosts; warn of another libtpu than jax names."""
+    if not jax.distributed.is_initialized():
+        check_alone(tpu_chips())
+    if mismatch := libtpu_mismatch():
+        logger.warning("%s", mismatch)
+
+
+def libtpu_mismatch() -> str:
+    """Return one line if libtpu is not the release that jax names for itself, "" if it is or jax names none."""
+    try:
+        named = (re.match(r"libtpu==([\d.]+?)(\.\*)?\s*;", line) for line in importlib.metadata.requires("jax") or ())
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    wanted, present = next((match[1] for match in named if match), None), _version("libtpu")
+    if wanted is None or present == "nothing" or f"{present}.".startswith(f"{wanted}."):
+        return ""
+    return (
+        f"jax {_version('jax')} names libtpu {wanted}, {present} is installed: the compiler's figures differ, and "
+        f"programs may fail; pip install 'jax[tpu]=={_version('jax')}'"
+    )
 
 
 def environment() -> dict[str, str]:
@@ -39,9 +64,8 @@ def devices() -> tuple[int, str]:
     if platform() == "cpu":
         forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
         return max(int(forced.group(1)) if forced else 1, jax.config.values["jax_num_cpu_devices"]), "cpu"
-    visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
-    chips = [*Path("/dev").glob("accel[0-9]*")] or [*Path("/dev/vfio").glob("[0-9]*")]
-    return len(visible.split(",")) if visible else len(chips), detect("tpu").device_name or "tpu"
+    chips = tpu_chips()
+    return num_devices(chips), chips[0].name if chips else "tpu"
 
 
 def start(parallel: ParallelConfig) -> None:

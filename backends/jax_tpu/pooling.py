@@ -20,10 +20,11 @@ from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape, pack_pool
+from pagoda.backends.jax_tpu.hosts import check_start
 from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.parallel import chip_of_mesh, make_mesh
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
-from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.profiler import JaxTracer
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
@@ -34,7 +35,7 @@ from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules, PoolPl
 from pagoda.common.engine.step import Float32
 from pagoda.common.models.spec import Pooler
 from pagoda.common.models.transformers_spec import own_spec
-from pagoda.kernels_pallas.chips import CHIPS, chip_of
+from pagoda.kernels_pallas.chips import CHIPS
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ def create(options: PoolingOptions) -> JaxPooling:
     bundle = None if programs.bundle is None else open_bundle(programs.bundle)
     if ON_TPU and any(mixer.causal for mixer in spec.mixers):
         check_tables(limits)
+    if ON_TPU:
+        check_start()
     mesh, model_dtype = make_mesh(options.parallel.tensor), dtype_of(options.dtype)
-    chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
+    chip = chip_of_mesh(mesh) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, model_dtype.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, kv_layout(spec, limits.block_size), mesh, model_dtype, limits.max_model_len, kernel)
     limits = fit_pooling(model, limits, pooling_room(model, options.memory_share), stated=options.batch_stated)

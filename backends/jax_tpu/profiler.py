@@ -1,7 +1,9 @@
-"""Traces of steps by jax.profiler: a folder per profile, for TensorBoard and XProf, with a trace for Perfetto."""
+"""Traces of steps by jax.profiler: a folder per profile, for TensorBoard and XProf, with a trace for Perfetto; and the
+server from which those capture traces by themselves."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +14,17 @@ from pagoda.common.config.groups.profiler import FLAG, ProfilerConfig
 from pagoda.common.errors import ConfigError
 
 _TORCH_ONLY: Final = ("torch_profiler_record_shapes", "torch_profiler_with_memory", "torch_profiler_with_flops")
+
+
+def start_server(port: int) -> Any:
+    """Start JAX's profiler server; it runs as long as the returned object lives. Raise ConfigError."""
+    with socket.socket() as test:  # JAX only logs that it cannot listen
+        try:
+            test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            test.bind(("", port))
+        except OSError as error:
+            raise ConfigError("--xla-profiler-port", f"{port}: {error.strerror}; choose a free port") from None
+    return jax.profiler.start_server(port)
 
 
 class JaxTracer:

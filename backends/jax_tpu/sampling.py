@@ -14,11 +14,13 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import Mesh
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, resolve_guesses
+from pagoda.backends.jax_tpu.model.model import LANES
 from pagoda.backends.jax_tpu.parallel import partition
-from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
+from pagoda.common.engine.sampling import LARGEST_UNIFORM, MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
 from pagoda.common.engine.sampling_state import Kind
 from pagoda.common.engine.step import Float32, Int32, TokenLogprobs
 from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
@@ -27,26 +29,73 @@ MAX_LOGPROBS: Final = 20
 """Top logprobs computed on the device; for more, the logits are sorted on the host."""
 
 
-def penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
-    """Apply repetition, frequency and presence penalties to logits [R, V], one row after another.
+# Penalties. How often each row of the engine has each token: uint8 [2 * n, V], the low bytes of n rows, then their high
+# bytes, whose highest bit says that the prompt has the token. The last row is padding.
 
-    packed int32 [8, n]: of `sampling_state.penalties`. Only its rows cost time; row indices of R or more are ignored.
+PROMPT_BIT: Final = 128
+MAX_COUNT: Final = 2**15 - 1
+"""Occurrences of a token among a row's generated tokens beyond which no more are counted."""
+
+
+def counts_of(token_ids: Int32, num_prompt: int, vocab: int) -> npt.NDArray[np.uint8]:
+    """Return the counts uint8 [2, V] of a row that starts with these tokens, on the host, without placeholders."""
+    prompt, generated = (ids[ids < vocab] for ids in (token_ids[:num_prompt], token_ids[num_prompt:]))
+    numbers = np.minimum(np.bincount(generated, minlength=vocab), MAX_COUNT)
+    counts = np.stack([numbers & 255, numbers >> 8]).astype(np.uint8)
+    counts[1, prompt] |= PROMPT_BIT
+    return counts
+
+
+def set_counts(counts: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
+    """Replace the counts of a row by values uint8 [2, V]."""
+    high = counts.shape[0] // 2 + row
+    return counts.at[row].set(values[0]).at[high].set(values[1])
+
+
+def count_tokens(width: int, counts: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Add sampled tokens int32 [R] to the counts of their rows int32 [R], in place.
+
+    `width`: consecutive entries that are the same row's. Negative tokens are counted in the padding row.
     """
-    positions = jnp.arange(history.shape[1])
-    floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
+    n = counts.shape[0] // 2
+    rows, ids = jnp.where(tokens < 0, n - 1, rows).reshape(-1, width), jnp.maximum(tokens, 0).reshape(-1, width)
+    for column in range(width):
+        row, token = rows[:, column], ids[:, column]
+        low, high = counts[row, token], counts[n + row, token]
+        full = (low == 255) & (high % PROMPT_BIT == PROMPT_BIT - 1)
+        counts = counts.at[row, token].set(jnp.where(full, low, low + 1))
+        counts = counts.at[n + row, token].set(jnp.where((low == 255) & ~full, high + 1, high))
+    return counts
 
-    def penalise_row(column: jax.Array, logits: jax.Array) -> jax.Array:
-        index, row, prompt, known = (packed[field, column] for field in range(4))
-        repetition, frequency, presence = (floats[field, column] for field in range(4, 7))
-        tokens, values = history[row], logits[index]
-        zeros = jnp.zeros(logits.shape[1], jnp.int32)
-        seen = zeros.at[tokens].add((positions < known).astype(jnp.int32)) > 0
-        generated = zeros.at[tokens].add(((positions >= prompt) & (positions < known)).astype(jnp.int32))
-        values = jnp.where(seen, jnp.where(values > 0, values / repetition, values * repetition), values)
-        values = values - (frequency * generated + presence * (generated > 0))
-        return logits.at[index].set(values, mode="drop")
 
-    return jax.lax.fori_loop(0, packed[7, 0], penalise_row, logits)
+def penalise(logits: jax.Array, counts: jax.Array, packed: jax.Array, ahead: jax.Array | None = None) -> jax.Array:
+    """Apply repetition, frequency and presence penalties to logits [R, V].
+
+    packed int32 [4, R]: row of `counts`, negative for none, then the penalties as bits of float32. ahead int32 [k, R]:
+    tokens that follow those counted, negative for none.
+
+    The rows are chosen by a product with a matrix of zeros and ones, which is exact: reading single rows of an array
+    in tiles of several rows would transfer a few hundred bytes at a time.
+    """
+    repetition, frequency, presence = jax.lax.bitcast_convert_type(packed[1:4], jnp.float32)[:, :, None]
+    chosen = (packed[0][:, None] == jnp.arange(counts.shape[0] // 2)).astype(jnp.bfloat16)
+    weights = jnp.concatenate([chosen, 256 * chosen], 1)
+    numbers = jax.lax.dot(weights, counts.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    in_prompt = numbers > MAX_COUNT
+    generated = jnp.where(in_prompt, numbers - (MAX_COUNT + 1), numbers)
+    if ahead is not None:
+        tokens = jnp.arange(logits.shape[1])
+        for ids in ahead:
+            generated = generated + (ids[:, None] == tokens)
+    seen = in_prompt | (generated > 0)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    return jnp.where(seen, repeated, logits) - (frequency * generated + presence * (generated > 0))
+
+
+def tokens_ahead(history: jax.Array, rows: jax.Array, known: jax.Array, after: jax.Array, most: int) -> jax.Array:
+    """Return the newest tokens int32 [most, R] of each row, -1 beyond the `after` newest of its `known` ones."""
+    at = jnp.arange(most)[:, None]
+    return jnp.where(at < after, history[rows, jnp.maximum(known - 1 - at, 0)], -1)
 
 
 def adjust(logits: jax.Array, packed: jax.Array) -> jax.Array:
@@ -70,11 +119,20 @@ def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: ja
     return logits.at[words[0], words[1]].add(jnp.where(matched, -jnp.inf, 0.0), mode="drop")
 
 
-def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
-    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `logit_edits.allowed_bits`."""
-    tokens = jnp.arange(logits.shape[1])
-    allowed = bits[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32) & 1
-    return jnp.where(allowed == 1, logits, -jnp.inf)
+def mask(logits: jax.Array, bits: jax.Array, rows: jax.Array) -> jax.Array:
+    """Set logits [R, V] of rows int32 [m] to -inf where a bit is 0; rows of R or more are ignored.
+
+    bits uint8 [m, V/8]: of `logit_edits.allowed_bits`, by bytes. They are spread over tokens where tokens are the
+    slower axis, which moves nothing between lanes, and then over the rows, by a product that is exact.
+    """
+    count, columns = bits.shape
+    lanes = jnp.pad(bits, ((0, -count % LANES), (0, 0))).T
+    spread = jnp.broadcast_to(lanes[:, None], (columns, 8, lanes.shape[1])) >> jnp.arange(8, dtype=jnp.uint8)[:, None]
+    banned = (1 - (spread & 1)).astype(jnp.bfloat16).reshape(8 * columns, -1)
+    chosen = (jnp.arange(logits.shape[0])[:, None] == rows).astype(jnp.bfloat16)
+    chosen = jnp.pad(chosen, ((0, 0), (0, -count % LANES)))
+    product = jax.lax.dot_general(chosen, banned, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return jnp.where(product[:, : logits.shape[1]] > 0, -jnp.inf, logits)
 
 
 # Drafts. The history of an engine with drafts ends with a column: drafts that the row's previous step rejected, by
@@ -84,11 +142,6 @@ def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
 def shift_by_row(history: jax.Array, shift_rows: jax.Array) -> jax.Array:
     """Return by how much positions are too large, int32 [R]. shift_rows [R]: of `SampledRows.pack_with_drafts`."""
     return history[shift_rows, -1]
-
-
-def shift_penalties(packed: jax.Array, shift: jax.Array) -> jax.Array:
-    """Return the packed argument of `penalise` with exact numbers of known tokens. shift [R]: of `shift_by_row`."""
-    return packed.at[3].add(-shift[packed[0]])
 
 
 def shift_heads(words: jax.Array, heads: jax.Array, shift: jax.Array) -> jax.Array:
@@ -215,8 +268,10 @@ def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
     Bit-identical to `common.engine.sampling`.
     """
     bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
+    v = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    u = 1.0 - jnp.minimum(v, LARGEST_UNIFORM)
+    exponential = jnp.where(u == 1.0, v, -jnp.log(u) * v / jnp.where(u == 1.0, 1.0, 1.0 - u))
+    return -jnp.log(exponential)
 
 
 def mix(x: jax.Array) -> jax.Array:

@@ -14,8 +14,9 @@ sparse cores, for which XLA has no estimate. Decode: every row has --context tok
 tokens, the last one shorter. The cache has as many blocks as in an engine. The figures are the same on every machine
 with the same jax and libtpu.
 
-Collectives have no estimate either and are modelled: XLA uses a ring in which the halves of the array travel in both
-directions, so a link carries (n - 1) / n of it, in 2 (n - 1) hops. The roofline covers HBM and MXU only.
+Collectives have no estimate either and are charged as `pagoda compile` does (ahead_of_time/schedule.py): XLA uses a
+ring in which the halves of the array travel in both directions, so a link carries (n - 1) / n of it, in 2 (n - 1) hops.
+What the schedule computes meanwhile is deducted. The roofline covers HBM and MXU only.
 
 A v5p device has two TensorCores. XLA counts cycles in which both work; the kernel runs on one of them with half of the
 device's bandwidth. The roofline is that of both.
@@ -53,8 +54,6 @@ from pagoda.kernels_pallas.chips import ChipInfo
 
 PAGE = 128
 PROMPT = 1024
-LINK = 9e10  # bytes/s of one link of v5p or v6e in one direction ("How to Scale Your Model", chapter on TPUs)
-HOP_S = 1e-6  # from one device to the next (same source)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -85,6 +84,8 @@ class Case:
 CASES = {
     "8b-v6e": Case("8b", "v6e:1x1", 1),
     "8b-v5p": Case("8b", "v5p:2x2x1", 1),
+    "8b-v7x": Case("8b", "v7x:2x2x1", 1),
+    "8b-v5e-4": Case("8b", "v5e:2x2", 4),
     "70b-v6e-8": Case("70b", "v6e:2x4", 8),
 }
 
@@ -92,7 +93,9 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--all", action="store_true", help="every bucket, not 64 rows and 2048 tokens only")
+    parser.add_argument(
+        "--all", action="store_true", help="every bucket, not 8, 64 and 256 rows, 256 and 2048 tokens only"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each decoding row")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -143,7 +146,8 @@ def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
     short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
     if everything:
         return [s for s in short if s.decode_only or s.seqs == shapes.rows.sizes[0]]
-    return [s for s in short if (s.decode_only and s.seqs == 64) or (s.tokens == 2048 and s.seqs == 8)]
+    decodes = [s for s in short if s.decode_only and s.seqs in (8, 64, 256)]
+    return decodes + [s for s in short if not s.decode_only and s.seqs == 8 and s.tokens in (256, 2048)]
 
 
 def batch_of(shape: StepShape, context: int) -> Batch:
@@ -170,7 +174,8 @@ def row(program: CompiledProgram, model: Model, chip: ChipInfo, batch: Batch, ca
     assert cycles is not None, "the compiler has no estimate for an operation"
     kernel = max(call.cycles / chip.clock_hz, call.hbm_bytes / chip.hbm_bandwidth) + DMA_LATENCY_S
     embedding = 2 * program.key.shape.tokens * model.spec.width * model.dtype.itemsize
-    exchange = exchange_seconds(model, program.key.shape)
+    assert program.schedule is not None
+    exchange = program.schedule.exchange_seconds(chip)
     seconds = cycles / chip.clock_hz + layers * kernel + embedding / (chip.hbm_bandwidth * chip.cores) + exchange
     least = needed.seconds(chip)
     return {
@@ -191,16 +196,6 @@ def row(program: CompiledProgram, model: Model, chip: ChipInfo, batch: Batch, ca
         "temporary_bytes": program.memory.temporary,
         "code_bytes": program.memory.code,
     }
-
-
-def exchange_seconds(model: Model, shape: StepShape) -> float:
-    """Return the time of collectives: two all-reduces per layer, one of the embedding, one all-gather of logits."""
-    devices, spec = model.tensor, model.spec
-    part = (devices - 1) / devices
-    hidden = shape.tokens * spec.width * model.dtype.itemsize
-    one = part * hidden / LINK + 2 * (devices - 1) * HOP_S
-    gather = part * shape.seqs * spec.vocab * 4 / (2 * LINK) + (devices - 1) * HOP_S
-    return ((2 * len(spec.layers) + 1) * one + gather) * (devices > 1)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     """Compare kernel and reference of top-k and top-p."""
     import jax
 
-    from pagoda.backends.jax_tpu.ahead_of_time.report import read_schedule
+    from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
     from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.top_k_top_p import TopKTopPArgs, reference

@@ -17,6 +17,8 @@ FENCE = ("<!-- roofline: written by benchmarks/tpu/table.py -->", "<!-- end of r
 TITLES = {
     "8b-v6e": "Llama-3-8B shapes on one v6e",
     "8b-v5p": "Llama-3-8B shapes on one v5p (two cores)",
+    "8b-v7x": "Llama-3-8B shapes on one device of a v7x (one of the chip's two)",
+    "8b-v5e-4": "Llama-3-8B shapes on four v5e, per device",
     "70b-v6e-8": "Llama-3-70B shapes on eight v6e, per device",
 }
 COLUMNS = (

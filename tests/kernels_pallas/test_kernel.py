@@ -32,7 +32,7 @@ SHAPES = {
     "e4m3": ("float8_e4m3fn", 1, 2, 64, 8, ("window",), 3e-2),
     "e5m2": ("float8_e5m2", 3, 1, 128, 16, (), 3e-2),
 }
-FEW = ["bf16", "fp32-hd64", "window-softcap", "slopes of roots", "narrow values, chunks and those before"]
+FEW = ["fp32-hd64", "window-softcap", "slopes of roots", "narrow values, chunks and those before"]
 RULES = {
     "chunks": plan.StaticRules(11, lookback=11),
     "chunks of pages": plan.StaticRules(24),

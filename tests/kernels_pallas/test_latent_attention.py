@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,6 +43,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_table", lambda: Table())
 
 
+MOST_BEFORE = 80
+"""Tokens of one sequence that are written at once, at most."""
+
+
+@partial(jax.jit, static_argnums=3)
+def write_one(latents: jax.Array, cache: jax.Array, batch: RaggedBatch, layout: LatentLayout) -> jax.Array:
+    return write_reference(latents, cache, jnp.int32(LAYER), batch, layout)
+
+
 def make_case(layout: LatentLayout, seqs: list[tuple[int, int]]) -> tuple[dict[str, Any], np.ndarray]:
     """Return the arguments, everything unused NaN or out of range, and the expected outputs."""
     rng = np.random.default_rng(len(seqs))
@@ -63,7 +73,9 @@ def make_case(layout: LatentLayout, seqs: list[tuple[int, int]]) -> tuple[dict[s
         for end in sorted({before // 3, before} - {0}):  # in two steps
             start = 0 if end == before // 3 else before // 3
             of_one = [jnp.asarray(x, jnp.int32) for x in ([0, end - start], [end], table[s : s + 1], [0, 1])]
-            cache = write_reference(jnp.asarray(full[start:end]), cache, LAYER, RaggedBatch(*of_one), layout)
+            padded = np.full((MOST_BEFORE, RANK + ROPE), np.nan, np.float32)  # one program for all lengths
+            padded[: end - start] = full[start:end]
+            cache = write_one(jnp.asarray(padded), cache, RaggedBatch(*of_one), layout)
         rounded = np.asarray(jnp.asarray(q[rows], layout.dtype), np.float32)
         scores = np.einsum("tnc,sc->tns", rounded, full) * SCALE
         seen = np.arange(new + before) <= before + np.arange(new)[:, None]
@@ -82,7 +94,12 @@ def make_case(layout: LatentLayout, seqs: list[tuple[int, int]]) -> tuple[dict[s
 
 
 @pytest.mark.parametrize(
-    ("dtype", "page_size", "tolerance"), [("float32", 8, 3e-5), ("bfloat16", 8, 2e-2), ("bfloat16", 32, 2e-2)]
+    ("dtype", "page_size", "tolerance"),
+    [
+        ("float32", 8, 3e-5),
+        pytest.param("bfloat16", 8, 2e-2, marks=pytest.mark.slow_matrix),
+        ("bfloat16", 32, 2e-2),
+    ],
 )
 def test_a_mixed_batch(dtype: str, page_size: int, tolerance: float) -> None:
     check(dtype, page_size, MIXED, tolerance)
@@ -118,7 +135,9 @@ def check(dtype: str, page_size: int, seqs: list[tuple[int, int]], tolerance: fl
     np.testing.assert_array_equal(*caches)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-5), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 3e-5), pytest.param("bfloat16", 5e-2, marks=pytest.mark.slow_matrix)]
+)
 def test_expanded_heads_attend_as_absorbed_ones(dtype: str, tolerance: float) -> None:
     """The kernel in bfloat16, which has its own pages; the reference in float32. Heads of 12 + 16 and 20 channels."""
     layout, shape = LatentLayout(RANK, ROPE, dtype, 32), ExpandedHeads(HEADS, 12, ROPE, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,15 @@ MIXED = [(1, 0), (1, 39), (1, 150), (5, 0), (9, 140), (1, 30), (21, 130)]
 def small_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several fetches per sequence."""
     monkeypatch.setattr(marks, "FETCH_TOKENS", 128)
+
+
+MOST_BEFORE = 100
+"""Tokens of one sequence that are written at once, at most."""
+
+
+@partial(jax.jit, static_argnums=3)
+def write_one(latents: jax.Array, cache: jax.Array, batch: RaggedBatch, layout: LatentLayout) -> jax.Array:
+    return write_reference(latents, cache, jnp.int32(LAYER), batch, layout)
 
 
 class Batch:
@@ -72,7 +82,9 @@ class Batch:
                 if start < end:
                     table = self.batch.page_table[s : s + 1]
                     one = RaggedBatch(*(jnp.asarray(x, jnp.int32) for x in ([0, end - start], [end], table, [0, 1])))
-                    cache = write_reference(jnp.asarray(full[start:end]), cache, jnp.int32(LAYER), one, layout)
+                    padded = np.full((MOST_BEFORE, layout.channels), np.nan, np.float32)  # one program for all lengths
+                    padded[: end - start] = full[start:end]
+                    cache = write_one(jnp.asarray(padded), cache, one, layout)
         return cache
 
     def new(self, layout: LatentLayout) -> jax.Array:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report, Schedule, read_schedule
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roofline_cost
+from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
 from pagoda.backends.jax_tpu.execution.program_keys import (
-    CopyStates,
+    CountTokens,
     Draft,
     Forward,
     ForwardEmbeds,
@@ -22,15 +24,21 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     PoolProgramSet,
     RecordDrafts,
     Sample,
-    ScorePrompt,
-    SetHistoryRow,
     StepProgramSet,
-    WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tables, step_shapes
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
-from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
+from pagoda.backends.jax_tpu.memory.measure import ProgramNeeds, exact_blocks, largest_programs
+from pagoda.backends.jax_tpu.memory.plan import (
+    EXACT_SHARE,
+    ProgramMemory,
+    cache_dtype,
+    fit_pooling,
+    make_budget,
+    plan_blocks,
+    weight_bytes,
+)
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
@@ -38,7 +46,7 @@ from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.cache import DEFAULT_MEMORY_SHARE, CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
@@ -86,17 +94,30 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
         batch_invariant=options.batch_invariant,
     )
     program_set: ProgramSet[Any]
+    measured: tuple[CompiledProgram, ...] = ()
     if spec.pooler is not None:
-        limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
+        limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.memory_share()), stated=stated)
         program_set, num_blocks, history = PoolProgramSet(model, limits), (0,) * len(layout.pools), 0
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
         shapes = step_shapes(model, limits, factor=4 if target.chip is None else 2)
-        program_set = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, options.sampling.logprobs_mode)
-        history = program_set.history.size * program_set.history.dtype.itemsize
-    keys = _largest(program_set) if largest else list(program_set)
-    programs = compile_programs(program_set, keys)
-    budget = make_budget(model, target, cache, num_blocks, history, (each.memory for each in programs))
+        steps = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, options.sampling.logprobs_mode)
+        if target.chip is not None and cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
+            examples = largest_programs(steps)
+            measured = compile_programs(steps, list(examples.values()))
+            needs = ProgramNeeds.of(steps, {kind: each.memory for kind, each in zip(examples, measured)})
+            room = int(target.hbm_bytes * cache.memory_share(EXACT_SHARE)) - weight_bytes(model)
+            num_blocks = exact_blocks(steps, limits, room, needs)
+            steps = replace(steps, num_blocks=num_blocks)
+        program_set, history = steps, steps.state_bytes
+    if not largest:
+        programs = compile_programs(program_set, list(program_set))
+    elif measured:
+        programs = measured
+    else:
+        programs = compile_programs(program_set, list(largest_programs(program_set).values()))
+    share = EXACT_SHARE if spec.pooler is None else DEFAULT_MEMORY_SHARE
+    budget = make_budget(model, target, cache, num_blocks, history, (each.memory for each in programs), share)
     return Report(target, program_set, limits, programs, budget, time.perf_counter() - begin)
 
 
@@ -140,13 +161,13 @@ def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple
     with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
         numbers = iter(range(len(keys)))
 
-        def compile(lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
+        def compile(key: Key, lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
             dump = Path(folder, str(next(numbers)))
             begin = time.perf_counter()
             options: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
             executable = lowered.compile(compiler_options=options if on_tpu else None)
             seconds = time.perf_counter() - begin
-            return seconds, executable, _schedule(dump)
+            return seconds, executable, _schedule(dump, _rows(key))
 
         on_tpu = program_set.model.kernel.use_kernel
         with serialisable():
@@ -163,40 +184,22 @@ def _compiled(
     return CompiledProgram(key, seconds, ProgramMemory.of(executable), cost, schedule, executable)
 
 
-def _schedule(dump: Path) -> Schedule | None:
+def _rows(key: Key) -> int:
+    """Return how often loops of a program run whose trip count depends on data: once per sequence or row of logits."""
+    match key:
+        case Forward(shape) | ForwardEmbeds(shape) | Draft(shape):
+            return shape.seqs
+        case Sample() | LogitsProgram() | CountTokens() | RecordDrafts() | PoolShape():
+            return key.seqs
+        case _:
+            return 1
+
+
+def _schedule(dump: Path, data_trips: int) -> Schedule | None:
     """Return the compiler's schedule, None if it wrote none, and delete the dump, which is large."""
     path = next(dump.glob(_SCHEDULES), None)
-    schedule = None if path is None else read_schedule(path.read_text())
+    schedule = None if path is None else read_schedule(path.read_text(), data_trips)
     for file in dump.glob("*"):
         if file.is_file():
             file.unlink()
     return schedule
-
-
-def _largest(program_set: ProgramSet[Any]) -> list[Key]:
-    """Return the largest program of each kind."""
-    largest: dict[object, Key] = {}
-    for key in program_set:
-        kind = (
-            type(key),
-            getattr(key, "kind", None),
-            getattr(key, "name", None),
-            isinstance(key, Forward) and key.shape.decode_only,
-            getattr(key, "of_tokens", None),
-        )
-        largest[kind] = max(largest.get(kind, key), key, key=_size)
-    return list(largest.values())
-
-
-def _size(key: Key) -> tuple[int, ...]:
-    match key:
-        case Forward(shape) | ForwardEmbeds(shape) | Draft(shape):
-            return shape.tokens, shape.seqs, shape.pages
-        case ScorePrompt(tokens) | PoolShape(tokens):
-            return (tokens,)
-        case Sample(seqs, _) | LogitsProgram(_, seqs) | RecordDrafts(seqs):
-            return (seqs,)
-        case CopyStates(_, count):
-            return (count,)
-        case SetHistoryRow() | WriteAdapter():
-            return (0,)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,9 +11,11 @@ import jax
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import save_bundle
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import PROMPT, Key, RooflineCost
+from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
+    CountTokens,
     Draft,
     Forward,
     ForwardEmbeds,
@@ -24,125 +24,19 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     RecordDrafts,
     Sample,
     ScorePrompt,
+    SetCounts,
     SetHistoryRow,
     WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of
 from pagoda.backends.jax_tpu.execution.step_input import PoolShape
+from pagoda.backends.jax_tpu.hosts import libtpu_mismatch
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, ProgramMemory
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.kernels_pallas.chips import ChipInfo
 
-# Parse the TPU compiler's cycle estimates from scheduled HLO text.
-#
-# Fusions carry `estimated_cycles` in their backend_config. Loop bodies are multiplied by their trip count. Pallas
-# kernels have no estimate; their calls are counted by name.
-
-_UNKNOWN: Final = 1 << 62
-"""Estimates of at least this value mean that the compiler has no estimate."""
-
-_COMPUTATION: Final = re.compile(r"^(ENTRY )?%(\S+) \(")
-_CYCLES: Final = re.compile(r'"estimated_cycles":"?(\d+)')
-_WHILE: Final = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
-_BRANCHES: Final = re.compile(
-    r" conditional\(.*(?:branch_computations=\{([^}]*)\}|true_computation=(\S+), false_comp\w+=(\S+?),)"
-)
-_CALL: Final = re.compile(r" call\(.*to_apply=%([\w.-]+)")
-_KERNEL: Final = re.compile(r'%(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"')
-_TIMES: Final = re.compile(r"%([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
-_VMEM: Final = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^]]*?"size":"(\d+)"')
-_EXCHANGE: Final = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Totals over one execution of a program."""
-
-    cycles: int  # of all operations with an estimate
-    kernels: Counter[str]  # calls of each Pallas kernel
-    exchanges: int  # collective operations
-    unknown: int  # operations without an estimate
-    vmem: int  # bytes of VMEM of the kernel that uses the most
-
-
-@dataclass(slots=True)
-class _Computation:
-    # one HLO computation, without those it calls
-    cycles: int = 0
-    unknown: int = 0
-    exchanges: int = 0
-    kernels: Counter[str] = field(default_factory=Counter)
-    whiles: list[tuple[str, str]] = field(default_factory=list)
-    branches: list[list[str]] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
-    constants: list[int] = field(default_factory=list)
-    vmem: int = 0
-
-
-def read_schedule(hlo: str) -> Schedule:
-    """Return the totals of a module's text, with the entry computation executed once."""
-    computations, entry = _parse(hlo)
-    vmem = max((each.vmem for each in computations.values()), default=0)
-    return _executed(computations, entry, vmem)
-
-
-def _executed(computations: dict[str, _Computation], name: str, vmem: int = 0) -> Schedule:
-    own = computations[name]
-    cycles, unknown, exchanges, kernels = own.cycles, own.unknown, own.exchanges, Counter(own.kernels)
-    for times, inner in _called(computations, own):
-        cycles += times * inner.cycles
-        unknown += inner.unknown
-        exchanges += times * inner.exchanges
-        kernels.update({kernel: times * calls for kernel, calls in inner.kernels.items()})
-    return Schedule(cycles, kernels, exchanges, unknown, vmem)
-
-
-def _called(computations: dict[str, _Computation], caller: _Computation) -> Iterator[tuple[int, Schedule]]:
-    """Yield (trip count, schedule) of each loop, branch and call; of a conditional, its most expensive branch."""
-    for condition, body in caller.whiles:
-        limits = computations[condition].constants
-        yield max(limits, default=1), _executed(computations, body)
-    for names in caller.branches:
-        yield 1, max((_executed(computations, name) for name in names), key=lambda branch: branch.cycles)
-    for name in caller.calls:
-        yield 1, _executed(computations, name)
-
-
-def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
-    computations: dict[str, _Computation] = {}
-    entry, current = "", _Computation()
-    for line in hlo.splitlines():
-        if header := _COMPUTATION.match(line):
-            current = computations[header[2]] = _Computation()
-            entry = header[2] if header[1] else entry
-        elif line.startswith("  "):
-            _add(current, line)
-    return computations, entry
-
-
-def _add(current: _Computation, line: str) -> None:
-    if cycles := _CYCLES.search(line):
-        known = int(cycles[1]) < _UNKNOWN
-        current.cycles += int(cycles[1]) if known else 0
-        current.unknown += not known
-    if loop := _WHILE.search(line):
-        current.whiles.append((loop[1], loop[2]))
-    elif branches := _BRANCHES.search(line):
-        names = branches[1].split(",") if branches[1] else [branches[2], branches[3]]
-        current.branches.append([name.strip().lstrip("%") for name in names])
-    elif call := _CALL.search(line):
-        current.calls.append(call[1])
-    elif kernel := _KERNEL.search(line):
-        current.kernels[re.sub(r"[.\d]+$", "", kernel[1])] += 1
-        current.vmem = max(current.vmem, *map(int, _VMEM.findall(line)), 0)
-    elif _EXCHANGE.search(line):
-        current.exchanges += 1
-    elif constant := _TIMES.search(line):
-        current.constants.append(int(constant[2]))
-
-
-_HEADINGS = ("program", "compiled", "HBM temp", "cycles", "kernel", "time", "roofline", "bound by")
+_HEADINGS: Final = ("program", "compiled", "HBM temp", "cycles", "kernels", "links", "time", "roofline", "bound by")
 _NONE = "-"
 
 
@@ -179,7 +73,8 @@ class Report:
             "tensor_parallel_size": self.program_set.model.tensor,
             "data_parallel_size": self.program_set.model.shards,
             "seconds": self.seconds,
-            "programs": [_as_json(program, self.target.chip) for program in self.programs],
+            "clock_hz": None if self.target.chip is None else self.target.chip.clock_hz,
+            "programs": [_as_json(program, self) for program in self.programs],
             "budget": asdict(self.budget),
         }
 
@@ -202,29 +97,60 @@ def report_text(report: Report) -> str:
 def legend(report: Report) -> Iterator[str]:
     """Yield lines that explain the columns."""
     yield f"compiled in {report.seconds:.1f} s"
+    if report.target.chip is not None and (mismatch := libtpu_mismatch()):
+        yield f"warning: {mismatch}"
     if report.target.chip is not None:
-        yield "cycles: the compiler's estimate for all operations except the attention kernel, loops counted in full"
-        if isinstance(report.program_set, PoolProgramSet):
-            yield f"roofline: the minimum time for prompts of {PROMPT} tokens, as a share of cycles"
-            return
-        yield "kernel: a lower bound on the attention kernel's cycles, with contexts that fill the cache"
-        yield "roofline: the minimum time for the necessary bytes and FLOP, as a share of cycles + kernel"
+        yield "cycles: the compiler's estimates, loops counted in full, and assumed rates of gathers and scatters"
+        pools = isinstance(report.program_set, PoolProgramSet)
+        load = f"prompts of {PROMPT} tokens" if pools else "contexts that fill the cache"
+        yield f"kernels: a lower bound on the cycles of Pallas kernels, with {load}; links: exchanges between devices"
+        yield "roofline: the minimum time for the necessary bytes and FLOP, as a share of cycles + kernels + links"
+        if loops := sum(each.schedule.data_loops for each in report.programs if each.schedule is not None):
+            yield f"{loops} loops run as often as the batch says; they are counted once per row"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a program on one device."""
+
+    operations: float  # XLA's
+    kernels: float  # at least
+    exchanges: float
+
+    @property
+    def total(self) -> float:
+        """Return the sum, as if nothing but asynchronous exchanges overlapped."""
+        return self.operations + self.kernels + self.exchanges
+
+
+def times_of(program: CompiledProgram, chip: ChipInfo) -> Times | None:
+    """Return the estimated times of a program; None if an operation can be neither estimated nor charged."""
+    cycles, schedule = estimated_cycles(program), program.schedule
+    if cycles is None or schedule is None:
+        return None
+    return Times(
+        cycles / chip.clock_hz + schedule.move_seconds(chip),
+        program.cost.kernel_seconds(chip) + schedule.kernel_seconds(chip),
+        schedule.exchange_seconds(chip),
+    )
 
 
 def _row(program: CompiledProgram, chip: ChipInfo | None) -> tuple[str, ...]:
     temporary = f"{program.memory.temporary / (1 << 20):.1f} MiB"
     start = (key_name(program.key), f"{program.seconds:.1f} s", temporary)
-    cycles = estimated_cycles(program)
-    if chip is None or cycles is None:
-        return (*start, *[_NONE] * 5)
-    cost, kernel = program.cost, round(program.cost.kernel_seconds(chip) * chip.clock_hz)
-    seconds = (cycles + kernel) / chip.clock_hz
+    times = None if chip is None else times_of(program, chip)
+    if chip is None or times is None:
+        return (*start, *[_NONE] * (len(_HEADINGS) - len(start)))
+    cost, clock = program.cost, chip.clock_hz
     bound = "HBM" if cost.memory_seconds(chip) >= cost.compute_seconds(chip) else "FLOP"
-    share = f"{cost.seconds(chip) / seconds:.0%}" if seconds else _NONE
-    return (*start, f"{cycles}", f"{kernel}" if kernel else _NONE, f"{seconds * 1e6:.0f} us", share, bound)
+    share = f"{cost.seconds(chip) / times.total:.0%}" if times.total else _NONE
+    kernels = f"{times.kernels * clock:.0f}" if times.kernels else _NONE
+    links = f"{times.exchanges * 1e6:.0f} us" if times.exchanges else _NONE
+    return (*start, f"{times.operations * clock:.0f}", kernels, links, f"{times.total * 1e6:.0f} us", share, bound)
 
 
-def _as_json(program: CompiledProgram, chip: ChipInfo | None) -> dict[str, Any]:
+def _as_json(program: CompiledProgram, report: Report) -> dict[str, Any]:
+    chip = report.target.chip
     row: dict[str, Any] = {
         "program": key_name(program.key),
         "compile_seconds": program.seconds,
@@ -232,9 +158,22 @@ def _as_json(program: CompiledProgram, chip: ChipInfo | None) -> dict[str, Any]:
         "need": asdict(program.cost),
         "cycles": estimated_cycles(program),
     }
-    if chip is not None:
-        row["kernel_cycles_bound"] = round(program.cost.kernel_seconds(chip) * chip.clock_hz)
+    times = None if chip is None else times_of(program, chip)
+    if chip is not None and times is not None:
+        row["kernel_cycles_bound"] = round(times.kernels * chip.clock_hz)
+        row["exchange_seconds"] = times.exchanges
+        row["seconds"] = times.total
         row["roofline_seconds"] = program.cost.seconds(chip)
+    match program.key:
+        case Forward(shape) if shape.width == 1 and not shape.adapted:
+            row["shape"] = {
+                "tokens": shape.tokens,
+                "seqs": shape.seqs,
+                "context": shape.pages * report.program_set.model.kernel.page_size,
+                "decode_only": shape.decode_only,
+            }
+        case Sample(seqs, _):
+            row["sampled_rows"] = seqs
     return row
 
 
@@ -264,12 +203,18 @@ def key_name(key: Key) -> str:
             return "load adapter"
         case Sample(seqs, kind):
             return f"sample {kind} {seqs} rows"
+        case LogitsProgram("mask", seqs, count):
+            return f"mask {count} of {seqs} rows"
         case LogitsProgram(name, seqs):
             return f"{name} {seqs} rows"
         case CopyStates(pool, count):
             return f"copy {count} states of pool {pool}"
         case SetHistoryRow():
             return "set history row"
+        case SetCounts():
+            return "set token counts of a row"
+        case CountTokens(seqs):
+            return f"count tokens of {seqs} rows"
         case RecordDrafts(seqs):
             return f"record drafts {seqs} rows"
         case PoolShape(tokens, seqs, _, of_tokens):
@@ -300,7 +245,7 @@ def _parts(report: Report) -> Iterator[tuple[str, int]]:
     yield "weights", budget.weights
     if any(blocks):
         yield f"KV cache, {per_pool(blocks)} blocks of {budget.block_size} tokens", budget.kv_cache
-        yield "token history of all rows", budget.history
+        yield "tokens and token counts of all rows", budget.history
     yield "temporaries of the largest program", budget.temporaries
     yield "outputs of two steps", budget.results
     yield f"code of {len(report.programs)} programs", budget.code

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pagoda.backends.jax_tpu.execution import program_keys
 from pagoda.backends.jax_tpu.execution.program_keys import (
     CopyStates,
+    CountTokens,
     Draft,
     Forward,
     ForwardEmbeds,
@@ -23,6 +24,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     RecordDrafts,
     Sample,
     ScorePrompt,
+    SetCounts,
     SetHistoryRow,
     WriteAdapter,
 )
@@ -83,8 +85,8 @@ class RooflineCost:
         return (self.flops + self.kernel_flops) / (chip.peak_flops * chip.cores)
 
     def kernel_seconds(self, chip: ChipInfo) -> float:
-        """Return the minimum time of the attention kernel, which runs on one core."""
-        return max(self.kernel_bytes / (chip.hbm_bandwidth * chip.cores), self.kernel_flops / chip.peak_flops)
+        """Return the minimum time of the mixers' kernels, which run on one core, with its share of the bandwidth."""
+        return max(self.kernel_bytes / chip.hbm_bandwidth, self.kernel_flops / chip.peak_flops)
 
 
 def full_batch(model: Model, key: Key, num_blocks: int) -> BatchLoad:
@@ -128,7 +130,11 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
         case ScorePrompt():
             head = _head_size(model)
             return RooflineCost(head * model.dtype.itemsize, 2 * head)
-        case Sample(seqs, _) | LogitsProgram(_, seqs):
+        case LogitsProgram("adjust" | "ban_words"):
+            return RooflineCost(0, 0)  # a few entries
+        case LogitsProgram(name, seqs):
+            return RooflineCost((1 if name == "logprobs" else 2) * seqs * vocab * 4, 0)
+        case Sample(seqs, _):
             return RooflineCost(seqs * vocab * 4, 0)
         case PoolShape():
             return _pool(model, key, load)
@@ -140,6 +146,10 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
             return RooflineCost(2 * count * model.block_bytes[pool], 0)
         case SetHistoryRow():
             return RooflineCost(2 * (model.max_len + 1) * 4, 0)
+        case SetCounts():
+            return RooflineCost(2 * 2 * vocab, 0)
+        case CountTokens():
+            return RooflineCost(0, 0)
 
 
 def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:

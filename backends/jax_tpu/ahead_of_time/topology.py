@@ -7,7 +7,6 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pagoda.backends.jax_tpu.parallel import platform
+from pagoda.common.config.tpu_host import tpu_chips
 from pagoda.common.errors import ConfigError
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo, chip_of
 
@@ -105,8 +105,7 @@ def _host(name: str, count: str) -> Target:
 def _prepare_libtpu() -> None:
     """Initialise the platform and, on a machine without a TPU, set the environment libtpu needs there."""
     platform()
-    on_a_tpu = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-    for key, value in () if on_a_tpu else _NO_TPU_ENVIRONMENT.items():
+    for key, value in () if tpu_chips() else _NO_TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
 
 

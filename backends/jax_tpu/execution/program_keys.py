@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from math import prod
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +41,12 @@ SCORE_TOKENS: Final = 64
 """Prompt tokens per call of the `ScorePrompt` program."""
 
 _VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
+_TALL_TILES: Final = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 
-LogitsFunction = Literal["penalise", "adjust", "adjust_all", "ban_words", "mask", "logprobs"]
-LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = (
-    "penalise",
-    "adjust",
-    "adjust_all",
-    "ban_words",
-    "mask",
-    "logprobs",
-)
+LogitsFunction = Literal["penalise", "adjust", "adjust_all", "ban_words", "mask", "copy", "logprobs"]
+LOGITS_FUNCTIONS: Final = get_args(LogitsFunction)
+MASKED_ROWS: Final = 8, 64
+"""Rows of a `mask` program, besides all rows of logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +95,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProgram:
-    """One logits edit, or the logprobs, of logits [R, V].
+    """One logits edit, a copy or the logprobs of logits [R, V]; edits donate them.
 
     Edits that read the history have another argument if the engine has drafts: `SampledRows.pack_with_drafts`[7].
     """
 
     name: LogitsFunction
     seqs: int
+    rows: int = 0  # of a mask: how many rows of logits have one at most, of all shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +124,19 @@ class WriteAdapter:
 @dataclass(frozen=True, slots=True)
 class SetHistoryRow:
     """(history, row, tokens [length]) -> history with that row replaced; the history is donated."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetCounts:
+    """(counts, row, counts uint8 [2, V] of that row) -> counts; the counts are donated."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountTokens:
+    """(counts, rules, tokens [R]) -> counts with the tokens that `Sample` returned; the counts are donated."""
+
+    seqs: int
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +168,8 @@ Key = (
     | LogitsProgram
     | ScorePrompt
     | SetHistoryRow
+    | SetCounts
+    | CountTokens
     | RecordDrafts
     | CopyStates
     | WriteAdapter
@@ -168,11 +181,13 @@ def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
 
     XLA gives the windows of one operation an eighth to a quarter of VMEM; half (in KiB) allows larger tiles, which
     raises the matrix units of a v6e from 65-80 % to 92 % of peak. Three quarters leave too little for what XLA keeps in
-    VMEM between operations (benchmarks/LOG.md). A limit set in LIBTPU_INIT_ARGS takes precedence.
+    VMEM between operations (benchmarks/LOG.md). A limit set in LIBTPU_INIT_ARGS takes precedence. Where XLA prefers
+    tiles of 16 rows, it would copy all weights in every step: those of arguments have 8.
     """
     if not kernel.use_kernel or kernel.interpret or _VMEM_LIMIT in os.environ.get("LIBTPU_INIT_ARGS", ""):
         return None
-    return {_VMEM_LIMIT: str(kernel.chip.vmem_bytes // 2 // 1024)}
+    options = {_VMEM_LIMIT: str(kernel.chip.vmem_bytes // 2 // 1024)}
+    return options | ({_TALL_TILES: "false"} if kernel.chip.tall_tiles else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +223,18 @@ class StepProgramSet:
         return self._array((self.model.shards * self.rows + 1, columns), jnp.int32)
 
     @property
+    def counts(self) -> jax.ShapeDtypeStruct:
+        """uint8 [shards * 2 * (rows + 1), V]: how often each row has each token, see `sampling.penalise`."""
+        vocab = padded(self.model.spec.vocab, self.model.tensor)
+        return self._array((self.model.shards * 2 * (self.rows + 1), vocab), jnp.uint8, "R.")
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of history and counts on one device."""
+        arrays = self.history, self.counts
+        return sum(prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize for each in arrays)
+
+    @property
     def copy_counts(self) -> tuple[int, int]:
         """Return the sizes of `CopyStates`: a row takes one snapshot in a step, and starts from one, at most."""
         return FEW_COPIES, FEW_COPIES + 2 * self.rows
@@ -221,16 +248,23 @@ class StepProgramSet:
         yield from (ScorePrompt(*kind) for kind in sorted({(shape.tokens, shape.adapted) for shape in shapes}))
         if self.shapes.adapters:
             yield WriteAdapter()
-        yield SetHistoryRow()
+        yield from (SetHistoryRow(), SetCounts())
         for pool in self.model.state_pools:
             yield from (CopyStates(pool, count) for count in self.copy_counts)
         rows = {width: [seqs * width for seqs in self.shapes.seqs] for width in self.shapes.widths}
         for width, sizes in rows.items():
             yield from (Sample(size, kind, width) for size in sizes for kind in KINDS)
+            yield from (CountTokens(size, width) for size in sizes)
             yield from (RecordDrafts(size) for size in sizes if width > 1)
         for size in sorted({size for sizes in rows.values() for size in sizes}):
-            yield from (LogitsProgram(name, size) for name in LOGITS_FUNCTIONS)
+            yield from (LogitsProgram(name, size) for name in LOGITS_FUNCTIONS if name != "mask")
+            yield from (LogitsProgram("mask", size, count) for count in self.masked_rows(size))
         yield LogitsProgram("logprobs", SCORE_TOKENS)
+
+    def masked_rows(self, seqs: int) -> tuple[int, ...]:
+        """Return the sizes of the `mask` programs of `seqs` rows of logits per shard."""
+        rows = seqs * self.model.shards
+        return (*(size for size in MASKED_ROWS if size < rows), rows)
 
     def lower(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower a program. Not thread-safe."""
@@ -256,7 +290,7 @@ class StepProgramSet:
                 return everywhere, everywhere, logits
             case SetHistoryRow() | RecordDrafts() | LogitsProgram("logprobs", _):
                 return everywhere
-            case ScorePrompt() | LogitsProgram():
+            case ScorePrompt() | LogitsProgram() | SetCounts() | CountTokens():
                 return logits
 
     def signature(self, key: Key) -> str:
@@ -290,6 +324,13 @@ class StepProgramSet:
             case SetHistoryRow():
                 row = array(history.shape[1:], jnp.int32)
                 return _set_history_row, (0,), (history, array((), jnp.int32), row)
+            case SetCounts():
+                values = array((2, self.counts.shape[1]), jnp.uint8)
+                function = _per_shard(model, partial(_set_counts, self.rows), ("R.", "", ""), "R.")
+                return function, (0,), (self.counts, array((), jnp.int32), values)
+            case CountTokens(seqs, width):
+                function = _per_shard(model, partial(_count_tokens, self.rows, width), ("R.", "", ""), "R.")
+                return function, (0,), (self.counts, self._rules(seqs), array((shards * seqs,), jnp.int32))
             case CopyStates(pool, count):
                 pairs = array((shards, 2, count), jnp.int32, "R..")
                 return partial(model.copy_states, pool), (0,), (model.caches(self.num_blocks), pairs)
@@ -300,8 +341,8 @@ class StepProgramSet:
                 return_logits = self.mode.startswith("processed")
                 function = partial(run, kind, return_logits, model.kernel, model.mesh)
                 return function, (1,), (self._logits(seqs), history, self._rules(seqs))
-            case LogitsProgram(name, seqs):
-                return self._logits_program(name, seqs)
+            case LogitsProgram():
+                return self._logits_program(key)
 
     def _draft_program(self, shape: StepShape) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         drafter, model, array, shards = self.drafter, self.model, self._array, self.model.shards
@@ -316,30 +357,30 @@ class StepProgramSet:
         arguments = (model.leaves, drafter.leaves, model.caches(self.num_blocks), self.history, packed, inputs, tokens)
         return partial(drafter.draft, shape), (2, 3), arguments
 
-    def _logits_program(
-        self, name: LogitsFunction, seqs: int
-    ) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        array, logits, history = self._array, self._logits(seqs), self.history
-        rows = logits.shape[0]
-        shift_rows = (array((rows,), jnp.int32),) if self.shapes.width > 1 else ()
-        match name:
+    def _logits_program(self, key: LogitsProgram) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
+        array, logits, history = self._array, self._logits(key.seqs), self.history
+        rows, vocab = logits.shape
+        drafts = self.shapes.width - 1
+        shift_rows = (array((rows,), jnp.int32),) if drafts else ()
+        match key.name:
             case "penalise":
-                function = _per_shard(self.model, _penalise, ("R.", "", "", *("" for _ in shift_rows)), "R.")
-                return function, (), (logits, history, array((8, rows), jnp.int32), *shift_rows)
+                packed, before = array((6 if drafts else 4, rows), jnp.int32, ".R"), (history,) * bool(drafts)
+                axes = "R.", "R.", ".R", *("" for _ in before), *("R" for _ in shift_rows)
+                function = _per_shard(self.model, partial(_penalise, self.rows, drafts), axes, "R.")
+                return function, (0,), (logits, self.counts, packed, *before, *shift_rows)
             case "adjust":
-                return sampling.adjust, (), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
+                return sampling.adjust, (0,), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
             case "adjust_all":
-                return (
-                    sampling.adjust_all,
-                    (),
-                    (logits, array(logits.shape[1:], jnp.float32), array((rows,), jnp.bool_)),
-                )
+                return sampling.adjust_all, (0,), (logits, array((vocab,), jnp.float32), array((rows,), jnp.bool_))
             case "ban_words":
                 words = array((2, sampling_state.MAX_WORDS), jnp.int32)
                 heads = array((4, logit_edits.MAX_WORD_HEADS), jnp.int32)
-                return _ban_words, (), (logits, history, words, heads, *shift_rows)
+                return _ban_words, (0,), (logits, history, words, heads, *shift_rows)
             case "mask":
-                return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
+                masked = array((key.rows, -(-vocab // 8)), jnp.uint8), array((key.rows,), jnp.int32)
+                return _per_shard(self.model, _mask, ("R.", "", ""), "R."), (0,), (logits, *masked)
+            case "copy":
+                return jnp.copy, (), (logits,)
             case "logprobs":
                 function = _per_shard(self.model, partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
@@ -360,14 +401,35 @@ class StepProgramSet:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=named_sharding(self.model.mesh, axes))
 
 
-def _penalise(logits: jax.Array, history: jax.Array, packed: jax.Array, *shift_rows: jax.Array) -> jax.Array:
-    """Apply `sampling.penalise` to a shard's rows [S, V]; `packed` has the columns of all shards."""
-    for rows_of_all in shift_rows:
-        packed = sampling.shift_penalties(packed, sampling.shift_by_row(history, rows_of_all))
-    rows = logits.shape[0]
-    index = packed[0] - jax.lax.axis_index(DATA) * rows
-    local = (index >= 0) & (index < rows)
-    return sampling.penalise(logits, history, packed.at[0].set(jnp.where(local, index, rows)))
+def _own_rows(rows: jax.Array, count: int) -> jax.Array:
+    """Return the indices of rows of the engine among a shard's `count`, which is the padding row's, for all others."""
+    own = rows - jax.lax.axis_index(DATA) * count
+    return jnp.where((own >= 0) & (own < count), own, count)
+
+
+def _set_counts(rows: int, counts: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
+    return sampling.set_counts(counts, _own_rows(row, rows), values)
+
+
+def _count_tokens(rows: int, width: int, counts: jax.Array, rules: jax.Array, tokens: jax.Array) -> jax.Array:
+    return sampling.count_tokens(width, counts, _own_rows(rules[0], rows), tokens)
+
+
+def _penalise(
+    rows: int, drafts: int, logits: jax.Array, counts: jax.Array, packed: jax.Array, *of_drafts: jax.Array
+) -> jax.Array:
+    """Apply `sampling.penalise` to a shard's rows [S, V]; `packed` also has tokens known and drafts among them."""
+    own = jnp.where(packed[0] < 0, -1, _own_rows(packed[0], rows))
+    ahead = None
+    if drafts:
+        history, shift_rows = of_drafts
+        known = packed[4] - sampling.shift_by_row(history, shift_rows)
+        ahead = sampling.tokens_ahead(history, packed[0], known, packed[5], drafts)
+    return sampling.penalise(logits, counts, packed.at[0].set(own), ahead)
+
+
+def _mask(logits: jax.Array, bits: jax.Array, rows: jax.Array) -> jax.Array:
+    return sampling.mask(logits, bits, rows - jax.lax.axis_index(DATA) * logits.shape[0])
 
 
 def _ban_words(

@@ -31,9 +31,13 @@ from tqdm import tqdm
 
 from pagoda import __version__
 from pagoda.backends.jax_tpu.model.model import StepModel
+from pagoda.common.config.memory import available_bytes
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
 logger = logging.getLogger(__name__)
+
+COMPILE_BYTES: Final = 2 << 30
+"""Memory of this host for a program that is being compiled: the largest of an 8B model takes 1 to 1.5 GiB."""
 
 _STACK_BYTES: Final = 64 << 20  # the compiler's recursion exceeds the default thread stack
 
@@ -191,7 +195,7 @@ class CompileCache:
     """
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self.folder, self._max_bytes = folder, max_bytes
 
     def load(self, program_set: ProgramSet[KeyT], keys: Iterable[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
         """Load the cached programs among `keys`; damaged ones are logged and left out."""
@@ -215,16 +219,16 @@ class CompileCache:
         path = self._path(program_set, model_facts(program_set.model), key)
         try:
             data = to_bytes(compiled)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             partial_file = path.with_suffix(f".{os.getpid()}")
             partial_file.write_bytes(hashlib.sha256(data).digest() + data)
             partial_file.replace(path)
         except (OSError, ValueError) as error:
-            logger.warning("cannot cache compiled programs in %s: %s", self._folder, error)
+            logger.warning("cannot cache compiled programs in %s: %s", self.folder, error)
 
     def trim(self) -> None:
         """Delete the least recently used programs until the folder is within its maximum size."""
-        entries = [(file.stat().st_mtime, file.stat().st_size, file) for file in self._folder.glob(f"*{_SUFFIX}")]
+        entries = [(file.stat().st_mtime, file.stat().st_size, file) for file in self.folder.glob(f"*{_SUFFIX}")]
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries, key=lambda entry: entry[0]):
             if total <= self._max_bytes:
@@ -246,7 +250,7 @@ class CompileCache:
 
     def _path(self, program_set: ProgramSet[KeyT], facts: dict[str, Any], key: KeyT) -> Path:
         dependencies = json.dumps([facts, repr(key), program_set.signature(key)], sort_keys=True)
-        return self._folder / (hashlib.sha256(dependencies.encode()).hexdigest() + _SUFFIX)
+        return self.folder / (hashlib.sha256(dependencies.encode()).hexdigest() + _SUFFIX)
 
 
 def _load(path: Path, data: bytes, devices: list[jax.Device]) -> jax.stages.Compiled | None:
@@ -276,19 +280,24 @@ class JaxCompileReport:
         return f"{self.programs} programs in {self.seconds:.1f} s, {self.cached} of them from the compile cache"
 
 
+def compile_threads() -> int:
+    """Return the number of programs to compile at a time: one per core, as far as the memory that is free suffices."""
+    return max(1, min(len(os.sched_getaffinity(0)), available_bytes() // COMPILE_BYTES))
+
+
 CompiledT = TypeVar("CompiledT")
 SetT = TypeVar("SetT", bound=ProgramSet[Any])
 
 
 def compile_all(
-    program_set: ProgramSet[KeyT], keys: Iterable[KeyT], compile: Callable[[jax.stages.Lowered], CompiledT]
+    program_set: ProgramSet[KeyT], keys: Iterable[KeyT], compile: Callable[[KeyT, jax.stages.Lowered], CompiledT]
 ) -> Iterator[tuple[KeyT, CompiledT]]:
-    """Lower in this thread and compile in one thread per core; yield programs as they complete."""
+    """Lower in this thread and compile in `compile_threads`; yield programs as they complete."""
     wanted = list(keys)
     previous = threading.stack_size(_STACK_BYTES)
     try:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-compile") as pool:
-            jobs = {pool.submit(compile, program_set.lower(key)): key for key in wanted}
+        with ThreadPoolExecutor(compile_threads(), "pagoda-compile") as pool:
+            jobs = {pool.submit(compile, key, program_set.lower(key)): key for key in wanted}
             completed = as_completed(jobs)
             for job in tqdm(completed, "Compiling", len(jobs), disable=not sys.stderr.isatty(), file=sys.stderr):
                 yield jobs[job], job.result()
@@ -317,7 +326,7 @@ class CompiledPrograms(Generic[SetT, KeyT]):
         self._compiled.update(cached)
         missing = [key for key in wanted if key not in cached]
         with nullcontext() if cache is None else serialisable():
-            for key, compiled in compile_all(self.program_set, missing, jax.stages.Lowered.compile):
+            for key, compiled in compile_all(self.program_set, missing, lambda _, lowered: lowered.compile()):
                 self._compiled[key] = compiled
                 if cache is not None:
                     cache.store(self.program_set, key, compiled)

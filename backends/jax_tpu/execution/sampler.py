@@ -6,7 +6,7 @@ argmax. Never waits for the device; `Sampled.logprobs` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,20 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.execution.program_keys import (
+    CountTokens,
     Key,
     LogitsProgram,
     RecordDrafts,
     Sample,
+    SetCounts,
     SetHistoryRow,
     StepProgramSet,
 )
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
-from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, sorted_logprobs
-from pagoda.common.engine.logit_edits import allowed_bits
+from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, counts_of, sorted_logprobs
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import (
     RowTable,
+    SampledRow,
     SampledRows,
     additions,
     allowed,
@@ -35,7 +37,6 @@ from pagoda.common.engine.sampling_state import (
     by_sequence,
     dense_additions,
     grammar_masks,
-    penalties,
 )
 from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs, TokenMasks
 
@@ -90,6 +91,8 @@ class JaxSampler:
     def __init__(self, programs: CompiledPrograms[StepProgramSet, Key], max_rows: int) -> None:
         shape = programs.program_set.history
         self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # int32 [rows+1, max_len+1]
+        shape = programs.program_set.counts
+        self._counts = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # of rows with penalties
         self.rows = RowTable(max_rows)
         self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
         self.width, self._shards = programs.program_set.shapes.width, programs.program_set.model.shards
@@ -104,6 +107,9 @@ class JaxSampler:
             tokens = np.zeros(self.history.shape[1], np.int32)
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[SetHistoryRow()](self.history, np.int32(start.row), tokens)
+        if start.rules.has_penalties:
+            counts = counts_of(start.token_ids, start.num_prompt, self._counts.shape[1])
+            self._counts = self._programs[SetCounts()](self._counts, np.int32(start.row), counts)
 
     def sample(self, logits: jax.Array, plans: Plans, masks: Mapping[int, TokenMasks] | None = None) -> Sampled:
         """Sample from logits float32 [R, V]: each shard's sequences, padded to R / shards rows per shard.
@@ -117,11 +123,18 @@ class JaxSampler:
         rules = (
             sampled.pack_with_drafts(plans, rows, len(self.rows)) if with_drafts else sampled.pack(rows, len(self.rows))
         )
-        edited = self._edit(logits, sampled, masks or {}, width, rules)
+        edits_logits = bool(masks) or any(sampled.columns[field].any() for field in ("penalised", "edited", "masked"))
+        if edits_logits and self.mode.startswith("raw") and sampled.columns["logprobs"].any():
+            edited = self._programs[LogitsProgram("copy", seqs)](logits)
+        else:
+            edited = logits
+        edited = self._edit(edited, sampled, masks or {}, width, rules)
         kind = "filtered" if self._one_kind and sampled.kind == "random" else sampled.kind
         program = self._programs[Sample(seqs, kind, width)]
         tokens, self.history, processed = program(edited, self.history, rules)
         tokens.copy_to_host_async()
+        if sampled.columns["penalised"].any():
+            self._counts = self._programs[CountTokens(seqs, width)](self._counts, rules, tokens)
         num_logprobs = {
             sequence: (slice(own[0].index, own[-1].index + 1), own[0].state.rules.logprobs or 0)
             for sequence, own in by_sequence(sampled.where("logprobs"), width)
@@ -154,8 +167,9 @@ class JaxSampler:
             self.history = programs[RecordDrafts(seqs)](self.history, rules)
         shift_rows = (rules[7],) if self.width > 1 else ()
         if penalised:
-            packed = penalties(penalised, rows)
-            logits = programs[LogitsProgram("penalise", seqs)](logits, self.history, packed, *shift_rows)
+            packed = _penalties(penalised, rows, width, drafts=self.width > 1)
+            before = (self.history,) if self.width > 1 else ()
+            logits = programs[LogitsProgram("penalise", seqs)](logits, self._counts, packed, *before, *shift_rows)
         if edited:
             for entries in additions(edited, rows):
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
@@ -168,7 +182,27 @@ class JaxSampler:
                 program = programs[LogitsProgram("ban_words", seqs)]
                 logits = program(logits, self.history, words, heads, *shift_rows)
         if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width)):
-            bits = allowed_bits({}, rows, logits.shape[1])
-            bits[list(masks)] = np.stack(list(masks.values()))
-            logits = programs[LogitsProgram("mask", seqs)](logits, bits)
+            count = next(size for size in programs.program_set.masked_rows(seqs) if size >= len(masks))
+            bits, masked = np.zeros((count, -(-logits.shape[1] // 8)), np.uint8), np.full(count, rows, np.int32)
+            for place, (index, own) in enumerate(masks.items()):
+                own_bytes = own.view(np.uint8)[: bits.shape[1]]
+                bits[place, : len(own_bytes)], masked[place] = own_bytes, index
+            logits = programs[LogitsProgram("mask", seqs, count)](logits, bits, masked)
         return logits
+
+
+def _penalties(penalised: Sequence[SampledRow], rows: int, width: int, *, drafts: bool) -> Int32:
+    """Return the argument of `sampling.penalise` for `rows` rows of logits, int32 [4, rows].
+
+    `drafts`: of an engine with drafts, [6, rows]: also how many tokens are known, and how many of them are drafts.
+    """
+    packed = np.zeros((6 if drafts else 4, rows), np.int32)
+    packed[0] = -1
+    real = packed.view(np.float32)
+    real[1] = 1.0
+    for sampled in penalised:
+        rules, index = sampled.state.rules, sampled.index
+        packed[0, index] = sampled.row
+        real[1:4, index] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+        packed[4:, index] = (sampled.known, index % width)[: len(packed) - 4]
+    return packed

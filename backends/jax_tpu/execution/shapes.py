@@ -59,7 +59,7 @@ def step_shapes(model: StepModel, limits: Limits, *, factor: int) -> StepShapes:
     groups = len(model.layout.groups)
     if model.kernel.batch_invariant:
         return StepShapes.single(limits, groups)
-    return StepShapes.of(limits, groups, factor=factor)
+    return StepShapes.of(limits, groups, factor=factor, fine=model.kernel.use_kernel)
 
 
 Plans = Mapping[int, StepPlan]

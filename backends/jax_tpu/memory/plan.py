@@ -37,6 +37,10 @@ GIB: Final = 1 << 30
 CODE_BYTES: Final = 512 << 20
 """Estimated size of the compiled code."""
 
+EXACT_SHARE: Final = 0.99
+"""Fraction of a TPU's memory for a generating engine, which knows what its programs need. What the compiler and
+`memory_stats` call the limit is without what the system reserves."""
+
 CPU_KV_BYTES: Final = 4 << 30
 """Default maximum KV cache size on a CPU, as in the reference backend."""
 
@@ -75,11 +79,13 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = split_bytes(model.layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        free = free_bytes(model, config, activations) if room is None else room - activations
+        free = free_bytes(model, config, activations + CODE_BYTES) if room is None else room - activations
         # blocks beyond those of running requests serve the prefix cache
         num_blocks = split_bytes(model.layout, limits, block, free)
         if _is_cpu(model):  # shares its memory with the system
             num_blocks = tuple(map(min, num_blocks, max_blocks(model.layout, limits)))
+        else:
+            num_blocks = tuple(map(rounded_blocks, num_blocks))
     least = min_blocks(model.layout)
     if any(map(lt, num_blocks, least)):
         raise ConfigError(
@@ -92,6 +98,14 @@ def plan_memory(
     return MemoryPlan(
         weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block, adapters=adapters
     )
+
+
+def rounded_blocks(number: int) -> int:
+    """Return the number of blocks of a pool rounded down to a multiple of a power of two, by less than 1/64.
+
+    Compiled programs depend on it, and what the devices have free differs a little from start to start.
+    """
+    return number // (step := 1 << max(number // 64, 1).bit_length() - 1) * step
 
 
 def _is_cpu(model: StepModel) -> bool:
@@ -147,7 +161,8 @@ def free_bytes(model: StepModel, config: CacheConfig, activations: int) -> int:
     if _is_cpu(model):
         return min(CPU_KV_BYTES, available_bytes() // 2) // len(devices)
     memory = (device_memory(device) for device in devices)
-    return min(int(total * config.gpu_memory_utilization) - used for total, used in memory) - activations
+    share = config.memory_share(EXACT_SHARE)
+    return min(int(total * share) - used for total, used in memory) - activations
 
 
 def pooling_room(model: Model, share: float) -> int:
@@ -229,7 +244,7 @@ def cache_dtype(cache: CacheConfig, activations: jnp.dtype, chip: ChipInfo | Non
 
 # The exact memory budget of compiled programs on one device, and the limits that fit in it.
 
-_STEPS: Final = 2
+STEPS_IN_FLIGHT: Final = 2
 """Steps whose outputs are alive at a time: one running, one queued."""
 
 _MAX_DEVICES: Final = 256
@@ -312,7 +327,8 @@ def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig
     Raise ConfigError naming the missing memory and remedies if not even one sequence fits: of max_model_len tokens if
     `stated` (the user set it), else of one block.
     """
-    room = int(target.hbm_bytes * cache.gpu_memory_utilization) - weight_bytes(model) - CODE_BYTES
+    share = cache.memory_share(EXACT_SHARE)
+    room = int(target.hbm_bytes * share) - weight_bytes(model) - CODE_BYTES
     pages = -(-limits.max_model_len // limits.block_size) if stated else 1
     least = sum(model.block_bytes) + model.state_bytes + model.page_bytes * pages
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
@@ -324,15 +340,13 @@ def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig
 
 
 def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig, missing: int, tokens: int) -> str:
-    weights = weight_bytes(model)
+    weights, share = weight_bytes(model), cache.memory_share(EXACT_SHARE)
     shorter = replace(limits, max_model_len=limits.block_size)
-    room = (
-        int(target.hbm_bytes * cache.gpu_memory_utilization) - weights - CODE_BYTES - activation_bytes(model, shorter)
-    )
+    room = int(target.hbm_bytes * share) - weights - CODE_BYTES - activation_bytes(model, shorter)
     fits = 0
     if model.page_bytes:
         free = room - sum(model.block_bytes) - model.state_bytes
-        fits = max(free // model.page_bytes, 0) * limits.block_size
+        fits = (rounded_blocks(max(free // model.page_bytes, 0) + 1) - 1) * limits.block_size  # and the null block
     tensor = _fitting_tensor_size(model, target, limits, cache, tokens)
     remedies = []
     if 0 < fits < tokens:
@@ -342,7 +356,7 @@ def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig,
         remedies.append(f"--tensor-parallel-size {tensor}{topology}")
     return (
         f"{target.name} lacks {missing / GIB:.2f} GiB per device: of {target.hbm_bytes / GIB:.2f} GiB, "
-        f"{cache.gpu_memory_utilization:.0%} may be used; weights take {weights / GIB:.2f} GiB, activations "
+        f"{share:.0%} may be used; weights take {weights / GIB:.2f} GiB, activations "
         f"{activation_bytes(model, limits) / GIB:.2f}, programs {CODE_BYTES / GIB:.2f}, the remainder is the KV cache "
         f"of {tokens} tokens; use {' or '.join(remedies) or 'a smaller model, or a chip with more memory'}"
     )
@@ -350,7 +364,7 @@ def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig,
 
 def _fitting_tensor_size(model: Model, target: Target, limits: Limits, cache: CacheConfig, tokens: int) -> int | None:
     """Return the smallest larger tensor parallel size, doubling, at which the model fits; None if there is none."""
-    pages = -(-tokens // limits.block_size)
+    pages, share = -(-tokens // limits.block_size), cache.memory_share(EXACT_SHARE)
     tensor = model.tensor * 2
     while tensor <= _MAX_DEVICES:
         try:
@@ -358,7 +372,7 @@ def _fitting_tensor_size(model: Model, target: Target, limits: Limits, cache: Ca
         except ConfigError:
             return None
         size = weight_bytes(sharded) + sum(sharded.block_bytes) + sharded.state_bytes + pages * sharded.page_bytes
-        if size + activation_bytes(sharded, limits) + CODE_BYTES <= target.hbm_bytes * cache.gpu_memory_utilization:
+        if size + activation_bytes(sharded, limits) + CODE_BYTES <= target.hbm_bytes * share:
             return tensor
         tensor *= 2
     return None
@@ -380,17 +394,21 @@ def make_budget(
     num_blocks: tuple[int, ...],
     history: int,
     programs: Iterable[ProgramMemory],
+    default_share: float = EXACT_SHARE,
 ) -> Budget:
-    """Return the budget of compiled programs: temporaries and results of the largest. `history`: in bytes."""
+    """Return the budget of compiled programs: temporaries and results of the largest.
+
+    `history`: bytes of all rows' tokens and counts. `default_share`: of the memory, unless the user set one.
+    """
     memories = list(programs)
     return Budget(
         total=target.hbm_bytes,
-        usable=int(target.hbm_bytes * cache.gpu_memory_utilization),
+        usable=int(target.hbm_bytes * cache.memory_share(default_share)),
         weights=weight_bytes(model),
         kv_cache=sum(map(mul, num_blocks, model.block_bytes)),
         history=history,
         temporaries=max(each.temporary for each in memories),
-        results=_STEPS * max(each.result for each in memories),
+        results=STEPS_IN_FLIGHT * max(each.result for each in memories),
         code=sum(each.code for each in memories),
         block=sum(model.block_bytes),
         page=model.page_bytes,

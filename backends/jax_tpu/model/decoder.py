@@ -191,7 +191,8 @@ class JaxDecoder(nnx.Module):
         positions = step.positions
         if self.lora is not None and isinstance(step, StepInput):
             step = step.with_adapters(self.lora.slots, self.lora.rank)
-        x = self._embed(token_ids, positions, step, embeds)
+        with jax.named_scope("embed"):
+            x = self._embed(token_ids, positions, step, embeds)
         rotations: Rotations = {None: None}
         for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
@@ -421,7 +422,8 @@ class JaxDecoderLayer(nnx.Module):
         updates, stacks = [], list(caches)
         for number, (mixer, own) in enumerate(zip(self.mixers, arrays)):
             taken = tuple(stacks[array] for array in own)
-            mixed, taken = mixer(normed, taken, indices[number], rotations, step)
+            with jax.named_scope(type(mixer).__name__.removeprefix("Jax")):
+                mixed, taken = mixer(normed, taken, indices[number], rotations, step)
             updates.append(mixed)
             for array, cache in zip(own, taken):
                 stacks[array] = cache
@@ -446,7 +448,8 @@ class JaxDecoderLayer(nnx.Module):
 
     def _fed(self, normed: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
         assert self.ffn is not None, "the layer has an ffn"
-        return self.ffn(normed, repeat, step) if isinstance(self.ffn, MoeFfn) else self.ffn(normed, step)
+        with jax.named_scope(type(self.ffn).__name__):
+            return self.ffn(normed, repeat, step) if isinstance(self.ffn, MoeFfn) else self.ffn(normed, step)
 
     def _add(self, x: jax.Array, update: jax.Array, after: JaxNorm | None) -> jax.Array:
         if self.spec.norm_after_add:

@@ -7,7 +7,7 @@ traversing modules.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,6 +15,8 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
@@ -28,6 +30,7 @@ from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partit
 from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
 from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.errors import ConfigError
@@ -39,6 +42,36 @@ from pagoda.common.models.transformers_spec import AnySpec
 
 Leaves = tuple[jax.Array, ...]
 LANES: Final = 128  # of a TPU's registers
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeaves:
+    """Copies of some of the parameters' arrays on the host, while an engine sleeps."""
+
+    arrays: dict[int, npt.NDArray[Any]]  # index of the leaf -> its values
+    shardings: tuple[jax.sharding.Sharding, ...]  # of all leaves
+
+    @classmethod
+    def of(cls, leaves: Leaves, kept: Iterable[int]) -> HostLeaves:
+        """Copy these leaves to the host. Raise MemoryError if they do not fit."""
+        indices = list(kept)
+        needed, free = sum(leaves[index].nbytes for index in indices), available_bytes()
+        if needed > free:
+            raise MemoryError(f"no room in host memory: the weights take {needed} bytes, {free} are free")
+        arrays = {index: np.array(leaves[index], copy=True) for index in indices}
+        return cls(arrays, tuple(leaf.sharding for leaf in leaves))
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every leaf is kept."""
+        return len(self.arrays) == len(self.shardings)
+
+    def restored(self, leaves: Leaves) -> Leaves:
+        """Return the kept leaves on their devices, and the given ones in place of the others."""
+        own = {index: jax.device_put(array, self.shardings[index]) for index, array in self.arrays.items()}
+        both = (own[index] if index in own else leaves[index] for index in range(len(self.shardings)))
+        restored: Leaves = jax.block_until_ready(tuple(both))
+        return restored
 
 
 class StepDecoder(Protocol):
@@ -193,7 +226,9 @@ class StepModel(ABC):
         else:
             hidden, caches = decoder.hidden(token_ids, step, caches, *embeds)
             features = hidden
-        outputs = caches, hidden, decoder.logits(hidden[step.sampled], step.sampled_slots)
+        with jax.named_scope("head"):
+            logits = decoder.logits(hidden[step.sampled], step.sampled_slots)
+        outputs = caches, hidden, logits
         return (*outputs, DraftInputs(token_ids, step.kv_len, features)) if shape.guesses else outputs
 
     @property

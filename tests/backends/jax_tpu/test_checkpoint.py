@@ -115,7 +115,11 @@ def test_each_device_reads_its_piece_and_no_more(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("stored", "requested", "tensor"),
-    [("bfloat16", "float32", 1), ("float32", "bfloat16", 1), ("bfloat16", "float32", 8)],
+    [
+        pytest.param("bfloat16", "float32", 1, marks=pytest.mark.slow_matrix),
+        ("float32", "bfloat16", 1),
+        ("bfloat16", "float32", 8),
+    ],
 )
 def test_loading_with_another_dtype(stored: str, requested: str, tensor: int, tmp_path: Path) -> None:
     spec = SPECS["mlp"]

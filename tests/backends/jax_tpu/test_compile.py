@@ -17,10 +17,11 @@ from jax.experimental import topologies
 from support.hub_configs import GENERATORS
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, read_schedule
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, times_of
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
+from pagoda.backends.jax_tpu.ahead_of_time.schedule import Exchange, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet, WriteAdapter
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet, WriteAdapter
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices
 from pagoda.backends.jax_tpu.model.model import Model
@@ -119,10 +120,22 @@ def compiled(topology: str, tensor: int, shape: StepShape) -> tuple[Target, Step
     return target, program_set, compile_programs(program_set, [Forward(shape)])[0]
 
 
-SHORT = [("v6e:1x1", 1, DECODE), ("v5e:2x2", 4, DECODE), ("v5p:2x2x1", 1, DECODE)]
+SHORT = [
+    ("v6e:1x1", 1, DECODE),
+    ("v5e:2x2", 4, DECODE),
+    ("v7x:2x2x1", 1, DECODE),
+    pytest.param("v5p:2x2x1", 1, DECODE, marks=pytest.mark.slow_matrix),
+]
 MATRIX = [
     (name, tensor, shape)
-    for name, tensor in (("v6e:1x1", 1), ("v6e:2x4", 8), ("v5e:2x2", 4), ("v5p:2x2x1", 1), ("v5p:2x2x1", 4))
+    for name, tensor in (
+        ("v6e:1x1", 1),
+        ("v6e:2x4", 8),
+        ("v5e:2x2", 4),
+        ("v5p:2x2x1", 1),
+        ("v5p:2x2x1", 4),
+        ("v7x:2x2x1", 8),
+    )
     for shape in (DECODE, MIXED, StepShape(64, 64, 8, 1, True), StepShape(2048, 256, 64, 1, False))
 ]
 
@@ -166,7 +179,9 @@ def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("topology", "tensor"), [("v6e:1x1", 1), ("v5e:2x2", 4)])
+@pytest.mark.parametrize(
+    ("topology", "tensor"), [pytest.param("v6e:1x1", 1, marks=pytest.mark.slow_matrix), ("v5e:2x2", 4)]
+)
 def test_adapters_of_experts_and_latents_are_not_copied(topology: str, tensor: int) -> None:
     """The slots of all experts, of several layers, are read where they lie, whole or fully sharded."""
     spec, _ = spec_from_config(LATENT)
@@ -223,7 +238,7 @@ def test_models_that_fit(config: dict, topology: str, tensor: int, gib: float) -
     model = model_on(target, config, tensor)
     assert weight_bytes(model) / GIB == pytest.approx(gib, abs=0.02)
     blocks = plan_blocks(model, target, LIMITS, CacheConfig(), stated=True)
-    assert weight_bytes(model) + sum(map(mul, blocks, model.block_bytes)) < 0.9 * target.hbm_bytes
+    assert weight_bytes(model) + sum(map(mul, blocks, model.block_bytes)) < 0.99 * target.hbm_bytes
 
 
 @needs_libtpu
@@ -249,7 +264,7 @@ def test_a_model_that_does_not_fit_names_remedies() -> None:
         plan_blocks(model_on(target, LLAMA_70B, 4), target, LIMITS, CacheConfig(), stated=True)
     target = find_target("v6e:1x1")
     long = replace(LIMITS, max_model_len=131072)
-    with pytest.raises(ConfigError, match=r"use --max-model-len \d{5} or --tensor-parallel-size 2") as error:
+    with pytest.raises(ConfigError, match=r"use --max-model-len \d+ or --tensor-parallel-size 2") as error:
         plan_blocks(model_on(target, LLAMA_8B, 1), target, long, CacheConfig(), stated=True)
     fits = int(str(error.value).split("--max-model-len ")[1].split()[0])
     shorter = replace(long, max_model_len=fits)
@@ -366,8 +381,9 @@ HLO = """HloModule jit_step, is_scheduled=true
   %p = (s32[], f32[8]) parameter(0)
   %fusion.1 = f32[8] fusion(%p), calls=%f, backend_config={"estimated_cycles":"100"}
   %attend.7 = f32[8] custom-call(%fusion.1), custom_call_target="tpu_custom_call", \
-backend_config={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"}]}
-  %all-reduce.3 = f32[8] all-reduce(%attend.7), backend_config={"estimated_cycles":"7"}
+backend_config={"custom_call_config":{"cost_estimate":{"flops":"2000","transcendentals":"0","bytes_accessed":"64"}},\
+"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"}]}
+  %psum.3 = bf16[64,8192]{1,0:T(8,128)(2,1)S(1)} all-reduce(%attend.7), replica_groups={{0,1,2,3},{4,5,6,7}}
 }
 
 %condition.1 (p: (s32[], f32[8])) -> pred[] {
@@ -375,16 +391,81 @@ backend_config={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","
   ROOT %lt = pred[] compare(%i, %constant.5), direction=LT
 }
 
+%body.2 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %row = f32[1,1024]{1,0:T(1,128)S(1)} fusion(%p), calls=%h, backend_config={"estimated_cycles":"10"}
+  %dynamic-update-slice.8 = f32[256,1024]{1,0:T(8,128)} dynamic-update-slice(%p, %row, %i, %zero)
+}
+
+%condition.2 (p: (s32[], f32[8])) -> pred[] {
+  %constant.6 = s32[]{:T(128)} constant(7)
+  ROOT %lt.2 = pred[] compare(%i, %limit), direction=LT
+}
+
 ENTRY %main.2 (x: f32[8]) -> f32[8] {
   %fusion.2 = f32[8] fusion(%x), calls=%g, backend_config={"estimated_cycles":"1000"}
+  %start = (f32[8,64]{1,0}, f32[32,64]{1,0}) all-gather-start(%fusion.2), replica_groups=[2,4]<=[8], dimensions={0}
+  %fusion.3 = f32[8] fusion(%x), calls=%g, backend_config={"estimated_cycles":"50"}
+  %done = f32[32,64]{1,0} all-gather-done(%start)
   %while.1 = (s32[], f32[8]) while(%t), condition=%condition.1, body=%body.1
-  ROOT %sort = f32[8] sort(%w), backend_config={"estimated_cycles":"9223372036854775807"}
+  %while.2 = (s32[], f32[8]) while(%t), condition=%condition.2, body=%body.2
+  %gather_fusion = bf16[16,256]{1,0:T(8,128)(2,1)} fusion(%x, %ids), kind=kCustom, calls=%k
+  %gather_fusion.1 = s32[40]{0:T(128)} fusion(%x, %ids), kind=kCustom, calls=%k
+  ROOT %odd = f32[8] fusion(%w), calls=%l, backend_config={"estimated_cycles":"9223372036854775807"}
 }
 """
 
 
 def test_loops_count_as_often_as_they_run() -> None:
-    schedule = read_schedule(HLO)
-    assert schedule.cycles == 1000 + 32 * 107
+    schedule = read_schedule(HLO, data_trips=5)
+    assert schedule.cycles == 1000 + 50 + 32 * 100 + 5 * 10
     assert schedule.kernels == {"attend": 32}
-    assert (schedule.exchanges, schedule.unknown, schedule.vmem) == (32, 1, 4096)
+    assert (schedule.data_loops, schedule.unknown, schedule.vmem) == (1, 1, 4096)
+
+
+def test_exchanges_kernels_and_moves_are_charged() -> None:
+    schedule, chip = read_schedule(HLO, data_trips=5), CHIPS["v6e"]
+    reduced, gathered = Exchange("all-reduce", 64 * 8192 * 2, 4), Exchange("all-gather", 32 * 64 * 4, 4, hidden=50)
+    assert schedule.exchanges == {reduced: 32, gathered: 1}
+    assert reduced.seconds(chip) == pytest.approx(0.75 * 2**20 / 9e10 + 6e-6)
+    assert gathered.seconds(chip) == pytest.approx(0.75 * 8192 / 1.8e11 + 3e-6 - 50 / chip.clock_hz)
+    (call,) = schedule.kernel_calls
+    assert (call.flops, call.bytes) == (2000, 64)
+    assert (schedule.pieces, schedule.scalars) == (16 * 2 + 5 * 8, 40)
+
+
+MOE = {**GENERATORS["Qwen1.5-MoE-A2.7B"], "num_hidden_layers": 2}
+
+
+@needs_libtpu
+@pytest.mark.tpu_matrix
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:1x1"])
+def test_no_step_is_faster_than_its_roofline(topology: str) -> None:
+    """Of experts, of 256 rows with filters, and of penalties, which take half a millisecond at most."""
+    target = find_target(topology)
+    assert target.chip is not None
+    for config, keys in (
+        (MOE, [Forward(StepShape(64, 64, 8, 1, True))]),
+        (LLAMA_8B, [Sample(256, "filtered"), LogitsProgram("penalise", 256)]),
+    ):
+        model = model_on(target, config, 1)
+        program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), (BLOCKS,), LIMITS.max_num_seqs)
+        for program in compile_programs(program_set, keys):
+            times = times_of(program, target.chip)
+            assert times is not None
+            assert times.total >= program.cost.seconds(target.chip), program.key
+
+
+@needs_libtpu
+def test_penalties_of_256_rows_take_half_a_millisecond() -> None:
+    """And masks of 256 rows, in place: no copy of the logits or of the counts."""
+    target = find_target("v6e:1x1")
+    assert target.chip is not None
+    program_set = StepProgramSet(model_on(target, LLAMA_8B, 1), StepShapes.of(LIMITS, 1), (BLOCKS,), 256)
+    logits = 256 * 128256 * 4
+    for key in (LogitsProgram("penalise", 256), LogitsProgram("mask", 256, 256), LogitsProgram("adjust", 256)):
+        (program,) = compile_programs(program_set, [key])
+        times = times_of(program, target.chip)
+        assert times is not None
+        assert times.total <= 0.5e-3
+        assert program.executable.memory_analysis().alias_size_in_bytes >= logits
+        assert program.memory.temporary < logits / 16

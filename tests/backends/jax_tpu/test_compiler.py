@@ -21,6 +21,10 @@ def test_one_operation_may_use_half_of_vmem(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     assert compiler_options(ON_V6E) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     assert compiler_options(replace(ON_V6E, chip=CHIPS["v5p"])) == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+    assert compiler_options(replace(ON_V6E, chip=CHIPS["v7x"])) == {
+        "xla_tpu_scoped_vmem_limit_kib": "32768",
+        "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
+    }
 
 
 def test_options_apply_to_tpus_only(monkeypatch: pytest.MonkeyPatch) -> None:

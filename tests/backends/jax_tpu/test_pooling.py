@@ -18,6 +18,7 @@ import support.jax_devices  # noqa: F401
 from support.backend_options import make_pooling_options
 from support.pooling_plans import plan_of
 from support.reference_driver import random_weights, tiny_spec
+from support.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet, token_ladder
@@ -99,10 +100,14 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_packed_prompts_do_not_see_each_other(spec: ModelSpec, tensor: int) -> None:
+@thinned(
+    lambda name, tensor: list(SPECS).index(name) % 2 == tensor - 1,
+    name=list(SPECS),
+    tensor=[1, 2],
+)
+def test_packed_prompts_do_not_see_each_other(name: str, tensor: int) -> None:
     """Prompts that begin and end within tiles, and one of three tiles, against the reference."""
+    spec = SPECS[name]
     assert spec.pooler is not None
     plan = plan_of(requests(LENGTHS, only_tokens=spec.pooler.kind == "all"))
     backend = loaded(spec, tensor=tensor)

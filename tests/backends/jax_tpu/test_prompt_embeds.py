@@ -34,7 +34,6 @@ from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import SampledRow, SamplingState, penalties
 from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
 from pagoda.common.errors import ConfigError
 
@@ -96,13 +95,15 @@ def test_nothing_is_compiled_while_serving() -> None:
 
 
 def test_an_embedding_is_no_token_to_a_penalty() -> None:
-    """With a padded vocabulary, one embedding and two tokens."""
-    history = np.full((2, 40), EMBEDDED, np.int32)
-    history[1, 38:] = 3, 8
-    rules = SamplingRules(repetition_penalty=1.7, presence_penalty=0.5)
-    place = SampledRow(index=0, row=1, known=40, state=SamplingState(rules, np.zeros(39, np.int32)))
+    """With a padded vocabulary, embeddings and two tokens."""
+    history = np.full(40, EMBEDDED, np.int32)
+    history[38:] = 3, 8
+    counts = np.zeros((4, 96), np.uint8)
+    counts[::2] = sampling.counts_of(history, 39, 96)
+    packed = np.array([[0], [0], [0], [0]], np.int32)
+    packed.view(np.float32)[1:] = [[1.7], [0.0], [0.5]]
     logits = np.ones((1, 96), np.float32)
-    after = np.asarray(sampling.penalise(*map(jnp.asarray, (logits, history, penalties([place], 1)))))
+    after = np.asarray(sampling.penalise(*map(jnp.asarray, (logits, counts, packed))))
     assert np.flatnonzero(after[0] != logits[0]).tolist() == [3, 8]
 
 

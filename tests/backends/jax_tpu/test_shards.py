@@ -15,7 +15,14 @@ from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_keys import (
+    CountTokens,
+    Forward,
+    LogitsProgram,
+    Sample,
+    SetCounts,
+    StepProgramSet,
+)
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -91,11 +98,12 @@ def test_shards_exchange_their_tokens_and_nothing_else() -> None:
     program_set = make(2)._program_set((BLOCKS,))
     step = next(key for key in program_set if isinstance(key, Forward))
     assert exchanged(program_set.lower(step).compile().as_text()) == []
-    edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "adjust_all", "ban_words", "mask", "logprobs")]
-    for key in (Sample(4, "filtered"), *edits):
+    edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "adjust_all", "ban_words", "copy", "logprobs")]
+    counts = [SetCounts(), CountTokens(4), LogitsProgram("mask", 4, 8)]
+    for key in (Sample(4, "filtered"), *counts, *edits):
         sizes = exchanged(program_set.lower(key).compile().as_text())
         assert all(size <= 8 * 21 for size in sizes), (key, sizes)
-        assert bool(sizes) == (key not in edits[:-1])
+        assert bool(sizes) == (key not in (*counts, *edits[:-1]))
 
 
 def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None:

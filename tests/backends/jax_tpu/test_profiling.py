@@ -1,0 +1,57 @@
+"""What XProf and TensorBoard see of the engine: the profiler's server, and scopes in the operations' names."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("flax")
+
+import support.jax_devices  # noqa: F401
+from support.backend_options import make_options
+from support.ports import two_free_ports
+from support.reference_driver import tiny_spec
+
+from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
+from pagoda.backends.jax_tpu.backend import create
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.profiler import start_server
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.errors import ConfigError
+from pagoda.server.startup.engine import program_options
+
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=8, block_size=8)
+
+
+def test_the_parts_of_a_step_are_named() -> None:
+    spec = tiny_spec()
+    model = model_for(find_target("cpu"), spec, LIMITS, kv_layout(spec, 8), "float32", 1)
+    program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), (40,), LIMITS.max_num_seqs)
+    key = next(key for key in program_set if isinstance(key, Forward))
+    text = program_set.lower(key).as_text(debug_info=True)
+    for name in ("embed", "Attention", "MlpFfn", "head"):
+        assert f"/{name}/" in text or f'"{name}/' in text, name
+
+
+@pytest.mark.setting("--xla-profiler-port")
+def test_the_profiler_server_listens_from_warm_up_to_the_end() -> None:
+    port = two_free_ports()
+    programs = program_options(CompilationConfig(xla_profiler_port=port, xla_cache_path=""), "jax_tpu")
+    assert programs.profiler_port == port
+    backend = create(replace(make_options(tiny_spec(), limits=LIMITS), programs=programs))
+    backend.init_cache((9,))
+    backend.prepare = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    backend.warmup()
+    try:
+        socket.create_connection(("localhost", port), timeout=10).close()
+        with pytest.raises(ConfigError, match=f"--xla-profiler-port: {port}: .*; choose a free port"):
+            start_server(port)
+    finally:
+        backend.close()
+    with pytest.raises(ConfigError, match="--xla-profiler-port: 70000 is not a port"):
+        CompilationConfig(xla_profiler_port=70000)
