@@ -12,8 +12,18 @@ def test_the_noise_hash_is_invertible():
 
 
 def test_noise_is_finite_for_every_token():
-    """One infinite value in 2**23 would choose a random token in every hundred steps."""
+    """One infinite value in 2**32 would choose a random token in every ten thousand steps."""
     noise = gumbel(np.array([12345], np.uint32), extreme_tokens(12345))
     assert np.isfinite(noise).all()
     assert -3.0 < noise.min() < -2.5
-    assert 16.0 < noise.max() < 17.0
+    assert 22.5 < noise.max() < 23.0
+
+
+def test_noise_is_exact_where_tokens_win():
+    """Of the smallest numbers, each of which is a noise of its own: -log(-log1p(-v)) to an ulp."""
+    numbers = [*range(40), 1000, 1 << 14, (1 << 20) + 1, 1 << 27]
+    tokens = np.array([token_with_bits(12345, bits) for bits in numbers], np.uint32)
+    noise = gumbel(np.array([12345], np.uint32), tokens)[0]
+    want = -np.log(-np.log1p(-(np.array(numbers, np.float64) + 0.5) * 2.0**-32))
+    np.testing.assert_allclose(noise, want, rtol=2e-7)
+    assert (np.diff(noise) < 0).all()

@@ -69,8 +69,8 @@ def test_the_key_hashes_seed_and_position():
         assert keys.tolist() == [plain(plain(plain(low) ^ high) + position)]
 
 
-def test_noise_comes_from_the_upper_23_bits():
+def test_noise_comes_from_all_bits():
     key, token = np.array([77], np.uint32), 12
     bits = int(mix(key ^ np.array([token * 0x9E3779B9 & 0xFFFFFFFF], np.uint32))[0])
-    want = -np.log(-np.log(((bits >> 9) + 0.5) / 2**23))
+    want = -np.log(-np.log1p(-(bits + 0.5) / 2**32))
     np.testing.assert_allclose(gumbel(key, np.array([token], np.uint32)), [[want]], rtol=1e-5)

@@ -58,3 +58,22 @@ def test_steps_with_drafts_have_shapes_of_their_own(drafts: int):
             if tokens <= rows * (1 + drafts):
                 assert shape.seqs == shapes.decode.bucket_for(rows), "no more rows of logits than needed"
                 assert shape.tokens == min(shape.seqs * (1 + drafts), 40)
+
+
+def test_finer_sizes_pad_less_where_time_grows_with_the_size() -> None:
+    limits = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
+    coarse, fine = StepShapes.of(limits, 1), StepShapes.of(limits, 1, fine=True)
+    assert fine.tokens.sizes[:5] == (16, 32, 64, 128, 256)
+    assert fine.tokens.sizes[5:] == (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+    assert fine.decode == coarse.decode
+
+    def padding(shapes: StepShapes) -> float:
+        """Padded over real tokens of all sizes from 257 to 2048."""
+        sizes = range(257, 2049)
+        return sum(map(shapes.tokens.bucket_for, sizes)) / sum(sizes)
+
+    assert padding(coarse) > 1.3
+    assert padding(fine) < 1.09
+    assert set(coarse) <= set(fine)
+    assert fine.shape_for(600, 20, 8, False).tokens == 640
+    assert max(ShapeLadder.between(16, 700, fine_above=256).sizes) == 700

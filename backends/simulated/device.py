@@ -1,0 +1,72 @@
+"""The device that is simulated: what the engine's defaults, its memory plan and its clock need to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from pagoda.backends.simulated.step_time import StepTimeModel
+from pagoda.common.backend import BackendOptions
+from pagoda.common.config.defaults import Platform
+
+PAUSE: Final = 0.05
+"""Seconds, after which threads sleep and caches are other processes'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds of the engine's thread around a step; while the device computes the step before, they take no time."""
+
+    plan_step: float = 0.0  # to plan and start a step
+    plan_sequence: float = 0.0  # for each of its sequences
+    start_request: float = 0.0  # for each request that starts in it
+    report_step: float = 0.0  # to apply its result, before its tokens leave the engine
+    report_sequence: float = 0.0  # for each of its sequences
+    after_pause: float = 0.0  # by which a step is longer that begins when the device had nothing to do for PAUSE
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """The KV cache's memory, of one copy of the model."""
+
+    total: int  # bytes for all pools
+    per_block: tuple[int, ...]  # bytes of a block of each pool
+    weights: int = 0  # bytes of the weights beside it
+    spare: bool = False  # the backend allocates blocks beyond those of all rows, which keep prefixes
+
+
+class SimulatedDevice(Protocol):
+    """One device, or several that share a model, with the backend that runs on it."""
+
+    @property
+    def name(self) -> str:
+        """The device, in words."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs on it: its defaults hold."""
+        ...
+
+    @property
+    def platform(self) -> Platform:
+        """What limits and batch defaults depend on."""
+        ...
+
+    @property
+    def prefers_extents(self) -> bool:
+        """Whether its backend prefers consecutive KV blocks (see Capabilities)."""
+        ...
+
+    @property
+    def host(self) -> HostCosts:
+        """What the engine's thread costs."""
+        ...
+
+    def step_time(self, options: BackendOptions) -> StepTimeModel:
+        """Return how long its steps take. Raises ConfigError, naming the setting, where it cannot say that."""
+        ...
+
+    def cache_bytes(self, options: BackendOptions) -> CacheBytes:
+        """Return the memory of the KV cache. Raises ConfigError if the model does not fit."""
+        ...

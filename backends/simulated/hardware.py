@@ -1,0 +1,136 @@
+"""Facts about accelerators, and the share of their peaks that engines reach. Nothing here is measured by this project,
+except where a comment says so.
+
+A figure is that of one device, as an engine sees it: a v7x chip has two devices. Sources: data sheets of A100 80GB SXM,
+H100 SXM, H200 SXM, L4 and HGX B200 (NVIDIA; dense rates, memory as nvidia-smi reports it); Google Cloud's system
+architecture pages for TPU v5e, v5p, v6e and 7x; for the links of TPUs "How to Scale Your Model", chapter on TPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pagoda.common.errors import ConfigError
+
+Kind = Literal["gpu", "tpu"]
+Rate = Literal["bfloat16", "int8", "float8", "float32"]
+"""What the matrix units multiply; float16 as bfloat16."""
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChipSpec:
+    """One kind of device."""
+
+    name: str  # as --hardware takes it
+    kind: Kind
+    memory: int  # bytes
+    bandwidth: float  # of the memory, bytes/s
+    bfloat16: float  # peak FLOP/s
+    int8: float | None  # None: multiplied as bfloat16
+    float8: float | None
+    link: float  # bytes/s that a device sends in a collective
+    largest: int  # devices that one engine can shard a model across with these links
+    reserved: int  # bytes that the driver, the runtime and compiled programs take
+    devices_per_chip: int = 1
+
+    def peak(self, rate: Rate) -> float:
+        """Return the FLOP/s of products of a type; of one that the chip lacks, those of bfloat16."""
+        match rate:
+            case "int8":
+                return self.int8 or self.bfloat16
+            case "float8":
+                return self.float8 or self.bfloat16
+            case "float32":  # TF32, or six products of bfloat16
+                return self.bfloat16 / (2 if self.kind == "gpu" else 6)
+            case _:
+                return self.bfloat16
+
+
+def _gpu(
+    name: str, mebibytes: int, bandwidth: float, bfloat16: float, eight_bits: tuple[float, float | None], link: float
+) -> ChipSpec:
+    reserved = 1200 * MIB  # CUDA's context, kernels and the graphs of decode steps
+    return ChipSpec(name, "gpu", mebibytes * MIB, bandwidth, bfloat16, *eight_bits, link, 8, reserved)
+
+
+CHIPS: Final[Mapping[str, ChipSpec]] = {
+    chip.name: chip
+    for chip in (
+        _gpu("a100", 81_920, 2.039e12, 3.12e14, (6.24e14, None), 3.0e11),
+        _gpu("h100", 81_559, 3.35e12, 9.89e14, (1.979e15, 1.979e15), 4.5e11),
+        _gpu("h200", 143_771, 4.8e12, 9.89e14, (1.979e15, 1.979e15), 4.5e11),
+        _gpu("b200", 183_359, 8.0e12, 2.25e15, (4.5e15, 4.5e15), 9.0e11),
+        _gpu("l4", 23_034, 3.0e11, 1.21e14, (2.42e14, 2.42e14), 3.2e10),  # PCI Express
+        # A ring along one axis of the torus, in both directions.
+        ChipSpec("v5e", "tpu", 16 << 30, 8.19e11, 1.97e14, 3.94e14, None, 2 * 4.5e10, 8, 768 * MIB),
+        ChipSpec("v5p", "tpu", 95 << 30, 2.765e12, 4.59e14, 9.18e14, None, 2 * 9e10, 64, 768 * MIB),
+        ChipSpec("v6e", "tpu", 32 << 30, 1.638e12, 9.18e14, 1.836e15, None, 2 * 9e10, 64, 768 * MIB),
+        ChipSpec("v7x", "tpu", 96 << 30, 3.69e12, 1.1535e15, None, 2.307e15, 2 * 1e11, 64, 768 * MIB, 2),
+    )
+}
+"""Chips by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """The share of a chip's peaks that engines reach, one set for all chips of a kind.
+
+    No share is fitted to the figures that docs/guides/capacity-planning.md compares predictions with.
+    """
+
+    products: float  # of the peak FLOP/s, in linear layers of large steps, element-wise operations included
+    weights: float  # of the memory's bandwidth, where steps are small
+    attention_memory: float  # of the bandwidth, over the KV cache of sequences with one token
+    attention_products: float  # of the peak FLOP/s, over prompts
+    links: float
+    layer_seconds: float  # gaps between the kernels of a layer
+    step_seconds: float  # start of a step, and sampling
+    hop_seconds: float  # latency of a message to a neighbour
+    ring: bool  # collectives go around a ring; else each device reaches all others through a switch
+
+
+EFFICIENCY: Final[Mapping[Kind, Efficiency]] = {
+    # products: between the 0.48 of the FP8 peak that TensorRT-LLM's whole engine reaches (Llama 3.1 8B, H100, 2048/128:
+    # 58,700 tokens/s, performance overview v1.0), attention and gaps included, and the 0.75 of FlashAttention 3 (arXiv
+    # 2407.08608), whose prefill is `attention_products` with its causal half masked. Bandwidth: decode kernels of large
+    # batches (FlashInfer, arXiv 2501.01005, figures for H100: 0.7 to 0.85). Gaps: about ten kernels a layer in a CUDA
+    # graph, a microsecond between two; hops: an all-reduce of few bytes over NVLink takes 8 us. These are assumed.
+    "gpu": Efficiency(
+        products=0.62,
+        weights=0.8,
+        attention_memory=0.8,
+        attention_products=0.6,
+        links=0.8,
+        layer_seconds=10e-6,
+        step_seconds=400e-6,
+        hop_seconds=4e-6,
+        ring=False,
+    ),
+    # products, weights: the TPU compiler's schedule of Llama 3 8B on v6e, without attention (this project's
+    # benchmarks/results/tpu-roofline.json): 0.63 and 0.65 of the peak with 1,024 and 2,048 tokens, 0.82 of the
+    # bandwidth with 8. Attention: "Ragged Paged Attention" (arXiv 2604.15464), 0.86 of the bandwidth in decode and 0.73
+    # of the peak in prefill, on v7x. Links and hops: the model of benchmarks/tpu/roofline.py. Gaps are assumed.
+    "tpu": Efficiency(
+        products=0.64,
+        weights=0.82,
+        attention_memory=0.86,
+        attention_products=0.73,
+        links=0.8,
+        layer_seconds=4e-6,
+        step_seconds=300e-6,
+        hop_seconds=1e-6,
+        ring=True,
+    ),
+}
+
+
+def find_chip(name: str) -> ChipSpec:
+    """Return a chip by its name, whatever its case. Raise ConfigError naming all that are known."""
+    chip = CHIPS.get(name.lower())
+    if chip is None:
+        raise ConfigError("--hardware", f"{name} is unknown; use one of {', '.join(CHIPS)}")
+    return chip

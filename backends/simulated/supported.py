@@ -1,0 +1,11 @@
+"""What of quantised weights this backend simulates; importable without anything else."""
+
+from __future__ import annotations
+
+from pagoda.common.weights.quantization.support import SchemeSupport
+from pagoda.common.weights.quantization.tensors import Scheme
+
+
+def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
+    """Return what the backend does with matrices of a scheme: it has no weights, their bytes are in the step time."""
+    return SchemeSupport("computes", "in the model of step times")
