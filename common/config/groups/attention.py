@@ -55,7 +55,8 @@ class AttentionConfig:
 
     attention_backend: str | None = option(
         None,
-        "Attention kernel for prefill and mixed steps. torch_cuda: TRITON_ATTN (default), FLASH_ATTN "
+        "Attention kernel for prefill and mixed steps. torch_cuda: AUTO (default; the fastest of those measured on the "
+        "chip, else TRITON_ATTN), TRITON_ATTN, FLASH_ATTN "
         "(FlashAttention 3; needs the package flash_attn_interface), FLASHINFER (needs the package flashinfer) or "
         "TORCH_VARLEN (FlashAttention 2 in PyTorch; needs --block-size 256). Decode steps of latent attention (MLA): "
         "TRITON_MLA (default), FLASHMLA (Hopper; needs the package flash_mla and --block-size 64) or FLASHINFER_MLA "

@@ -10,6 +10,9 @@ from pagoda.common.errors import ConfigError
 
 CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 
+DEFAULT_MEMORY_SHARE: Final = 0.9
+"""Fraction of a device's memory for the engine where part of what it needs is an estimate."""
+
 _EIGHT_BIT: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 _FLOAT32_STATE: Final = "recurrent state is always float32, since its rounding errors add up over the sequence"
 
@@ -29,14 +32,15 @@ class CacheConfig:
     """Size and format of the KV cache, and weight offloading."""
 
     block_size: int | None = option(None, "Tokens per KV cache block, a power of two; default: set by the backend.")
-    gpu_memory_utilization: float = option(
-        0.9,
-        "Fraction of each GPU's or TPU's memory that the engine may use, 0 to 1. On a CPU use "
-        "--kv-cache-memory-bytes instead.",
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Fraction of each GPU's or TPU's memory that the engine may use, 0 to 1; default: 0.9, or 0.99 on TPUs that "
+        "generate, whose programs are compiled before memory is divided. On a CPU use --kv-cache-memory-bytes instead.",
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Size of the KV cache per device, in bytes (suffixes: 1g, 1G); overrides --gpu-memory-utilization.",
+        "Size of the KV cache per device, in bytes (suffixes: 1g, 1G); overrides --gpu-memory-utilization. On CPUs a "
+        "stated size is taken at start, a default one as it is used.",
         parse=human_readable_int,
     )
     swap_space: float = option(
@@ -99,11 +103,15 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):
             raise ConfigError("--block-size", f"{self.block_size} is not a power of two")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        if not 0.0 < self.memory_share() <= 1.0:
             raise ConfigError("--gpu-memory-utilization", f"{self.gpu_memory_utilization} is not in (0, 1]")
         if not 0.0 <= self.cpu_offload_gb < 1 << 20:
             raise ConfigError("--cpu-offload-gb", f"{self.cpu_offload_gb} is not a size in GiB; use 0 or more")
         need_positive(self, "kv_cache_memory_bytes", "num_gpu_blocks_override", remedy="use 1 or more, or drop it")
+
+    def memory_share(self, default: float = DEFAULT_MEMORY_SHARE) -> float:
+        """Return the fraction of a device's memory that the engine may use. `default`: unless the user set it."""
+        return default if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def check_scales(self) -> None:
         """Raise ConfigError if --calculate-kv-scales does not suit the cache's data type. Called by backends."""

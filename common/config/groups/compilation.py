@@ -9,13 +9,13 @@ from typing import Any, Final
 from pagoda.common.config.fields import did_you_mean, json_object, option
 from pagoda.common.errors import ConfigError
 
-GRAPH_MODES: Final[Mapping[str, bool]] = {
-    "NONE": False,
-    "FULL_DECODE_ONLY": True,
-    "FULL": True,
-    "FULL_AND_PIECEWISE": True,
+GRAPH_MODES: Final[Mapping[str, tuple[bool, bool]]] = {
+    "NONE": (False, False),
+    "FULL_DECODE_ONLY": (True, False),
+    "FULL": (True, True),
+    "FULL_AND_PIECEWISE": (True, True),
 }
-"""cudagraph_mode -> whether decode steps are captured. Prefill and mixed steps never are."""
+"""cudagraph_mode -> whether decode steps are captured, and short prefill and mixed steps, too, each as one graph."""
 
 _SIZES: Final = "cudagraph_capture_sizes"
 _LARGEST: Final = "max_cudagraph_capture_size"
@@ -45,8 +45,9 @@ class CompilationConfig:
     )
     compilation_config: Mapping[str, Any] = option(
         {},
-        "Compilation settings as JSON: cudagraph_mode (NONE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; only decode "
-        "steps are captured), cudagraph_capture_sizes, max_cudagraph_capture_size.",
+        "Compilation settings as JSON: cudagraph_mode (NONE; FULL_DECODE_ONLY; FULL and FULL_AND_PIECEWISE, the "
+        "default, capture prefill and mixed steps of up to 1024 tokens, too), cudagraph_capture_sizes, "
+        "max_cudagraph_capture_size.",
         aliases=("-cc",),
         parse=json_object,
     )
@@ -63,11 +64,18 @@ class CompilationConfig:
     xla_check_recompilation: bool = option(
         False, "Raise an error if jax_tpu compiles a program after start-up, instead of counting it in the metrics."
     )
+    xla_profiler_port: int | None = option(
+        None,
+        "Port of JAX's profiler server, from which XProf and TensorBoard capture traces of jax_tpu; default: none. It "
+        "listens on all interfaces, without authentication.",
+    )
     optimization_level: int | None = option(
         None, "Optimization level, 0 to 3; also -O0 to -O3.", no_effect="it configures torch.compile, which is not used"
     )
 
     def __post_init__(self) -> None:
+        if self.xla_profiler_port is not None and not 1 <= self.xla_profiler_port <= 65535:
+            raise ConfigError("--xla-profiler-port", f"{self.xla_profiler_port} is not a port; use 1 to 65535")
         if self.optimization_level is not None and not 0 <= self.optimization_level <= 3:
             raise ConfigError("--optimization-level", f"{self.optimization_level} is not 0, 1, 2 or 3")
         for name in (_SIZES, _LARGEST):
@@ -84,7 +92,7 @@ class CompilationConfig:
         if self.graph_mode not in GRAPH_MODES:
             raise ConfigError(
                 "--compilation-config",
-                f"cudagraph_mode {self.graph_mode} is not supported: decode steps are captured as one graph; "
+                f"cudagraph_mode {self.graph_mode} is not supported: a step is captured as one graph; "
                 f"use {', '.join(GRAPH_MODES)}",
             )
         flag, sizes = self._graph_setting(_SIZES)
@@ -102,12 +110,17 @@ class CompilationConfig:
         if not self.compilation_config.get("use_cudagraph", True):
             return "NONE"
         mode = self.compilation_config.get("cudagraph_mode")
-        return "FULL_DECODE_ONLY" if mode is None else str(mode).upper()
+        return "FULL_AND_PIECEWISE" if mode is None else str(mode).upper()
 
     @property
     def captures_graphs(self) -> bool:
         """True if decode steps are captured, on devices that support it."""
-        return GRAPH_MODES[self.graph_mode] and not self.enforce_eager
+        return GRAPH_MODES[self.graph_mode][0] and not self.enforce_eager
+
+    @property
+    def captures_mixed_steps(self) -> bool:
+        """True if prefill and mixed steps are captured, too, on devices and with models that support it."""
+        return GRAPH_MODES[self.graph_mode][1] and not self.enforce_eager
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:

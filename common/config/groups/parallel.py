@@ -10,8 +10,8 @@ from pagoda.common.config.fields import json_object, need_not_negative, need_pos
 from pagoda.common.errors import ConfigError
 
 _TENSOR_ONLY: Final = "this version shards a model by --tensor-parallel-size only; use 1"
-_ONE_ENGINE: Final = "one engine drives all --data-parallel-size replicas, on this host's devices; drop it"
-_NO_DP_RANKS: Final = "one engine drives all --data-parallel-size replicas; there are no data-parallel ranks"
+_ONE_HOST: Final = "one server drives all --data-parallel-size replicas, on this host's devices; drop it"
+_NO_DP_RANKS: Final = "one server drives all --data-parallel-size replicas; its engines do not talk to each other"
 _NO_LIMIT: Final = "each rank memory-maps the weights and copies only its own shard"
 _CP_ONLY: Final = "it applies only to context parallelism, which is not in this version"
 _EP_ONLY: Final = "expert parallelism is not in this version; --tensor-parallel-size shards each expert"
@@ -43,14 +43,20 @@ class ParallelConfig:
     data_parallel_size: int = option(
         1, "Data-parallel size: number of model replicas that requests are distributed over.", aliases=("-dp",)
     )
+    data_parallel_mode: Literal["auto", "program", "engines"] = option(
+        "auto",
+        "How replicas run: program (one engine, whose steps are one XLA program over all devices; jax_tpu only) or "
+        "engines (an engine process for each replica, with devices and steps of its own); auto: program on jax_tpu, "
+        "engines elsewhere.",
+    )
     data_parallel_rank: int | None = option(
-        None, "Data-parallel rank of this engine.", aliases=("-dpn",), refused=_ONE_ENGINE, accepts=(0,)
+        None, "Data-parallel rank of this engine.", aliases=("-dpn",), refused=_ONE_HOST, accepts=(0,)
     )
     data_parallel_start_rank: int | None = option(
-        None, "First data-parallel rank on this node.", aliases=("-dpr",), refused=_ONE_ENGINE, accepts=(0,)
+        None, "First data-parallel rank on this node.", aliases=("-dpr",), refused=_ONE_HOST, accepts=(0,)
     )
     data_parallel_size_local: int | None = option(
-        None, "Number of data-parallel replicas on this node.", aliases=("-dpl",), refused=_ONE_ENGINE, accepts=(1,)
+        None, "Number of data-parallel replicas on this node.", aliases=("-dpl",), refused=_ONE_HOST, accepts=(1,)
     )
     data_parallel_address: str | None = option(
         None, "Address of the data-parallel head node.", aliases=("-dpa",), no_effect=_NO_DP_RANKS
@@ -62,10 +68,10 @@ class ParallelConfig:
         "mp", "Launcher of data-parallel ranks.", aliases=("-dpb",), no_effect=_NO_DP_RANKS
     )
     data_parallel_hybrid_lb: bool = option(
-        False, "Load-balance over the local data-parallel ranks only.", aliases=("-dph",), refused=_ONE_ENGINE
+        False, "Load-balance over the local data-parallel ranks only.", aliases=("-dph",), refused=_ONE_HOST
     )
     data_parallel_external_lb: bool = option(
-        False, "Leave load balancing over data-parallel ranks to the caller.", aliases=("-dpe",), refused=_ONE_ENGINE
+        False, "Leave load balancing over data-parallel ranks to the caller.", aliases=("-dpe",), refused=_ONE_HOST
     )
     enable_expert_parallel: bool = option(
         False,
@@ -130,6 +136,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         need_positive(self, "tensor_parallel_size", "data_parallel_size")
+        if self.data_parallel_mode == "engines" and self.data_parallel_size > 1 and self.nnodes > 1:
+            raise ConfigError("--data-parallel-mode", "engines run on one host; use program, or drop --nnodes")
         if self.data_parallel_size_local not in (None, self.data_parallel_size):
             raise ConfigError(
                 "--data-parallel-size-local", f"all {self.data_parallel_size} replicas run on this node; drop it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,16 +15,18 @@ HEARTBEAT_MS: Final = 1000
 
 
 def core_list(text: str) -> str:
-    """Return `text` in lower case if it is in ANY_CORE or a core list such as 0-3,8. Raise ValueError otherwise."""
+    """Return `text` in lower case if it is in ANY_CORE, a core list such as 0-3,8, or several with | between them.
+
+    Raise ValueError otherwise.
+    """
     word = text.strip().lower()
     if word not in ANY_CORE:
-        _cores(word)
+        for part in word.split("|"):
+            _cores(part)
     return word
 
 
 def _cores(text: str) -> frozenset[int]:
-    if "|" in text:
-        raise ValueError("this version runs one process on the CPU; give one core list, without |")
     cores: set[int] = set()
     for piece in text.split(","):
         first, dash, last = piece.partition("-")
@@ -69,7 +72,8 @@ class RuntimeConfig:
     )
     cpu_omp_threads_bind: str = option(
         "auto",
-        "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8; auto, all or nobind: no pinning.",
+        "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8; auto, all or nobind: no pinning. "
+        "Replicas (--data-parallel-size) have cores of their own with auto, or by one list for each: 0-3|4-7.",
         parse=core_list,
     )
 
@@ -81,13 +85,34 @@ class RuntimeConfig:
                 "--engine-iteration-timeout-s", f"{self.engine_iteration_timeout_s} is not a positive number of seconds"
             )
         need_not_negative(self, "restart_engine", remedy="use 0 for no restarts")
-        if self.cpu_omp_threads_bind not in ANY_CORE:
-            try:
-                _cores(self.cpu_omp_threads_bind)
-            except ValueError as error:
-                raise ConfigError("--cpu-omp-threads-bind", str(error)) from None
+        try:
+            core_list(self.cpu_omp_threads_bind)
+        except ValueError as error:
+            raise ConfigError("--cpu-omp-threads-bind", str(error)) from None
 
     @property
     def cores(self) -> frozenset[int] | None:
-        """The cores to pin threads to; None: no pinning."""
-        return None if self.cpu_omp_threads_bind in ANY_CORE else _cores(self.cpu_omp_threads_bind)
+        """The cores to pin threads to; None: no pinning. Raises ConfigError for the lists of several engines."""
+        if self.cpu_omp_threads_bind in ANY_CORE:
+            return None
+        lists = self.cpu_omp_threads_bind.split("|")
+        if len(lists) > 1:
+            raise ConfigError("--cpu-omp-threads-bind", f"{len(lists)} core lists for one engine; give one, without |")
+        return _cores(lists[0])
+
+    def cores_of_engine(self, engine: int, engines: int, cores: Sequence[int]) -> str:
+        """Return the setting of one of several engines. `cores`: those of this process, divided with auto.
+
+        Raises ConfigError unless there is a list for each engine.
+        """
+        if self.cpu_omp_threads_bind == "auto":
+            own = cores[engine * len(cores) // engines : (engine + 1) * len(cores) // engines]
+            return ",".join(map(str, own)) or "auto"
+        if self.cpu_omp_threads_bind in ANY_CORE:
+            return self.cpu_omp_threads_bind
+        lists = self.cpu_omp_threads_bind.split("|")
+        if len(lists) != engines:
+            raise ConfigError(
+                "--cpu-omp-threads-bind", f"{len(lists)} core lists for {engines} replicas; give one each, as 0-3|4-7"
+            )
+        return lists[engine]

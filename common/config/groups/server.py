@@ -162,6 +162,10 @@ class ServerConfig:
         "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error, and "
         "make the exit status 1.",
     )
+    drain_on_maintenance: bool = option(
+        True,
+        "On a Cloud TPU host: stop, as after SIGTERM, when Google Cloud announces maintenance or preempts the host.",
+    )
     keep_alive_on_engine_death: bool = option(
         False, "Keep the server running after the engine dies; every request then gets HTTP 503."
     )

@@ -1,4 +1,4 @@
-"""One measured request: a streamed POST whose events are timed when their bytes arrive, not when they are parsed."""
+"""One measured request: a POST whose answer is timed when its bytes arrive, not when they are parsed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,49 +14,53 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from pagoda.server.cli.bench.metrics import Outcome
 from pagoda.server.cli.http_client import ApiError, message_of
 
 REQUEST_SECONDS: Final = 6 * 3600.0
 
 
-@dataclass(slots=True)
-class Outcome:
-    """The timing of a request, in seconds."""
-
-    start: float = 0.0  # by time.perf_counter
-    end: float = 0.0  # by time.perf_counter
-    ttft: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between successive pieces of the answer
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str = ""  # why it failed; the other fields are then meaningless
-
-    @property
-    def latency(self) -> float:
-        """The time from the request to the last piece."""
-        return self.end - self.start
-
-    @property
-    def per_token(self) -> float | None:
-        """The mean time per token after the first; None if there was only one."""
-        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-
-
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event of an answer says."""
+
+    counts: bool = False  # it has output, so its arrival is timed
+    text: str = ""
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    is_last: bool = False  # the answer is complete, whatever follows
+
+
+ReadPiece = Callable[[Mapping[str, Any]], Piece]
+"""Interprets an event of a streamed answer, or a whole answer that is not streamed."""
+
+
+@dataclass(slots=True)
 class Endpoint:
-    """The endpoint under load."""
+    """The endpoint under load. Connections are kept and used again, from one event loop."""
 
     url: str  # with path
     headers: Mapping[str, str]
+    read: ReadPiece
+    streamed: bool = True
+    insecure: bool = False
+    _idle: list[_Exchange] = field(default_factory=list)
 
-    async def measure(self, body: Mapping[str, Any], prompt_tokens: int) -> Outcome:
-        """Send one request and time its answer.
+    async def measure(
+        self,
+        body: Mapping[str, Any],
+        prompt_tokens: int = 0,
+        *,
+        headers: Mapping[str, str] | None = None,
+        sequences: int = 1,
+    ) -> Outcome:
+        """Send one request and time its answer. Errors are in the outcome.
 
-        `prompt_tokens` is used if the answer has no usage. Errors are in the outcome.
+        `prompt_tokens` is used if the answer has no usage. `headers`: further ones.
         """
-        outcome = Outcome(start=time.perf_counter(), prompt_tokens=prompt_tokens)
+        outcome = Outcome(start=time.perf_counter(), prompt_tokens=prompt_tokens, sequences=sequences)
         try:
-            async with asyncio.timeout(REQUEST_SECONDS), aclosing(self._pieces(body)) as pieces:
+            async with asyncio.timeout(REQUEST_SECONDS), aclosing(self._pieces(body, headers or {})) as pieces:
                 async for at, piece in pieces:
                     _record(outcome, at, piece)
             if not outcome.end:
@@ -65,62 +69,155 @@ class Endpoint:
             outcome.error = str(getattr(error, "strerror", None) or error) or type(error).__name__
         return outcome
 
-    async def _pieces(self, body: Mapping[str, Any]) -> AsyncGenerator[tuple[float, dict[str, Any]], None]:
-        """Yield (arrival time, event) until [DONE]. Raises ApiError, also for an error event."""
-        tail = b""
-        async with aclosing(self._chunks(json.dumps(body).encode())) as chunks:
-            async for at, chunk in chunks:
-                *events, tail = (tail + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
-                for data in events:
-                    text = data.removeprefix(b"data:").strip()
-                    if text == b"[DONE]":
-                        return
-                    if not data.startswith(b"data:"):
-                        continue
-                    event = json.loads(text)
-                    if "error" in event:
-                        raise ApiError(message_of(text))
-                    yield at, event
-        raise ApiError("the answer ended early")
+    def close(self) -> None:
+        """Close the kept connections."""
+        for exchange in self._idle:
+            exchange.close()
+        self._idle.clear()
 
-    async def _chunks(self, body: bytes) -> AsyncGenerator[tuple[float, bytes], None]:
+    async def _pieces(
+        self, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[float, Piece], None]:
+        """Yield (arrival time, piece) up to the last. Raises ApiError, also for an error event."""
+        raw = json.dumps(body).encode()
+        if not self.streamed:
+            chunks = [each async for each in self._chunks(raw, headers)]
+            whole = json.loads(b"".join(chunk for _, chunk in chunks))
+            yield (chunks[-1][0], self.read(whole)) if isinstance(whole, dict) else (0.0, Piece())
+            return
+        tail, complete = b"", False
+        async with aclosing(self._chunks(raw, headers)) as arriving:
+            async for at, chunk in arriving:
+                *events, tail = (tail + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+                for data in filter(None, map(_data, events)):
+                    if data == b"[DONE]":
+                        complete = True
+                        continue
+                    event = json.loads(data)
+                    if event.get("error"):
+                        raise ApiError(message_of(data))
+                    piece = self.read(event)
+                    complete = complete or piece.is_last
+                    yield at, piece
+        if not complete:
+            raise ApiError("the answer ended early")
+
+    async def _chunks(self, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[tuple[float, bytes], None]:
+        """Yield the body of the answer with arrival times. A kept connection that the server closed is replaced."""
+        parts = urlsplit(self.url)
+        path = parts.path or "/"
+        head = [f"POST {path}?{parts.query} HTTP/1.1" if parts.query else f"POST {path} HTTP/1.1"]
+        fields = {
+            "host": parts.netloc.rpartition("@")[2],
+            "content-type": "application/json",
+            **{name.lower(): value for name, value in {**self.headers, **headers}.items()},
+            "content-length": str(len(body)),
+        }
+        head += [*(f"{name}: {value}" for name, value in fields.items()), "", ""]
+        message = "\r\n".join(head).encode("latin-1") + body
+        while True:
+            exchange, kept = await self._connection()
+            exchange.send(message)
+            try:
+                first = await exchange.arrivals.get()
+                if first is None and kept and exchange.is_unanswered:
+                    continue
+                while first is not None:
+                    yield first
+                    first = await exchange.arrivals.get()
+                exchange.check()
+            finally:
+                self._release(exchange)
+            return
+
+    async def _connection(self) -> tuple[_Exchange, bool]:
+        """Return a connection, and whether it was kept from an earlier request."""
+        while self._idle:
+            exchange = self._idle.pop()
+            if not exchange.is_closed:
+                return exchange, True
         parts = urlsplit(self.url)
         secure = ssl.create_default_context() if parts.scheme == "https" else None
+        if secure is not None and self.insecure:
+            secure.check_hostname, secure.verify_mode = False, ssl.CERT_NONE
         port = parts.port or (443 if secure else 80)
-        transport, exchange = await asyncio.get_running_loop().create_connection(
+        _, exchange = await asyncio.get_running_loop().create_connection(
             _Exchange, parts.hostname or "", port, ssl=secure
         )
-        head = [f"POST {parts.path or '/'} HTTP/1.1", f"host: {parts.netloc.rpartition('@')[2]}"]
-        head += [f"{name}: {value}" for name, value in self.headers.items()]
-        head += ["content-type: application/json", f"content-length: {len(body)}", "connection: close", "", ""]
-        try:
-            transport.write("\r\n".join(head).encode("latin-1") + body)
-            while (arrived := await exchange.arrivals.get()) is not None:
-                yield arrived
-            exchange.check()
-        finally:
-            transport.close()
+        return exchange, False
+
+    def _release(self, exchange: _Exchange) -> None:
+        if exchange.is_reusable:
+            self._idle.append(exchange)
+        else:
+            exchange.close()
 
 
 class _Exchange(asyncio.Protocol):
-    """The response to one request: `arrivals` has the body's pieces with their times, then None."""
+    """A connection: `arrivals` has the pieces of the answer's body with their times, then None."""
 
     def __init__(self) -> None:
         self.arrivals: asyncio.Queue[tuple[float, bytes] | None] = asyncio.Queue()
-        self._parser = httptools.HttpResponseParser(self)
+        self.is_closed = False
+        self._transport: asyncio.Transport | None = None
+        self._now = 0.0
         self._status = 0
         self._error_body = b""
-        self._now = 0.0
+        self._complete = self._stays_open = False
+        self._until_close = True
+        self._begin()
+
+    def send(self, message: bytes) -> None:
+        """Send a request; its answer replaces that of the one before."""
+        self._begin()
+        if self._transport is not None:
+            self._transport.write(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def check(self) -> None:
+        """Raise ApiError if the answer is an error, incomplete or missing."""
+        if not self._status:
+            raise ApiError("the server did not answer")
+        if self._status != 200:
+            raise ApiError(f"{self._status}: {message_of(self._error_body)}", self._status)
+        if not self._complete:
+            raise ApiError("the answer ended early")
+
+    @property
+    def is_unanswered(self) -> bool:
+        """True if the connection ended before an answer began."""
+        return self.is_closed and not self._status
+
+    @property
+    def is_reusable(self) -> bool:
+        """True after a complete answer on a connection that stays open."""
+        return self._complete and self._stays_open and not self.is_closed
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
+            self.close()
             self.arrivals.put_nowait(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.arrivals.put_nowait(None)
+        self.is_closed = True
+        if not self._complete:
+            self._complete = self._until_close
+            self.arrivals.put_nowait(None)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._until_close = False
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
@@ -132,33 +229,37 @@ class _Exchange(asyncio.Protocol):
             self._error_body += body
 
     def on_message_complete(self) -> None:
+        self._complete = True
+        self._stays_open = bool(self._parser.should_keep_alive())
         self.arrivals.put_nowait(None)
 
-    def check(self) -> None:
-        """Raise ApiError if the response is an error or missing."""
-        if not self._status:
-            raise ApiError("the server did not answer")
-        if self._status != 200:
-            raise ApiError(f"{self._status}: {message_of(self._error_body)}", self._status)
+    def _begin(self) -> None:
+        """Expect a new answer."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._status = 0
+        self._error_body = b""
+        self._complete = self._stays_open = False
+        self._until_close = True  # the body has neither a length nor chunks: it ends with the connection
 
 
-def _record(outcome: Outcome, at: float, event: Mapping[str, Any]) -> None:
-    usage = event.get("usage")
-    if usage:
-        outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
-        outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
-    if not any(_has_content(choice) for choice in event.get("choices", ())):
+def _data(event: bytes) -> bytes:
+    """Return the data of a server-sent event, joined if it has several lines; empty for a comment."""
+    lines = (line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+    return b"\n".join(lines)
+
+
+def _record(outcome: Outcome, at: float, piece: Piece) -> None:
+    if piece.prompt_tokens is not None:
+        outcome.prompt_tokens = piece.prompt_tokens
+    if piece.output_tokens is not None:
+        outcome.output_tokens = piece.output_tokens
+    if not piece.counts:
         return
     if outcome.end:
         outcome.gaps.append(at - outcome.end)
     else:
         outcome.ttft = at - outcome.start
     outcome.end = at
-    if not usage:
+    outcome.text += piece.text
+    if piece.output_tokens is None:
         outcome.output_tokens += 1
-
-
-def _has_content(choice: Mapping[str, Any]) -> bool:
-    """Return False for the first chat piece, which has only a role."""
-    delta = choice.get("delta")
-    return delta is None or "role" not in delta or bool(delta.get("content"))

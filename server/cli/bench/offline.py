@@ -6,19 +6,26 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any, Protocol, TypeVar
 
 from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.defaults import Usage
-from pagoda.common.config.groups.bench import LatencyConfig, ThroughputConfig
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, build
-from pagoda.common.engine.messages import DraftStats
+from pagoda.common.engine.messages import DraftStats, EngineStats
 from pagoda.common.errors import ConfigError
-from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.cli.bench.datasets.samples import PromptVocabulary
+from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.llm import LLM
-from pagoda.server.settings.flags import EngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
+from pagoda.server.settings.flags import (
+    EngineArgs,
+    FlagParser,
+    add_config_file,
+    add_explain_config,
+    add_settings,
+    resolve_settings,
+)
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import check_engine
 
@@ -27,8 +34,10 @@ LoadT = TypeVar("LoadT")
 
 def add_load_arguments(parser: FlagParser, command: str) -> None:
     """Add the flags of a benchmark and of the engine."""
-    add_settings(parser, OWN_SETTINGS[command].values())
-    EngineArgs.add_cli_args(parser)
+    own = OWN_SETTINGS[command]
+    add_settings(parser, own.values())
+    add_settings(parser, ENGINE_SETTINGS.values(), skip=own)
+    add_config_file(parser)
     add_explain_config(parser)
 
 
@@ -50,42 +59,52 @@ def check_load(
     return settings, check_engine(EngineArgs.from_resolved(settings).create_engine_config(), usage, settings.sources)
 
 
+def engine_keywords(settings: ResolvedSettings) -> dict[str, Any]:
+    """Return the engine settings that are given, by name."""
+    return {
+        name: settings.values[name]
+        for name in settings.sources
+        if name in ENGINE_SETTINGS and ENGINE_SETTINGS[name].option.deprecated is None
+    }
+
+
 def start_llm(engine_args: EngineArgs) -> LLM:
     return LLM.from_engine_args(engine_args)
 
 
-def check_fits(llm: LLM, load: LatencyConfig | ThroughputConfig) -> None:
+def need_profiler(profile: bool, settings: ResolvedSettings) -> None:
+    """Raise ConfigError if a trace is wanted and there is no folder for it."""
+    if profile and not settings.values["profiler_config"]:
+        raise ConfigError("--profile", "there is no folder for the trace; set --profiler-config, or drop it")
+
+
+class EngineView(Protocol):
+    """What benchmarks read of an engine."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def text_or_none(self) -> Tokenizer | None: ...
+
+
+def check_fits(engine: EngineView, input_len: int, output_len: int) -> None:
     """Raise ConfigError if a request exceeds the engine's context."""
-    limit = llm.llm_engine.info.limits.max_model_len
-    if load.input_len + load.output_len > limit:
+    limit = engine.info.limits.max_model_len
+    if input_len + output_len > limit:
         raise ConfigError(
-            "--output-len",
-            f"{load.input_len} + {load.output_len} tokens exceed the context of {limit}; lower one of them",
+            "--output-len", f"{input_len} + {output_len} tokens exceed the context of {limit}; lower one of them"
         )
 
 
-def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
-    """Return prompts of random token ids without special tokens, determined by the seed."""
-    vocab = llm.llm_engine.info.vocab_size
-    special = set() if llm.llm_engine.config.model.skip_tokenizer_init else set(llm.llm_engine.text.special_ids)
-    ids = np.random.default_rng(seed).choice(ordinary_tokens(vocab, special), size=(count, length))
-    return [{"prompt_token_ids": row} for row in ids.tolist()]
-
-
-def ordinary_tokens(vocab_size: int, special: set[int]) -> np.ndarray:
-    """Return the token ids that are not special: int64 [V - special]."""
-    return np.setdiff1d(np.arange(vocab_size), np.array(sorted(special), np.int64))
-
-
-def sampling_params(load: LatencyConfig | ThroughputConfig) -> SamplingParams:
-    """Return parameters that generate exactly `output_len` tokens at temperature 1."""
-    return SamplingParams(
-        n=load.n,
-        temperature=1.0,
-        ignore_eos=True,
-        max_tokens=load.output_len,
-        detokenize=not load.disable_detokenize,
-    )
+def vocabulary_of(engine: EngineView) -> PromptVocabulary:
+    """Return the vocabulary of an engine's model, for prompts of token ids."""
+    tokenizer = engine.text_or_none
+    special = frozenset() if tokenizer is None else tokenizer.special_ids
+    return PromptVocabulary(engine.info.vocab_size, tokenizer, special)
 
 
 def acceptance(before: DraftStats | None, now: DraftStats | None) -> dict[str, Any]:
@@ -103,23 +122,6 @@ def acceptance(before: DraftStats | None, now: DraftStats | None) -> dict[str, A
             count / drafts.drafts if drafts.drafts else 0.0 for count in drafts.accepted
         ],
     }
-
-
-def acceptance_rows(results: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the label and value of each line about drafts; none without speculative decoding."""
-    if "spec_decode_num_drafts" not in results:
-        return []
-    return [
-        ("Acceptance rate (%):", results["spec_decode_acceptance_rate"]),
-        ("Acceptance length:", results["spec_decode_acceptance_length"]),
-        ("Drafts:", results["spec_decode_num_drafts"]),
-        ("Draft tokens:", results["spec_decode_draft_tokens"]),
-        ("Accepted tokens:", results["spec_decode_accepted_tokens"]),
-        *(
-            (f"Acceptance at position {position} (%):", 100.0 * rate)
-            for position, rate in enumerate(results["spec_decode_per_position_acceptance_rates"])
-        ),
-    ]
 
 
 def write_results(path: str | None, results: Mapping[str, Any], flag: str = "--output-json") -> None:

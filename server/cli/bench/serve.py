@@ -1,13 +1,14 @@
-"""`pagoda bench serve`: load a running OpenAI server with random prompts; print its throughput and latencies."""
+"""`pagoda bench serve`: load a running server with requests of a dataset; print its throughput and latencies."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,33 +16,111 @@ from typing import Any, Final
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
-from tqdm import tqdm
 
 from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.env import CLIENT_API_KEY
-from pagoda.common.config.groups.bench import ServeLoadConfig
+from pagoda.common.config.groups.bench.dataset import DatasetConfig
+from pagoda.common.config.groups.bench.serve import PATHS, ResultFileConfig, ServeLoadConfig
+from pagoda.common.config.groups.bench.traffic import QUEUE_LATENCIES, ReportConfig, TrafficConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.settings import build
 from pagoda.common.engine.messages import DraftStats
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.cli.bench.client import Endpoint, Outcome
-from pagoda.server.cli.bench.offline import acceptance, acceptance_rows, ordinary_tokens, write_results
+from pagoda.server.cli.bench.apis import APIS, lora_names
+from pagoda.server.cli.bench.arrivals import schedule
+from pagoda.server.cli.bench.client import Endpoint
+from pagoda.server.cli.bench.datasets.draw import draw_samples
+from pagoda.server.cli.bench.datasets.samples import PromptVocabulary
+from pagoda.server.cli.bench.load import READY_RETRY_SECONDS, LoadGenerator, LoadResult, PlannedRequest, probe_results
+from pagoda.server.cli.bench.metrics import Outcome, detailed, results_of, times_of
+from pagoda.server.cli.bench.offline import acceptance, write_results
+from pagoda.server.cli.bench.pages import timeline_page
+from pagoda.server.cli.bench.plots import need_matplotlib, plot_lengths
+from pagoda.server.cli.bench.table import result_table
 from pagoda.server.cli.http_client import ApiClient, ApiError
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 SETTINGS: Final = OWN_SETTINGS["bench serve"]
 
+_FULL_LENGTH: Final = ("random", "multi_turn", "timed_trace")
+"""Datasets whose requests ignore end-of-sequence tokens."""
+
+_RECORDED: Final = ("timed_trace", "burstgpt")
+"""Datasets with arrival times."""
+
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """One request of the load."""
+class ServeBenchmark:
+    """The settings of `bench serve`. Raises ConfigError if they contradict each other."""
 
-    body: dict[str, Any]
-    prompt_tokens: int
-    at: float  # sending time, in seconds after the first request
+    target: ServeLoadConfig
+    dataset: DatasetConfig
+    traffic: TrafficConfig
+    report: ReportConfig
+    files: ResultFileConfig
+
+    def __post_init__(self) -> None:
+        self._check_api()
+        self._check_metrics()
+        self._check_arrivals()
+        if self.files.plot_dataset_stats:
+            need_matplotlib("--plot-dataset-stats")
+
+    def _check_api(self) -> None:
+        backend, name = self.target.backend, self.dataset.dataset_name
+        if (backend == "vllm-rerank") != (name == "random-rerank"):
+            raise ConfigError("--backend", "vllm-rerank and --dataset-name random-rerank need each other")
+        if self.dataset.random_batch_size > 1 and name == "random" and not self._takes_batches:
+            raise ConfigError("--random-batch-size", f"{backend} takes one prompt per request; use openai-embeddings")
+        if name == "timed_trace" and PATHS[backend] != PATHS["openai"]:
+            raise ConfigError("--backend", f"{backend} takes text, and timed_trace has token ids; use openai")
+        if name == "multi_turn" and (self.target.prompt_token_ids or self.target.is_pooling):
+            raise ConfigError("--dataset-name", "multi_turn needs answers as text; use --backend openai-chat or openai")
+        if self.target.prompt_token_ids and self.target.skip_tokenizer_init:
+            raise ConfigError("--prompt-token-ids", "needs a tokenizer; drop --skip-tokenizer-init")
+
+    def _check_metrics(self) -> None:
+        chosen = self.report.percentile_metrics or ()
+        if self.target.is_pooling and self.report.goodput:
+            raise ConfigError("--goodput", f"{self.target.backend} does not generate; drop it")
+        for name in chosen:
+            if name in QUEUE_LATENCIES and self.traffic.max_concurrency is None:
+                raise ConfigError("--percentile-metrics", f"{name} needs --max-concurrency")
+            if self.target.is_pooling and name not in ("e2el", *QUEUE_LATENCIES):
+                raise ConfigError("--percentile-metrics", f"{self.target.backend} has no {name}; use e2el")
+
+    def _check_arrivals(self) -> None:
+        name, traffic = self.dataset.dataset_name, self.traffic
+        if traffic.self_timed is not None and name not in _RECORDED:
+            raise ConfigError("--self-timed", f"{name} has no arrival times; use --request-rate")
+        rates = not math.isinf(traffic.request_rate) or traffic.ramp_up_strategy is not None
+        if rates and self.is_self_timed:
+            raise ConfigError("--request-rate", f"arrival times are those of {name}; add --no-self-timed, or drop it")
+
+    @property
+    def _takes_batches(self) -> bool:
+        return self.target.backend in ("openai-embeddings", "vllm-pooling")
+
+    @property
+    def is_self_timed(self) -> bool:
+        """True if requests are sent at recorded times."""
+        usual = self.dataset.dataset_name == "timed_trace"
+        return usual if self.traffic.self_timed is None else self.traffic.self_timed
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of each body that do not depend on the prompt."""
+        generates = not self.target.is_pooling
+        full = generates and (self.target.ignore_eos or self.dataset.dataset_name in _FULL_LENGTH)
+        return {**self.target.sampling, **({"ignore_eos": True} if full else {}), **self.target.extra_body}
+
+    @property
+    def label(self) -> str:
+        """--label, by default --backend."""
+        return self.files.label or self.target.backend
 
 
 def add_arguments(parser: FlagParser) -> None:
@@ -50,28 +129,83 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0. Raises PagodaError if a request failed or the server is unreachable."""
-    config: ServeLoadConfig = build(ServeLoadConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
+    bench = benchmark_of(args)
+    target = bench.target
     key = CLIENT_API_KEY.read()
-    name, source = _model(config, key)
-    requests = plan_requests(config, name, _tokenizer(source))
-    endpoint = Endpoint(config.address + config.path, {"authorization": f"Bearer {key}"} if key else {})
-    before = server_drafts(config.address, key)
-    outcomes, seconds = asyncio.run(_load(config, endpoint, requests))
-    drafts = acceptance(before, server_drafts(config.address, key))
-    results = figures(config, outcomes, seconds) | drafts
-    print(report(config, results))
-    if config.save_result:
-        _save(config, name, source, results | (detailed(outcomes) if config.save_detailed else {}))
-    errors = [each.error for each in outcomes if each.error]
+    name, source = _model(target, key)
+    tokenizer = None if target.skip_tokenizer_init else _tokenizer(source)
+    requests = plan_requests(bench, name, tokenizer)
+    client = ApiClient(target.address, key, target.headers, insecure=target.insecure)
+    before = server_drafts(client)
+    measured = asyncio.run(_measure(bench, requests, client, key))
+    results: dict[str, Any] = results_of(
+        measured.outcomes, measured.seconds, bench.report, bench.traffic, pooling=target.is_pooling
+    )
+    results |= probe_results(measured.probes) | acceptance(before, server_drafts(client))
+    shown = {"max_concurrency": bench.traffic.max_concurrency, "request_rate": bench.traffic.request_rate}
+    print(result_table(results | shown, bench.report.metric_percentiles))
+    _write_files(bench, name, source if tokenizer is not None else None, results, measured.outcomes)
+    errors = [each.error for each in measured.outcomes if each.error]
     if errors:
-        raise PagodaError(f"{len(errors)} of {len(outcomes)} requests failed, the first with: {errors[0]}")
+        raise PagodaError(f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}")
     return 0
 
 
-def server_drafts(address: str, key: str | None) -> DraftStats | None:
+def benchmark_of(args: argparse.Namespace) -> ServeBenchmark:
+    """Return the settings of the command line. Raises ConfigError."""
+    values, known = resolve_flags(args, SETTINGS), SETTINGS.values()
+    groups = (ServeLoadConfig, DatasetConfig, TrafficConfig, ReportConfig, ResultFileConfig)
+    return ServeBenchmark(*(build(group, values, known) for group in groups))
+
+
+def plan_requests(bench: ServeBenchmark, model: str, tokenizer: Tokenizer | None) -> list[PlannedRequest]:
+    """Return the requests, determined by the seed. Raises ConfigError."""
+    target = bench.target
+    as_text = not (target.prompt_token_ids or bench.dataset.dataset_name == "timed_trace")
+    vocabulary = PromptVocabulary(0) if tokenizer is None else PromptVocabulary.of(tokenizer, as_text=as_text)
+    rng = np.random.default_rng(target.seed)
+    samples = draw_samples(bench.dataset, vocabulary, rng)
+    times = schedule(bench.traffic, samples, rng, recorded=bench.dataset.dataset_name == "timed_trace")
+    names = [model] * len(samples)
+    if target.lora_modules:
+        choose = lambda count: int(rng.integers(count))  # noqa: E731
+        names = lora_names(target.lora_modules, target.lora_assignment, len(samples), choose)
+    prefix = f"bench-{uuid.uuid4().hex[:8]}-" if target.request_id_prefix is None else target.request_id_prefix
+    return [
+        PlannedRequest(sample, at, name, f"{prefix}{index}")
+        for index, (sample, at, name) in enumerate(zip(samples, times, names))
+    ]
+
+
+async def _measure(
+    bench: ServeBenchmark, requests: Sequence[PlannedRequest], client: ApiClient, key: str | None
+) -> LoadResult:
+    target, api = bench.target, APIS[bench.target.backend]
+    headers = {**({"authorization": f"Bearer {key}"} if key else {}), **target.headers}
+    load = LoadGenerator(
+        Endpoint(target.address + target.path, headers, api.read, bool(api.limit), target.insecure),
+        api,
+        bench.fields,
+        target.logprobs,
+        bench.traffic.max_concurrency,
+        not bench.files.disable_tqdm,
+    )
+    if target.ready_check_timeout_sec:
+        await load.wait_until_ready(requests[0], target.ready_check_timeout_sec)
+    await load.warm_up(requests[0], target.num_warmups)
+    if target.profile:
+        client.post("/start_profile")
+    try:
+        return await load.run(requests, target.probe_request_rate)
+    finally:
+        if target.profile:
+            print(f"Trace of the load: {client.post('/stop_profile').strip()}")
+
+
+def server_drafts(client: ApiClient) -> DraftStats | None:
     """Return a server's counters of speculative decoding; None without it, or if its metrics cannot be read."""
     try:
-        families = list(text_string_to_metric_families(ApiClient(address, key).text("/metrics")))
+        families = list(text_string_to_metric_families(client.text("/metrics")))
     except (ApiError, ValueError):
         return None
     totals: dict[str, float] = {}
@@ -91,17 +225,30 @@ def server_drafts(address: str, key: str | None) -> DraftStats | None:
     )
 
 
-def _model(config: ServeLoadConfig, key: str | None) -> tuple[str, str]:
+def _model(target: ServeLoadConfig, key: str | None) -> tuple[str, str]:
     """Return the model's name and the source of its tokenizer, by default from the server's model list."""
-    name = config.served_model_name or config.model
-    source = config.tokenizer or config.model
-    if name and source:
-        return name, source
-    cards = ApiClient(f"{config.address}/v1", key).cards()
+    name = target.served_model_name or target.model
+    source = target.tokenizer or target.model
+    if name and (source or target.skip_tokenizer_init):
+        return name, source or name
+    cards = _cards(target, key)
     if not cards:
-        raise ApiError(f"{config.address}: the server lists no model")
+        raise ApiError(f"{target.address}: the server lists no model")
     card = next((each for each in cards if each["id"] == name), cards[0])
     return name or str(card["id"]), source or str(card.get("root") or card["id"])
+
+
+def _cards(target: ServeLoadConfig, key: str | None) -> list[dict[str, Any]]:
+    """Return the server's model list, once it answers within --ready-check-timeout-sec."""
+    client = ApiClient(f"{target.address}/v1", key, target.headers, insecure=target.insecure)
+    end = time.monotonic() + target.ready_check_timeout_sec
+    while True:
+        try:
+            return client.cards()
+        except ApiError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(READY_RETRY_SECONDS)
 
 
 def _tokenizer(source: str) -> Tokenizer:
@@ -113,186 +260,72 @@ def _tokenizer(source: str) -> Tokenizer:
     return tokenizer
 
 
-def plan_requests(config: ServeLoadConfig, model: str, tokenizer: Tokenizer) -> list[PlannedRequest]:
-    """Return the requests, determined by the seed."""
-    rng = np.random.default_rng(config.seed)
-    tokens = ordinary_tokens(tokenizer.vocab_size, set(tokenizer.special_ids))
-    prefix = rng.choice(tokens, config.random_prefix_len).tolist()
-    inputs, outputs = (_lengths(rng, mean, config) for mean in (config.random_input_len, config.random_output_len))
-    prompts = [prefix + rng.choice(tokens, length).tolist() for length in inputs]
-    return [
-        PlannedRequest(_body(config, model, prompt, tokenizer, length), len(prompt), at)
-        for prompt, length, at in zip(prompts, outputs, _arrivals(rng, config))
-    ]
+# Files beside the printed table.
 
 
-def _lengths(rng: np.random.Generator, mean: int, config: ServeLoadConfig) -> list[int]:
-    least = max(1, math.floor(mean * (1 - config.random_range_ratio)))
-    most = math.ceil(mean * (1 + config.random_range_ratio))
-    return [int(length) for length in rng.integers(least, most + 1, config.num_prompts)]
-
-
-def _arrivals(rng: np.random.Generator, config: ServeLoadConfig) -> list[float]:
-    """Return sending times in seconds; gaps follow a gamma distribution of mean 1 / rate."""
-    if math.isinf(config.request_rate):
-        return [0.0] * config.num_prompts
-    scale = 1.0 / (config.request_rate * config.burstiness)
-    gaps = rng.gamma(config.burstiness, scale, config.num_prompts - 1)
-    return [0.0, *np.cumsum(gaps).tolist()]
-
-
-def _body(config: ServeLoadConfig, model: str, prompt: list[int], tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": model,
-        "temperature": config.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if config.ignore_eos:
-        body["ignore_eos"] = True
-    if not config.is_chat:
-        return body | {"prompt": prompt, "max_tokens": length}
-    text = tokenizer.decode(prompt)
-    return body | {"messages": [{"role": "user", "content": text}], "max_completion_tokens": length}
-
-
-async def _load(
-    config: ServeLoadConfig, endpoint: Endpoint, requests: Sequence[PlannedRequest]
-) -> tuple[list[Outcome], float]:
-    """Return the outcomes in request order, and the seconds from the first request to the last answer."""
-    for _ in range(config.num_warmups):
-        warmup = await endpoint.measure(requests[0].body, requests[0].prompt_tokens)
-        if warmup.error:
-            raise ApiError(f"{endpoint.url}: {warmup.error}; is the server running? (pagoda serve MODEL)")
-    gate = nullcontext() if config.max_concurrency is None else asyncio.Semaphore(config.max_concurrency)
-    began = time.perf_counter()
-    with tqdm(total=len(requests), disable=config.disable_tqdm) as bar:
-
-        async def one(request: PlannedRequest) -> Outcome:
-            await asyncio.sleep(began + request.at - time.perf_counter())
-            async with gate:
-                outcome = await endpoint.measure(request.body, request.prompt_tokens)
-            bar.update()
-            return outcome
-
-        outcomes = await asyncio.gather(*map(one, requests))
-    return list(outcomes), time.perf_counter() - began
-
-
-def _save(config: ServeLoadConfig, model: str, source: str, results: dict[str, Any]) -> None:
-    now = datetime.now()
-    header = {
+def result_header(bench: ServeBenchmark, model: str, tokenizer: str | None, now: datetime) -> dict[str, Any]:
+    """Return the settings that are saved with the results."""
+    traffic = bench.traffic
+    ramp = (
+        {}
+        if traffic.ramp_up_strategy is None
+        else {name: getattr(traffic, name) for name in ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")}
+    )
+    return {
         "date": f"{now:%Y%m%d-%H%M%S}",
-        "backend": config.backend,
+        "endpoint_type": bench.target.backend,
+        "backend": bench.target.backend,
+        "label": bench.files.label,
         "model_id": model,
-        "tokenizer_id": source,
-        "num_prompts": config.num_prompts,
-        "request_rate": "inf" if math.isinf(config.request_rate) else config.request_rate,
-        "burstiness": config.burstiness,
-        "max_concurrency": config.max_concurrency,
-        **dict(pair.split("=", 1) for pair in config.metadata),
+        "tokenizer_id": tokenizer,
+        "num_prompts": bench.dataset.num_prompts,
+        **bench.files.facts,
+        "request_rate": "inf" if math.isinf(traffic.request_rate) else traffic.request_rate,
+        "burstiness": traffic.burstiness,
+        "max_concurrency": traffic.max_concurrency,
+        **ramp,
     }
-    limit = "" if config.max_concurrency is None else f"-concurrency{config.max_concurrency}"
-    rate = f"{config.request_rate:g}qps"
-    default = f"{config.backend}-{rate}{limit}-{model.rstrip('/').rpartition('/')[2]}-{header['date']}.json"
-    folder = Path(config.result_dir or ".")
+
+
+def result_path(bench: ServeBenchmark, model: str, now: datetime) -> Path:
+    """Return the path of the result file. Raises ConfigError if its folder cannot be made."""
+    traffic = bench.traffic
+    rate = f"{traffic.request_rate:g}qps"
+    if traffic.ramp_up_strategy is not None:
+        rate = f"ramp-up-{traffic.ramp_up_strategy}-{traffic.ramp_up_start_rps:g}qps-{traffic.ramp_up_end_rps:g}qps"
+    limit = "" if traffic.max_concurrency is None else f"-concurrency{traffic.max_concurrency}"
+    usual = f"{bench.label}-{rate}{limit}-{model.rstrip('/').rpartition('/')[2]}-{now:%Y%m%d-%H%M%S}.json"
+    folder = Path(bench.files.result_dir or ".")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--result-dir", f"{folder}: {error.strerror}") from None
-    write_results(str(folder / (config.result_filename or default)), header | results, "--result-filename")
+    return folder / (bench.files.result_filename or usual)
 
 
-# Results, as a table and as JSON: throughputs and the distributions of four latencies.
-
-WIDTH: Final = 50
-TITLES: Final = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
-
-
-def figures(config: ServeLoadConfig, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Return the results, times in milliseconds. `seconds`: first request to last answer."""
-    good = [each for each in outcomes if not each.error]
-    inputs, outputs = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
-    results: dict[str, Any] = {
-        "duration": seconds,
-        "completed": len(good),
-        "failed": len(outcomes) - len(good),
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "request_throughput": len(good) / seconds,
-        "output_throughput": outputs / seconds,
-        "total_token_throughput": (inputs + outputs) / seconds,
-    }
-    for name, times in _times(good).items():
-        if name in config.percentile_metrics:
-            results |= _statistics(name, np.array(times) * 1000.0, config.metric_percentiles)
-    return results
+def _write_files(
+    bench: ServeBenchmark, model: str, tokenizer: str | None, results: dict[str, Any], outcomes: Sequence[Outcome]
+) -> None:
+    files, now = bench.files, datetime.now()
+    if not (files.save_result or files.append_result or files.plot_timeline or files.plot_dataset_stats):
+        return
+    path = result_path(bench, model, now)
+    whole = result_header(bench, model, tokenizer, now) | results | times_of(outcomes)
+    whole |= detailed(outcomes) if files.save_detailed else {}
+    if files.append_result:
+        _append(path, whole)
+    elif files.save_result:
+        write_results(str(path), whole, "--result-filename")
+    if files.plot_timeline:
+        page = timeline_page(outcomes, files.timeline_itl_thresholds, f"{model}, {now:%Y-%m-%d %H:%M}")
+        path.with_suffix(".timeline.html").write_text(page, encoding="utf-8")
+    if files.plot_dataset_stats:
+        plot_lengths(outcomes, path.with_suffix(".dataset_stats.png"))
 
 
-def _times(good: Sequence[Outcome]) -> dict[str, list[float]]:
-    return {
-        "ttft": [each.ttft for each in good],
-        "tpot": [each.per_token for each in good if each.per_token is not None],
-        "itl": [gap for each in good for gap in each.gaps],
-        "e2el": [each.latency for each in good],
-    }
-
-
-def _statistics(name: str, times: np.ndarray, percentiles: Sequence[float]) -> dict[str, float]:
-    if not times.size:
-        times = np.zeros(1)
-    statistics = {"mean": times.mean(), "median": np.median(times), "std": times.std()}
-    statistics |= {f"p{percentile:g}": np.percentile(times, percentile) for percentile in percentiles}
-    return {f"{statistic}_{name}_ms": float(value) for statistic, value in statistics.items()}
-
-
-def detailed(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the measurements of every request in sending order, times in seconds."""
-    return {
-        "input_lens": [each.prompt_tokens for each in outcomes],
-        "output_lens": [each.output_tokens for each in outcomes],
-        "ttfts": [each.ttft for each in outcomes],
-        "itls": [each.gaps for each in outcomes],
-        "errors": [each.error for each in outcomes],
-    }
-
-
-def report(config: ServeLoadConfig, results: Mapping[str, Any]) -> str:
-    """Return the results as a table."""
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
-    lines += [_row(label, value) for label, value in _totals(config, results)]
-    for name, title in TITLES.items():
-        if f"mean_{name}_ms" in results:
-            lines.append(f"{title:-^{WIDTH}}")
-            statistics = ("mean", "median", *(f"p{percentile:g}" for percentile in config.metric_percentiles))
-            lines += [
-                _row(f"{each.capitalize()} {name.upper()} (ms):", results[f"{each}_{name}_ms"]) for each in statistics
-            ]
-    if drafts := acceptance_rows(results):
-        lines += [f"{'Speculative Decoding':-^{WIDTH}}", *(_row(label, value) for label, value in drafts)]
-    return "\n".join([*lines, "=" * WIDTH])
-
-
-def _totals(config: ServeLoadConfig, results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    yield "Successful requests:", results["completed"]
-    yield "Failed requests:", results["failed"]
-    if config.max_concurrency is not None:
-        yield "Maximum request concurrency:", config.max_concurrency
-    if config.request_rate != float("inf"):
-        yield "Request rate configured (RPS):", config.request_rate
-    yield "Benchmark duration (s):", results["duration"]
-    yield "Total input tokens:", results["total_input_tokens"]
-    yield "Total generated tokens:", results["total_output_tokens"]
-    yield "Request throughput (req/s):", results["request_throughput"]
-    yield "Output token throughput (tok/s):", results["output_throughput"]
-    yield "Total token throughput (tok/s):", results["total_token_throughput"]
-
-
-def _row(label: str, value: float) -> str:
-    number = f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{label:<40}{number:<10}"
+def _append(path: Path, results: dict[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(results) + "\n")
+    except OSError as error:
+        raise ConfigError("--result-filename", f"{path}: {error.strerror}") from None

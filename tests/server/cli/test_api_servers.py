@@ -218,11 +218,11 @@ def test_the_queue_limit_holds_for_all_processes_together(tmp_path: Path) -> Non
 
 def test_a_signal_lets_the_requests_of_all_processes_finish(tmp_path: Path) -> None:
     with api_servers("fake:slow", tmp_path, TRACKED, "--shutdown-timeout", "30") as server:
-        with ThreadPoolExecutor(24) as pool:
-            answers = [pool.submit(server.completion, 60, True) for _ in range(20)]
+        with ThreadPoolExecutor(13) as pool:
+            answers = [pool.submit(server.completion, 60, True) for _ in range(9)]
             body = {"input": "a", "max_output_tokens": 60}
             forwarded = [pool.submit(server.request, "POST", "/v1/responses", body) for _ in range(4)]
-            eventually(lambda: server.running() == 24)
+            eventually(lambda: server.running() == 13)
             os.killpg(server.process.pid, signal.SIGTERM)
             assert all(each.result()[1].endswith(b"[DONE]\n\n") for each in answers)
             assert all(each.result()[0] == 200 for each in forwarded)

@@ -159,18 +159,35 @@ def test_the_deprecated_server_module(capsys: pytest.CaptureFixture[str], monkey
     assert "unknown flag --no-such-flag" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["bench", "sweep", "plot"], ["bench", "sweep", "serve"]])
-def test_refused_commands_name_an_alternative(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(words) == 2
-    text = capsys.readouterr().err
-    assert f"pagoda {' '.join(words)}: error: not in this version: " in text
-    assert "bench serve" in text
+COMMANDS = {
+    "new": main.Command("Something new.", "module"),
+    "old": main.Command("Something else.", refused="use new"),
+    "both": main.Command("More.", commands={"older": main.Command("It.", refused="use new")}),
+}
 
 
-@pytest.mark.command("bench")
-def test_help_lists_refused_commands_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", "--help"]) == 0
+def test_refused_commands_name_an_alternative(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "COMMANDS", COMMANDS)
+    for words in (["old"], ["both", "older"]):
+        assert main.main(words) == 2
+        assert f"pagoda {' '.join(words)}: error: not in this version: use new" in capsys.readouterr().err
+
+
+def test_help_lists_refused_commands_apart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "COMMANDS", COMMANDS)
+    assert main.main(["--help"]) == 0
     before, _, after = capsys.readouterr().out.partition("not in this version:")
-    assert "throughput" in before
-    assert "sweep" not in before
-    assert "sweep" in after
+    assert "new" in before
+    assert "old" not in before
+    assert "old" in after
+    assert "both" in after
+
+
+@pytest.mark.command("bench", "bench sweep")
+def test_help_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "--help"]) == 0
+    assert {"latency", "serve", "throughput", "startup", "sweep"} <= set(capsys.readouterr().out.split())
+    assert main.main(["bench", "sweep", "--help"]) == 0
+    assert {"serve", "serve_sla", "startup", "plot", "plot_pareto"} <= set(capsys.readouterr().out.split())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagoda.common.config.commands import DoctorConfig
+from pagoda.common.config.tpu_host import TpuKind
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import doctor, machine, main
 from pagoda.server.cli.doctor import Check, Finding
@@ -105,8 +106,9 @@ def test_requirements_are_those_of_pyproject() -> None:
 
 @pytest.mark.setting("--backend")
 def test_an_unavailable_backend() -> None:
-    findings = findings_of(doctor.backends, backend="simulated")
-    assert findings[0] == Finding("fail", "backend", "--backend: simulated: not in this version")
+    findings = findings_of(doctor.backends, backend="torch_cuda")
+    assert findings[0].level == "fail"
+    assert findings[0].text.startswith("--backend: torch_cuda: no NVIDIA GPU found")
     assert {each.level for each in findings[1:]} <= {"ok", "warn"}
     assert any(each == Finding("ok", "backend", "reference, on CPU") for each in findings_of(doctor.backends))
 
@@ -137,9 +139,19 @@ def test_a_tpu_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     chip = tmp_path / "accel0"
     chip.touch()
     monkeypatch.setattr(machine, "device_files", lambda *patterns: [chip] if "accel[0-9]*" in patterns else [])
-    assert findings_of(doctor.devices)[-1] == Finding("ok", "tpu", f"1 chips or groups: {chip}")
+    assert findings_of(doctor.devices)[-1] == Finding("ok", "tpu", "none"), "another accelerator"
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    monkeypatch.setattr(doctor, "tpu_chips", lambda: [TpuKind("V7X", devices=2)] * 4)
+    assert findings_of(doctor.devices)[-1] == Finding("ok", "tpu", "4 chips v7x, 8 devices")
     monkeypatch.setattr("os.access", lambda *_: False)
     assert findings_of(doctor.devices)[-1].level == "warn"
+
+
+def test_tpus_that_cannot_be_used_alone_or_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    for kind, text in ((TpuKind("V6E"), "of the 2 of a TPU slice"), (TpuKind("V4", supported=False), "TPU v4 is not")):
+        monkeypatch.setattr(doctor, "tpu_chips", lambda kind=kind: [kind])
+        assert [each.level for each in findings_of(doctor.devices) if text in each.text] == ["warn"]
 
 
 @pytest.mark.setting("--tensor-parallel-size", "--data-parallel-size")
@@ -148,15 +160,15 @@ def test_a_tpu_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("b", 1, []),
         ("reference", 2, [("fail", "--tensor-parallel-size: reference runs a model on one device; use 1, or --ba")]),
-        ("jax_tpu", 2, [("ok", "2 of 2 chips")]),
-        ("jax_tpu", 4, [("warn", "4 devices are requested, 2 chips are present")]),
+        ("jax_tpu", 2, [("ok", "2 of 2 devices")]),
+        ("jax_tpu", 4, [("warn", "4 devices are requested, 2 are present")]),
     ],
 )
 def test_a_model_on_several_chips(
     backend: str, wanted: int, findings: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "choose_backend", lambda name: name)
-    monkeypatch.setattr(machine, "device_files", lambda *patterns: [Path("/dev/vfio/0"), Path("/dev/vfio/1")])
+    monkeypatch.setattr(doctor, "tpu_chips", lambda: [TpuKind("V6E")] * 2)
     shown = findings_of(doctor.parallelism, backend=backend, tensor_parallel_size=wanted)
     assert len(shown) == len(findings)
     assert all(each.level == level and text in each.text for each, (level, text) in zip(shown, findings))
@@ -172,8 +184,13 @@ def test_gpus_are_checked_through_the_framework(monkeypatch: pytest.MonkeyPatch)
     assert Finding("ok", "backend", "torch_cuda, on CPU tensors") in findings_of(doctor.backends, backend="torch_cuda")
     both = {"backend": "torch_cuda", "tensor_parallel_size": 2}
     assert one(doctor.parallelism, **both) == Finding("ok", "spread", "2 ranks have a device each")
+    apart = {"backend": "torch_cuda", "data_parallel_size": 3}
+    assert one(doctor.parallelism, **apart) == Finding("ok", "spread", "3 replicas have an engine each")
     monkeypatch.delenv("PAGODA_TORCH_CUDA_DEVICE")
     monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    few = one(doctor.parallelism, **apart)
+    assert (few.level, "replica 2 needs GPUs 2 to 2 and 2 are visible" in few.text) == ("fail", True)
     shown = [*findings_of(doctor.backends, backend="torch_cuda"), one(doctor.parallelism, **both)]
     assert [each.subject for each in shown if each.level == "fail"] == ["backend", "spread"]
     assert all("is built without CUDA; pip" in each.text for each in shown if each.level == "fail")

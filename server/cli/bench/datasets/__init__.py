@@ -1,0 +1,1 @@
+"""Datasets of prompts for benchmarks. Nothing here uses HTTP or an engine."""

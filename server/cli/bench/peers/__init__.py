@@ -1,0 +1,1 @@
+"""pagoda beside other engines: each in a process of its own, measured in turns."""
