@@ -20,11 +20,13 @@ from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wak
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import EngineDeadError, EngineUnavailableError, RequestError, SleepError
 from pagoda.server.ipc_messages import (
+    NO_OTHERS,
     Command,
     EngineInfo,
     Failed,
     FromEngine,
     Heartbeat,
+    OtherUse,
     Ready,
     Reply,
     Restarting,
@@ -69,8 +71,8 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def other_sequences(self) -> int:
-        """Number of unfinished sequences of the engine's other clients."""
+    def others(self) -> OtherUse:
+        """What unfinished requests of the engine's other clients use."""
         ...
 
     def close(self, timeout: float = 2.0) -> None:
@@ -94,8 +96,8 @@ class NoEngine:
 
     def kill(self, cause: str) -> None: ...
     @property
-    def other_sequences(self) -> int:
-        return 0
+    def others(self) -> OtherUse:
+        return NO_OTHERS
 
     def close(self, timeout: float = 2.0) -> None: ...
 
@@ -221,9 +223,9 @@ class CoreClientAsync:
         return await reply
 
     @property
-    def other_sequences(self) -> int:
+    def others(self) -> OtherUse:
         """Number of unfinished sequences of the engine's other clients."""
-        return self._client.other_sequences
+        return self._client.others
 
     def check(self) -> None:
         """Raise EngineDeadError if the engine is dead, EngineUnavailableError if it is stuck or restarts."""
@@ -288,7 +290,7 @@ class CoreClientAsync:
         if isinstance(message, Failed):
             self.die(EngineDeadError(message.message))
             return
-        if isinstance(message, Restarting):
+        if isinstance(message, Restarting) and message.request_ids is None:
             self._unavailable = restarting(message.cause)
             self._fail_calls(self._unavailable)
         elif isinstance(message, Ready):
@@ -334,7 +336,7 @@ class Admission:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
         self.check(load, owner)
         with self.counting():
-            self._overload.check(self.limits, self._use().callers + self._engine.other_sequences)
+            self._overload.check(self.limits, self._use().callers + self._engine.others.callers)
 
     def check(self, load: Load, owner: str = "", group: str = "") -> None:
         """Raise EngineDeadError, SleepError, QueueFullError, or RequestError if the queue can never hold the load.
@@ -344,7 +346,9 @@ class Admission:
         self._engine.raise_if_unavailable()
         self._sleep.raise_if_asleep()
         with self.counting():
-            self.limits.check(self._use(), load, owner, group, self._engine.other_sequences)
+            others = self._engine.others
+            elsewhere = Load(others.sequences, others.tokens), Load(*others.owners.get(owner, ()))
+            self.limits.check(self._use(), load, owner, group, *elsewhere)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

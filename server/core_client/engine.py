@@ -41,6 +41,7 @@ from pagoda.server.core_client.client import Listener, Supervisor
 from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, STACK_SIGNAL, bind_private
 from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
+    NO_OTHERS,
     Abort,
     AdapterState,
     AddRequest,
@@ -49,6 +50,7 @@ from pagoda.server.ipc_messages import (
     FromEngine,
     Heartbeat,
     LoadAdapter,
+    OtherUse,
     ProfileState,
     Ready,
     Refused,
@@ -294,8 +296,8 @@ class ThreadClient:
         self._supervisor.check()
 
     @property
-    def other_sequences(self) -> int:
-        return 0
+    def others(self) -> OtherUse:
+        return NO_OTHERS
 
     def kill(self, cause: str) -> None:
         """Count the engine as dead; its thread ends after its current step."""

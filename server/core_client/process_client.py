@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +25,14 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError
-from pagoda.server.child import child_env, describe_exit
+from pagoda.server.child import describe_exit, engine_env
 from pagoda.server.core_client.client import Listener, Supervisor
 from pagoda.server.ipc_messages import (
+    NO_OTHERS,
     EngineInfo,
     Failed,
     FromEngine,
+    OtherUse,
     Ready,
     Shutdown,
     StepReply,
@@ -69,7 +71,14 @@ class ProcessClient:
 
     _process: subprocess.Popen[bytes] | None = None  # None: another process started the engine
 
-    def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM, clients: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        program: Sequence[str] = ENGINE_PROGRAM,
+        clients: int = 0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the engine. `env`: environment variables beside this process's."""
         self._private = _private_folder(config.runtime.rpc_base_path)
         self._folder = self._private.path
         self.address = f"ipc://{self._folder}/engine"
@@ -77,7 +86,7 @@ class ProcessClient:
         process = subprocess.Popen(
             [*program, self.address, *([str(clients)] if clients else ())],
             stdin=subprocess.PIPE,
-            env=child_env(),
+            env=engine_env() | dict(env or {}),
         )
         self._process = process
         self._send_config(process, config)
@@ -104,7 +113,12 @@ class ProcessClient:
         self._closed = False
         self._resuming = False
         self._kill_cause = ""
-        self._others = 0
+        self._others = NO_OTHERS
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where SharedClients find the engine's sockets."""
+        return (self.address,)
 
     @property
     def failed(self) -> Failed | None:
@@ -112,8 +126,8 @@ class ProcessClient:
         return self._supervisor.failed
 
     @property
-    def other_sequences(self) -> int:
-        """Number of unfinished sequences of the engine's other clients, as of its last message."""
+    def others(self) -> OtherUse:
+        """What unfinished requests of the engine's other clients use, as of its last message."""
         return self._others
 
     @property
@@ -212,7 +226,7 @@ class ProcessClient:
             message = decode_from_engine(self._out.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
-        if isinstance(message, StepReply):
+        if isinstance(message, StepReply) and message.others is not None:
             self._others = message.others
         return message
 

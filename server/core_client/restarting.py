@@ -13,7 +13,7 @@ from typing import Final
 
 from pagoda.common.errors import EngineDeadError, EngineUnavailableError
 from pagoda.server.core_client.client import EngineClient, Listener, restarting
-from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, Restarting, ToEngine
+from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, OtherUse, Ready, Restarting, ToEngine
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class RestartingClient:
         return self._client
 
     @property
-    def other_sequences(self) -> int:
-        return self._client.other_sequences
+    def others(self) -> OtherUse:
+        return self._client.others
 
     def wait_ready(self) -> EngineInfo:
         return self._client.wait_ready()

@@ -19,19 +19,25 @@ from pagoda.common.errors import EngineDeadError
 from pagoda.server.core_client.client import Supervisor
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.ipc_messages import (
+    NO_OTHERS,
     Abort,
     AddRequest,
     Command,
     FromEngine,
+    OtherUse,
     Refused,
     Reply,
     StepReply,
     ToEngine,
     encode,
 )
+from pagoda.server.processing.queue_use import Load, QueueUse
 
 STATS_SECONDS: Final = 0.5
 """Interval at which a client without outputs gets the engine's statistics while it is busy."""
+
+OTHERS_SECONDS: Final = 0.1
+"""Interval at which a client is told what the others use: with hundreds of keys that takes part of a millisecond."""
 
 
 def output_address(address: str, client: int) -> str:
@@ -50,17 +56,21 @@ class ClientRouter:
         self, count: int, send: Callable[[int, FromEngine], None], broadcast: Callable[[FromEngine], None]
     ) -> None:
         self._count, self._send, self._broadcast = count, send, broadcast
-        self._owners: dict[str, int] = {}  # client of each unfinished sequence
-        self._sequences = [0] * count  # number of those, by client
+        self._clients: dict[str, int] = {}  # client of each unfinished sequence
+        self._uses = [QueueUse() for _ in range(count)]  # of those, by client
         self._reported = [0.0] * count  # when a client last got statistics
+        self._told = [0.0] * count  # and what the others use
 
     def note(self, client: int, command: ToEngine) -> ToEngine:
         """Record a client's command and return it with a ticket that is unique among all clients."""
         match command:
             case AddRequest(request, others):
-                request_ids = [request.request_id, *(request_id for request_id, _ in others)]
-                self._owners |= dict.fromkeys(request_ids, client)
-                self._sequences[client] += len(request_ids)
+                group = request.group or request.request_id
+                load = Load(1, len(request.prompt_token_ids) + len(request.encoder_token_ids or ()))
+                for request_id in (request.request_id, *(request_id for request_id, _ in others)):
+                    self._forget(request_id)
+                    self._clients[request_id] = client
+                    self._uses[client].add(request_id, load, request.owner, group)
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._forget(request_id)
@@ -87,7 +97,7 @@ class ClientRouter:
     def _divide(self, step: StepOutputs) -> None:
         outputs: list[list[EngineOutput]] = [[] for _ in range(self._count)]
         for output in step.outputs:
-            client = self._owners.get(output.request_id)
+            client = self._clients.get(output.request_id)
             if client is not None:  # else it was aborted
                 outputs[client].append(output)
             if output.finish_reason is not None:
@@ -98,13 +108,31 @@ class ClientRouter:
             if client and not own and not idle and now - self._reported[client] < STATS_SECONDS:
                 continue
             self._reported[client] = now
-            others = len(self._owners) - self._sequences[client]
-            self._send(client, StepReply(StepOutputs(outputs=own, stats=step.stats, earlier=step.earlier), others))
+            step_outputs = StepOutputs(outputs=own, stats=step.stats, earlier=step.earlier)
+            self._send(client, StepReply(step_outputs, self._others(client, now)))
+
+    def _others(self, client: int, now: float) -> OtherUse | None:
+        """Return what the clients but one use; None if it was told that lately and they use something."""
+        uses = [use for number, use in enumerate(self._uses) if number != client and use.callers]
+        if not uses:
+            self._told[client] = 0.0
+            return NO_OTHERS
+        if now - self._told[client] < OTHERS_SECONDS:
+            return None
+        self._told[client] = now
+        total, owners = Load(), dict[str, Load]()
+        for use in uses:
+            total += use.total
+            for owner, load in use.owners.items():
+                owners[owner] = owners.get(owner, Load()) + load
+        callers = sum(use.callers for use in uses)
+        by_owner = {owner: (load.sequences, load.tokens) for owner, load in owners.items()}
+        return OtherUse(total.sequences, total.tokens, callers, by_owner)
 
     def _forget(self, request_id: str) -> int | None:
-        client = self._owners.pop(request_id, None)
+        client = self._clients.pop(request_id, None)
         if client is not None:
-            self._sequences[client] -= 1
+            self._uses[client].remove((request_id,))
         return client
 
 

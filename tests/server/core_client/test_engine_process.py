@@ -69,6 +69,18 @@ async def test_requests_run_in_an_engine_process(started: Started) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("arenas", [None, "4"])
+async def test_an_engine_has_one_arena_of_memory_unless_its_operator_sets_their_number(
+    started: Started, monkeypatch: pytest.MonkeyPatch, arenas: str | None
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if arenas is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
+    pid = started.client().pid
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert f"MALLOC_ARENA_MAX={arenas or 1}".encode() in variables
+
+
 async def test_closing_a_stream_aborts_in_the_engine_process(started: Started) -> None:
     llm = started.llm("fake:slow")
     stream = llm.generate("abc", SamplingParams(max_tokens=60), "r")

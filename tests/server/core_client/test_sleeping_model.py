@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from support.tiny_folder import write_model
 
-from pagoda.common.errors import SleepError
+from pagoda.common.errors import ConfigError, SleepError
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.weights.sharded import Manifest
 from pagoda.server.llm import LLM
+from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.startup.engine import check_engine
 
 PROMPT = {"prompt_token_ids": [5, 17, 3, 80, 41, 2, 9] * 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -56,3 +59,17 @@ def test_answers_are_the_same_after_every_kind_of_sleep(tmp_path: Path, ranks: i
         assert ask() == (want, 0)
     finally:
         llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"nnodes": 2}, "several hosts"), ({"load_format": "sharded_state"}, "a converted checkpoint")],
+)
+def test_jax_tpu_refuses_sleep_where_it_could_not_wake_up(tmp_path: Path, settings: dict, text: str) -> None:
+    folder = write_model(tmp_path / "tiny")
+    if "load_format" in settings:
+        manifest = Manifest(pagoda="1", architectures=(), dtype="bfloat16", tensor_parallel_size=1, leaves={})
+        manifest.write(folder)
+    args = EngineArgs(str(folder), backend="jax_tpu", enable_sleep_mode=True, max_model_len=48, **settings)
+    with pytest.raises(ConfigError, match=f"--enable-sleep-mode: .*{text}"):
+        check_engine(args.create_engine_config(), "llm")
