@@ -60,6 +60,7 @@ class Format:
     mutate: Callable[[Random, Files], Files]
     read: Callable[[Path], object]
     names_file: bool = True  # whether errors name the file; those of tensors in requests name the field elsewhere
+    modules: tuple[str, ...] = ()  # imported before the first case, whose time would not suffice
 
 
 # Mutations.
@@ -159,7 +160,8 @@ def _places(value: object) -> Iterator[tuple[Any, Any]]:
 def _scaled(rng: Random, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return [value] * rng.choice((2, 40)) if not isinstance(value, list) else value * rng.choice((0, 2, 7))
-    return rng.choice((value * 2, value + 1, value - 1, -value, value * 10**6, value * 1.5, str(value), [value]))
+    larger = value * 1.5 if abs(value) < 1e300 else 1.5
+    return rng.choice((value * 2, value + 1, value - 1, -value, value * 10**6, larger, str(value), [value]))
 
 
 def _nested(rng: Random, value: Any) -> Any:
@@ -650,6 +652,8 @@ def read_adapter_folder(folder: Path) -> None:
     read_adapter(folder, BaseModel(family.rules, params(spec), adaptable(spec), 16))
 
 
+_FALLBACK: Final = ("pagoda.backends.fallback.describe",)
+
 FORMATS: Final[dict[str, Format]] = {
     "gguf": Format(_gguf_examples, mutate_one("model.gguf", _mutate_gguf), read_gguf_file),
     "safetensors": Format(
@@ -662,10 +666,10 @@ FORMATS: Final[dict[str, Format]] = {
     ),
     "torch": Format(_torch_examples, mutate_one("pytorch_model.bin", _mutate_torch), read_torch),
     "tensor": Format(_tensor_examples, mutate_one("tensor.pt", _mutate_torch), read_one_tensor, names_file=False),
-    "config": Format(_config_examples, mutate_one("config.json", mutate_json), resolve_folder),
+    "config": Format(_config_examples, mutate_one("config.json", mutate_json), resolve_folder, modules=_FALLBACK),
     "quantization": Format(_quantization_examples, _mutate_quantization, resolve_folder),
     "generation": Format(_generation_examples, mutate_one("generation_config.json", mutate_json), resolve_folder),
-    "modules": Format(_module_examples, _mutate_any, resolve_folder),
+    "modules": Format(_module_examples, _mutate_any, resolve_folder, modules=_FALLBACK),
     "tokenizer": Format(_tokenizer_examples, _mutate_tokenizer, read_tokenizer),
     "adapter": Format(_adapter_examples, _mutate_adapter, read_adapter_folder),
 }
@@ -832,7 +836,7 @@ def _child(name: str, start: int, stop: int, seed: int, progress: str) -> int:
         def print_failure(kind: str, case: int, example: str) -> None:
             print(json.dumps((kind, case, example)), flush=True)
 
-        for module in ("torch", "tokenizers", "pagoda.server.settings.resolve"):
+        for module in ("torch", "tokenizers", "pagoda.server.settings.resolve", *FORMATS[name].modules):
             __import__(module)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))

@@ -1,12 +1,13 @@
 """What holds under faults and overload: each row of the table is a scenario against a real server.
 
 usage: python reliability.py MODEL [--only ROW] [--match TEXT] [--minutes 10] [--cases 20000] [--mutants 100000]
-                             [--json FILE]
+                             [--pause SECONDS] [--json FILE]
 
 Rows: kill, stop, sigterm, bombs, sockets, overload, hostile, soak. MODEL: a .gguf file or a folder; the templates and
 lists of the bombs suit SmolLM2's vocabulary. `--minutes` is the duration of the overload, and of the soak, whose row
-asks for 120. Gaps between tokens and waits include those that other programs on the machine cause: "worst gap before"
-is that of the same streams before the fault. Exit status: 1 if a row fails.
+asks for 120; without `--pause` its 16 clients ask again at once, which keeps the machine busy. Gaps between tokens and
+waits include those that other programs on the machine cause: "worst gap before" is that of the same streams before the
+fault. Exit status: 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--match", default="", help="only bombs whose row contains this text, such as 'item 4'")
+    parser.add_argument("--pause", type=float, default=0.0, help="mean seconds between the requests of a soak's client")
     parser.add_argument("--logs", default="/tmp", help="folder for the servers' logs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    options = Options(args.model, args.minutes, args.cases, args.mutants, args.logs, args.match)
+    options = Options(args.model, args.minutes, args.cases, args.mutants, args.logs, args.match, args.pause)
     result: dict[str, Any] = {"machine": machine(), "options": asdict(options), "rows": []}
     failed = False
     for name in args.only or SCENARIOS:

@@ -96,6 +96,9 @@ MAX_SIZE: Final = 1 << 40
 """Maximum of sizes: beyond all models, and products of a few of them are computed exactly and fast."""
 
 MAX_LAYERS: Final = 10_000
+"""Maximum of numbers of layers and of heads, for each of which there are objects."""
+
+_HEAD_COUNTS: Final = frozenset({"num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"})
 _LAYER_COUNTS: Final = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers"})
 
 
@@ -258,7 +261,7 @@ class HfConfig:
         return value
 
     def _bounded(self, key: str, value: int) -> int:
-        limit = MAX_LAYERS if key in _LAYER_COUNTS else MAX_SIZE
+        limit = MAX_LAYERS if key in _LAYER_COUNTS or key in _HEAD_COUNTS else MAX_SIZE
         if not -limit <= value <= limit:
             shown = str(value) if abs(value) < 1 << 64 else "a number of more than 64 bits"
             raise self.error(key, f"is {shown}; it must be at most {limit}")

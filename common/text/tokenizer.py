@@ -21,7 +21,7 @@ from pagoda.common.errors import ModelError, PromptTooLongError, RequestError
 from pagoda.common.text.gguf_tokenizer import read_gguf
 from pagoda.common.text.literal_stretches import Span, pattern_of, stretches_of
 from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
-from pagoda.common.text.tokenizer_files import TokenizerParts, read_folder, write_folder
+from pagoda.common.text.tokenizer_files import TokenizerParts, is_panic, read_folder, write_folder
 
 CountTokens = Callable[[str], int]
 """Returns the number of tokens of a text."""
@@ -440,6 +440,10 @@ def _encoding(
         raise
     except Exception as error:  # bare ones of the library: a character unknown to a vocabulary without <unk>
         raise RequestError("prompt", f"the model's tokenizer cannot encode the text: {error}") from None
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ModelError(f"the tokenizer's files contradict themselves ({error}); fetch them again") from None
 
 
 # Bounds on how much of a long text is tokenised, which costs seconds and hundreds of bytes per token. Long texts are

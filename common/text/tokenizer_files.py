@@ -96,10 +96,17 @@ def write_folder(folder: Path, parts: TokenizerParts) -> None:
         path.write_text(source, encoding="utf-8")
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether it is a panic of the Rust code of the library tokenizers, whose type cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:  # the library raises bare Exception; its panics are not even that
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
 
 
@@ -109,7 +116,9 @@ def _read_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> tokenizer
         raise ModelError(_missing(folder))
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:  # as above
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ModelError(f"{folder}: vocab.json and merges.txt cannot be read ({error}); fetch them again") from None
     backend = tokenizers.Tokenizer(model)
     prefix = bool(config.get("add_prefix_space", False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pagoda.common.config.groups.model import LOAD_FORMATS
 from pagoda.common.errors import ModelError
@@ -74,6 +74,16 @@ _FOLDER_ONLY = ("safetensors", "pt", "sharded_state")
 _FOLDER_FORMATS = {"auto": ("safetensors", "pt"), "safetensors": ("safetensors",), "pt": ("pt",), "dummy": ()}
 
 
+_ORBAX_FILES: Final = (
+    "_CHECKPOINT_METADATA",
+    "_METADATA",
+    "*/_METADATA",
+    "*/_CHECKPOINT_METADATA",
+    "*/items/_METADATA",
+)
+"""What a folder has that Orbax or MaxText wrote: a checkpoint, a step of it, or all steps."""
+
+
 def open_checkpoint(
     model: str | Path,
     load_format: str = "auto",
@@ -110,6 +120,11 @@ def open_checkpoint(
         return _open_file(file, load_format, weights)
     if load_format == "gguf":
         raise ModelError(f"{path}: no .gguf file in this folder")
+    if not (path / "config.json").is_file() and any(any(path.glob(pattern)) for pattern in _ORBAX_FILES):
+        raise ModelError(
+            f"{path}: Orbax checkpoints, as MaxText writes them, are not read: they have no config.json and name their "
+            "tensors in a way of their own; export it first with MaxText's to_huggingface script"
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no config.json in this folder; is it a model's folder?")
     if load_format == "sharded_state" or (load_format == "auto" and is_sharded(path)):

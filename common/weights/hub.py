@@ -71,6 +71,11 @@ def resolve_model(
     if path is not None:
         return path
     name, quant = split_quant(model)
+    if "://" in model:
+        raise ModelError(
+            f"{model}: models are not read from object stores; copy it to a folder first (gcloud storage cp -r, or "
+            "aws s3 cp --recursive), or mount the bucket (gcsfuse)"
+        )
     if not is_hub_id(name):
         raise ModelError(f"{model or 'MODEL'}: no such file or folder; {_REMEDY}")
     hub_token = True if token == STORED_TOKEN else token

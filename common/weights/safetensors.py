@@ -134,6 +134,8 @@ def _entry(where: str, value: object) -> _Entry:
     shape, offsets = _sizes(value.get("shape")), _sizes(value.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise WeightError(f"{where}: corrupt header (shape {value.get('shape')}, offsets {value.get('data_offsets')})")
+    if prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:  # whatever a size of 0 makes of it
+        raise WeightError(f"{where}: corrupt header (shape {list(shape)})")
     begin, end = offsets
     needed = prod(shape) * dtype.itemsize
     if end - begin != needed:

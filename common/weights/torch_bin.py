@@ -161,6 +161,12 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
             f"{path}: refused: record {name} inflates {entry.compress_size} bytes to {entry.file_size}; save it again "
             "with torch.save, which does not compress"
         )
+    if entry.header_offset + entry.compress_size > path.stat().st_size:  # zipfile would allocate that much
+        raise WeightError(f"{path}: truncated: record {name} states {entry.compress_size} bytes; download it again")
+    if entry.compress_type == zipfile.ZIP_STORED and entry.file_size != entry.compress_size:
+        raise WeightError(
+            f"{path}: corrupt record {name} ({entry.file_size} bytes in {entry.compress_size}); download it again"
+        )
     try:
         return archive.read(name)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:

@@ -58,6 +58,7 @@ class _Canary:
 def _requests(options: Options) -> Report:
     report = Report(f"{options.cases} hostile requests")
     log = Path(options.log_folder) / "hostile.log"
+    log.unlink(missing_ok=True)  # it is searched for errors of this server
     flags = (*FLAGS, "--override-generation-config", '{"max_new_tokens": 2}', "--max-num-queued-reqs", "256")
     with serving(options.model, *flags, log=log) as server, _Canary(server) as canary:
         engine = server.engine_pid()

@@ -164,8 +164,15 @@ def _judge_overload(report: Report, answers: list[Answer], alone: list[Answer]) 
     report.at_most("admitted p99 latency", _p99(admitted), 2 * _p99(alone))
     report.notes |= {
         "p99, saturated": round(_p99(alone), 2),
+        "p99 of those that came after 10 s": round(_p99(_after(admitted, 10.0) or admitted), 2),
         "median, overloaded": round(statistics.median(each.end - each.begin for each in admitted), 2),
     }
+
+
+def _after(answers: list[Answer], seconds: float) -> list[Answer]:
+    """Return those that were sent later than `seconds` after the first."""
+    first = min(each.begin for each in answers)
+    return [each for each in answers if each.begin > first + seconds]
 
 
 def _p99(answers: list[Answer]) -> float:
@@ -196,7 +203,7 @@ def soak(options: Options) -> list[Report]:
     """Mixed load for --minutes: no growth of memory, threads or descriptors; counters equal the clients' own."""
     report = Report(f"soak of {options.minutes:g} min, mixed load")
     with serving(options.model, *CACHE, log=Path(options.log_folder) / "soak.log") as server:
-        counts, samples = asyncio.run(_soak(server, options.minutes * 60))
+        counts, samples = asyncio.run(_soak(server, options))
         time.sleep(2.0)
         counted = server.metric_by("vllm:request_success_total", "finished_reason")
         metrics: dict[str, Any] = {
@@ -238,10 +245,11 @@ def _judge_growth(report: Report, samples: list[Usage]) -> None:
     report.notes["memory by tenth, MB"] = [round(each.memory) for each in samples[:: max(1, len(samples) // 10)]]
 
 
-async def _soak(server: Server, seconds: float) -> tuple[_Counts, list[Usage]]:
+async def _soak(server: Server, options: Options) -> tuple[_Counts, list[Usage]]:
     counts, samples = _Counts(), []
+    seconds = options.minutes * 60
     end = time.monotonic() + seconds
-    tasks = [asyncio.create_task(_soak_client(server.port, i, end, counts)) for i in range(SOAK_CLIENTS)]
+    tasks = [asyncio.create_task(_soak_client(server.port, i, end, options.pause, counts)) for i in range(SOAK_CLIENTS)]
     while time.monotonic() < end:
         samples.append(await asyncio.to_thread(server.usage))
         await asyncio.sleep(min(SAMPLE_SECONDS, seconds / 40))
@@ -249,7 +257,7 @@ async def _soak(server: Server, seconds: float) -> tuple[_Counts, list[Usage]]:
     return counts, samples
 
 
-async def _soak_client(port: int, seed: int, end: float, counts: _Counts) -> None:
+async def _soak_client(port: int, seed: int, end: float, pause: float, counts: _Counts) -> None:
     chance = random.Random(seed)
     while time.monotonic() < end:
         kind = chance.choice(("completion", "completion", "chat", "whole", "schema", "cut", "invalid"))
@@ -266,6 +274,8 @@ async def _soak_client(port: int, seed: int, end: float, counts: _Counts) -> Non
             counts.generation_tokens += answer.usage.get("completion_tokens", 0)
         else:
             counts.faults.append(f"{kind}: {answer.status} {answer.error or answer.cut}"[:200])
+        if pause:
+            await asyncio.sleep(min(chance.expovariate(1 / pause), max(0.0, end - time.monotonic())))
 
 
 def _soak_body(kind: str, chance: random.Random) -> tuple[str, dict[str, Any], int]:

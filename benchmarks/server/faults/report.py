@@ -18,6 +18,7 @@ class Options:
     mutants: int  # mutated headers of each format
     log_folder: str  # the servers' logs
     match: str = ""  # only bombs whose row has this text
+    pause: float = 0.0  # mean seconds between two requests of a client of the soak
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
 from pagoda.common.models.primitives import Norm, Param, adapter_params, linear_params, norm_params
 from pagoda.common.models.rope import Rope
+from pagoda.common.models.work import MixerWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,16 @@ class Attention:
         if window is None:
             return FullCache(self.kv_heads, self.head_dim, self.value_dim)
         return WindowCache(self.kv_heads, self.head_dim, window, self.value_dim)
+
+    def work(self) -> MixerWork:
+        """Return the cost of q.k and of the weighted values of all heads, and of the scores of blocks."""
+        pair, span = 2 * self.heads * (self.head_dim + self.value_width), self.window or self.seen_chunks
+        own = MixerWork(pair, pair, self.kv_heads * (self.head_dim + self.value_width), self.kv_heads, span)
+        if self.blocks is None:
+            return own
+        scan = 2 * self.kv_heads * self.blocks.head_dim
+        selected = self.blocks.tokens * self.blocks.top_k
+        return replace(own, span=selected, scan_flops=scan, scan_elements=self.blocks.head_dim)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
@@ -263,6 +274,18 @@ class LatentAttention:
         """Return the caches kept per sequence: the latent with the rotary key, and the indexer's keys."""
         latent = LatentCache(self.latent_dim, self.rope.dim)
         return (latent,) if self.indexer is None else (latent, IndexCache(self.indexer.head_dim))
+
+    def work(self) -> MixerWork:
+        """Return the cost of attention: absorbed where sequences have one token, else over the expanded heads."""
+        own = MixerWork(
+            pair_flops=2 * self.heads * (2 * self.latent_dim + self.rope.dim),
+            prefill_pair_flops=2 * self.heads * (self.nope_dim + self.rope.dim + self.value_dim),
+            read_elements=self.latent_dim + self.rope.dim,
+        )
+        if self.indexer is None:
+            return own
+        scan = 2 * self.indexer.heads * self.indexer.head_dim
+        return replace(own, span=self.indexer.top_k, scan_flops=scan, scan_elements=self.indexer.head_dim)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""

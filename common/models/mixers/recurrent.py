@@ -10,6 +10,7 @@ from typing import ClassVar
 from pagoda.common.models.caches import CacheSpec, StateCache
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
+from pagoda.common.models.work import MixerWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ class GatedDelta:
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
         return (StateCache(self.tail_elements + self.value_heads * self.key_dim * self.value_dim),)
+
+    def work(self) -> MixerWork:
+        """Return the FLOP of the decay, k S, k u and q S of all heads."""
+        return MixerWork(token_flops=6 * self.value_heads * self.key_dim * self.value_dim)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
@@ -127,6 +132,10 @@ class Mamba2:
         elements, states = self.tail_elements + self.width * self.state_dim, self.groups * self.state_dim
         return (StateCache(elements, 2 * states * (self.taps - 1), self.groups),)
 
+    def work(self) -> MixerWork:
+        """Return the FLOP of step v b and S c of all heads."""
+        return MixerWork(token_flops=4 * self.width * self.state_dim)
+
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
         states = self.groups * self.state_dim
@@ -199,6 +208,10 @@ class KimiDelta:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
         return (StateCache(self.tail_elements + self.width * self.head_dim),)
 
+    def work(self) -> MixerWork:
+        """Return the FLOP of the decay, k S, k u and q S of all heads."""
+        return MixerWork(token_flops=6 * self.width * self.head_dim)
+
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
         for part in "qkv":
@@ -256,6 +269,10 @@ class Mamba:
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all channels."""
         return (StateCache(self.channels * (self.taps - 1 + self.state_dim)),)
+
+    def work(self) -> MixerWork:
+        """Return the FLOP of step v b and S c of all channels."""
+        return MixerWork(token_flops=4 * self.channels * self.state_dim)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
@@ -319,6 +336,10 @@ class LightningAttention:
         """Return the cache kept per sequence: the states of all heads."""
         return (StateCache(self.heads * self.head_dim * self.head_dim),)
 
+    def work(self) -> MixerWork:
+        """Return the FLOP of k v and q S of all heads."""
+        return MixerWork(token_flops=4 * self.heads * self.head_dim**2)
+
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
         channels = self.heads * self.head_dim
@@ -354,6 +375,10 @@ class ShortConvolution:
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the cache kept per sequence: the last inputs of the convolution [channels, taps - 1]."""
         return (StateCache(self.channels * (self.taps - 1)),)
+
+    def work(self) -> MixerWork:
+        """Return the FLOP of the convolution."""
+        return MixerWork(token_flops=2 * self.channels * self.taps)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""

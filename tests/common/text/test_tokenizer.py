@@ -9,6 +9,7 @@ from support.tiny_encoder import WORDS, word_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.text import tokenizer
 from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
 
@@ -336,3 +337,24 @@ def test_truncation_keeps_special_tokens(limit: int, texts: tuple[str, ...], sid
 def test_surrogates_in_a_pair_are_rejected(text: Any):
     with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
         TOKENIZER.encode_pair("a", text)
+
+
+class PanicException(BaseException):
+    """As the library's: no Exception, and known by its name alone."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (Exception("no <unk>"), RequestError, "the model's tokenizer cannot encode the text: no <unk>"),
+        (PanicException("out of range"), ModelError, "files contradict themselves"),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+    ],
+)
+def test_errors_of_the_library(raised: BaseException, expected: type[BaseException], message: str) -> None:
+    class Backend:
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise raised
+
+    with pytest.raises(expected, match=message):
+        tokenizer._encoding(Backend(), "a")

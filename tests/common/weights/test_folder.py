@@ -176,3 +176,17 @@ def test_without_weights_only_the_config_is_read(folder: Path) -> None:
     checkpoint = open_checkpoint(folder, weights=False)
     assert checkpoint.config()["vocab_size"] == 3
     assert list(checkpoint.tensors()) == []
+
+
+@pytest.mark.parametrize("name", ["gs://bucket/llama", "s3://bucket/llama", "hf://meta/llama"])
+def test_models_of_object_stores_are_refused_with_a_remedy(name: str) -> None:
+    with pytest.raises(ModelError, match=r"^\w+://\S+: models are not read from object stores; copy it to a folder"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize("place", ["_CHECKPOINT_METADATA", "0/items/_METADATA", "0/_METADATA"])
+def test_orbax_checkpoints_of_maxtext_are_refused_by_name(place: str, tmp_path: Path) -> None:
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text("{}")
+    with pytest.raises(ModelError, match="Orbax checkpoints, as MaxText writes them, are not read"):
+        open_checkpoint(tmp_path)

@@ -127,6 +127,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"a": _entry("F32", [1 << 62, 1 << 62], 0, 1 << 62)}, b"", "corrupt header"),
         ({"a": _entry("U8", [1 << 62], 0, 1 << 62)}, b"", "truncated"),
         ({"a": _entry("U8", [1 << 64], 0, 1 << 64)}, b"", "corrupt header"),
+        ({"a": _entry("F32", [0, 1 << 40, 1 << 40], 0, 0)}, b"", "corrupt header"),
         ({"a": _entry("U8", [4], 0, 4), "b": _entry("U8", [4], 2, 6)}, b"\0" * 6, "tensor b at byte 2 overlaps a"),
         (
             {"a": _entry("U8", [4], 0, 4), "b": _entry("U8", [4], 6, 10)},

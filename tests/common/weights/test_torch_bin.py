@@ -202,6 +202,14 @@ def test_records_with_a_wrong_offset(tmp_path: Path) -> None:
         TorchFile(path).tensor("a")
 
 
+def test_records_that_state_more_bytes_than_the_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "f.bin"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}))
+        archive.getinfo("archive/data.pkl").compress_size = 4_000_000_000  # in the directory, written at the end
+    _refused(path, "record archive/data.pkl states 4000000000 bytes")
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [

@@ -178,12 +178,17 @@ def _activations(group: Section) -> Activations | None:
     numbers = _NUMBERS.get((kind, bits))
     if numbers is None:
         raise section.refused(f"activations of {bits} bits, type {kind}, are not read")
-    if strategy == "tensor_group":  # a scale per group, times one that the checkpoint has
-        return Activations(numbers, section.get("group_size"), static=True)
+    size = section.get("group_size")
+    if size is not None and type(size) is not int:
+        raise section.refused(f"group_size is {str(size)[:60]}")
+    if strategy in ("group", "tensor_group") and size is None:
+        raise section.refused(f"strategy is {strategy}, but there is no group_size")
+    if strategy == "tensor_group" and size is not None:  # a scale per group, times one that the checkpoint has
+        return Activations(numbers, size, static=True)
     static = section.get("dynamic") is False
     rows: Literal["tensor", "row"] | int | None = _ROWS.get(strategy)
     if strategy == "group":
-        rows = section.get("group_size")
+        rows = size
     if rows is None or (static and rows != "tensor"):
         raise section.refused(f"activations with strategy {strategy}{' and static scales' if static else ''}")
     return Activations(numbers, rows, static)
