@@ -6,7 +6,6 @@ Marks are read from the test files: `field("CompletionRequest|ChatCompletionRequ
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from pydantic.fields import FieldInfo
 from support.api_bodies import LEAST, OTHER, path_of
 from support.live_server import LiveServer, live_server
+from support.marks import marks
 
 from pagoda.common import pooling_params, sampling_params
 from pagoda.common.errors import RequestError
@@ -175,13 +175,9 @@ def test_a_hint_is_reported_as_ignored(path: str, body: str, field: str) -> None
 def marked() -> set[str]:
     """`Schema.field` of every `pytest.mark.field(...)` in the test files, `*.field` among them."""
     found: set[str] = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.field":
-                for arg in node.args:
-                    assert isinstance(arg, ast.Constant), f"{path}: a mark must be written out"
-                    schemas, _, fields = str(arg.value).partition(".")
-                    found |= {f"{schema}.{field}" for schema in schemas.split("|") for field in fields.split("|")}
+    for value in marks()["field"]:
+        schemas, _, fields = str(value).partition(".")
+        found |= {f"{schema}.{field}" for schema in schemas.split("|") for field in fields.split("|")}
     return found
 
 

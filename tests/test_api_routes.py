@@ -55,6 +55,9 @@ def test_a_route_is_answered_or_refused_by_name(server: LiveServer, method: str,
         assert path in answer["error"]["message"]
 
 
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
+
+
 def spellings(path: str) -> list[str]:
     """Ways to write a path that a careless comparison would take for another."""
     return [
@@ -81,7 +84,7 @@ def test_everything_but_the_short_list_needs_a_key(closed: LiveServer) -> None:
             bare = spelling.partition("?")[0].partition("#")[0]
             if bare in OPEN_PATHS or (bare[-2:-1] != "/" and bare.removesuffix("/") in OPEN_PATHS):
                 continue
-            for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+            for method in METHODS if spelling == path else ("GET", "POST"):
                 status, _ = closed.request(method, spelling, None if method in ("GET", "HEAD") else {})
                 assert status == 401, f"{method} {spelling}"
 

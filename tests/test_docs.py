@@ -128,7 +128,7 @@ def test_command_lines_in_the_documents_are_understood(document: str) -> None:
 
 def parse(words: list[str]) -> None:
     known = dict(interface.commands())
-    name = " ".join(words[:2]) if words[0] == "bench" else words[0]
+    name = next(name for count in (3, 2, 1) if (name := " ".join(words[:count])) in known)
     parser: FlagParser = interface.parser_of(known[name])
     rest = words[len(name.split()) :]
     if any(word.startswith("--help") for word in rest):

@@ -6,7 +6,6 @@ the marks are read from the test files, so that this test runs alone.
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 
 import interface
 import pytest
+from support.marks import marks
 
 import pagoda
 from pagoda.common.config.commands import COMMAND_SETTINGS
@@ -202,12 +202,7 @@ def test_the_readme_counts_what_the_tables_say() -> None:
 
 def marked(kind: str) -> set[str]:
     """The arguments of every `pytest.mark.KIND(...)` in the test files."""
-    found: set[str] = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{kind}":
-                found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
-    return found
+    return set(map(str, marks()[kind]))
 
 
 def test_implemented_flags_are_seen_by_a_test() -> None:

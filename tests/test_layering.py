@@ -33,7 +33,12 @@ OURS: dict[str, tuple[str, ...]] = {
         "pagoda.kernels_pallas",
         "pagoda.__version__",
     ),
-    "backends.simulated": ("pagoda.common", "pagoda.backends.simulated"),
+    "backends.simulated": (
+        "pagoda.common",
+        "pagoda.backends.simulated",
+        "pagoda.backends.modules",
+        "pagoda.__version__",
+    ),
     "kernels_pallas": ("pagoda.kernels_pallas",),
     "server": ("pagoda.common", "pagoda.server", *BACKENDS, "pagoda.__version__"),
 }
@@ -74,6 +79,7 @@ LAYERS = (
 FOREIGN: dict[str, frozenset[str]] = {
     "common": frozenset({"jax", "flax", "torch", "triton", "transformers", "fastapi", "starlette", "uvicorn", "zmq"}),
     "server": frozenset({"jax", "flax", "torch", "triton"}),
+    "server.cli.bench.peers.worker": frozenset({"jax", "flax", "triton"}),  # runs transformers, by its interpreter
     "kernels_pallas": frozenset({"torch", "flax", "numpy.random"}),
     "backends.reference": frozenset({"jax", "flax", "triton", "transformers", "fastapi"}),
 }

@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def names(requirements: list[str]) -> Iterator[str]:
             yield name[0].lower()
 
 
+@cache
 def imported(folders: tuple[str, ...]) -> set[str]:
     """Top-level modules that the code imports, by statement or by a function that is given the name."""
     found: set[str] = set()

@@ -14,6 +14,7 @@ from support.backend_options import make_options
 from support.naive_drafters import naive_guesses, random_drafter
 from support.reference_driver import random_weights, tiny_spec
 from support.scripted_masks import add_masked
+from support.slow_matrix import thinned
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
@@ -217,9 +218,13 @@ def plain() -> Run:
     return run(make_core("reference", None))
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("backend", BACKENDS)
+def is_usual(backend: str, name: str, ahead: bool) -> bool:
+    """Plans in turn and ahead alternate; jax_tpu compiles for each drafter."""
+    alternates = (list(DRAFTERS).index(name) + BACKENDS.index(backend)) % 2 == ahead
+    return alternates and (backend != "jax_tpu" or name in KINDS)
+
+
+@thinned(is_usual, backend=BACKENDS, name=list(DRAFTERS), ahead=[True, False])
 def test_outputs_are_those_without_drafts_and_guesses_as_defined(backend: str, name: str, ahead: bool, plain: Run):
     drafter = DRAFTERS[name]
     own, weights = random_drafter(drafter), dict(random_weights(SPEC))

@@ -93,7 +93,7 @@ def test_torch_cuda_in_turn() -> None:
     check(make_driver("torch_cuda", "full", 3), "torch_cuda", "full", 3, ahead=False)
 
 
-@pytest.mark.parametrize("drafts", [1, 7])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow_matrix), 7])
 def test_jax_tpu(drafts: int) -> None:
     check(make_driver("jax_tpu", "windows", drafts), "jax_tpu", "windows", drafts)
 

@@ -15,6 +15,7 @@ from support.engine_runs import drained_tokens
 from support.reference_driver import random_weights, tiny_spec
 from support.replaying import Replaying, Wrong, drafting
 from support.scripted_masks import add_masked, allowed
+from support.slow_matrix import thinned
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
@@ -217,7 +218,12 @@ def plain(backend: str) -> Run:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("drafts", range(1, 8))
+@thinned(
+    lambda backend, drafts: backend != "jax_tpu" or drafts in (1, 3),  # which compiles for each
+    indirect=["backend"],
+    backend=BACKENDS,
+    drafts=range(1, 8),
+)
 def test_drafts_change_no_token(backend: str, plain: Run, drafts: int, ahead: bool) -> None:
     ran = run(backend, Replaying(plain.tokens, mixed), max_drafts=drafts, async_scheduling=ahead)
     assert_equal(ran, plain)
@@ -241,7 +247,12 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(backend: str, plain: R
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("drafts", [2, 7])
+@thinned(
+    lambda backend, drafts: backend != "jax_tpu" or drafts == 7,
+    indirect=["backend"],
+    backend=BACKENDS,
+    drafts=[2, 7],
+)
 def test_drafts_under_preemption(backend: str, plain: Run, drafts: int, ahead: bool) -> None:
     ran = run(backend, Replaying(plain.tokens, mixed), num_blocks=18, max_drafts=drafts, async_scheduling=ahead)
     assert ran.preemptions > 0
@@ -249,7 +260,12 @@ def test_drafts_under_preemption(backend: str, plain: Run, drafts: int, ahead: b
     assert_equal(ran, plain)
 
 
-@pytest.mark.parametrize("budget", [5, 9])
+@thinned(
+    lambda backend, budget: backend != "jax_tpu" or budget == 5,
+    indirect=["backend"],
+    backend=BACKENDS,
+    budget=[5, 9],
+)
 def test_drafts_within_a_small_budget(backend: str, plain: Run, budget: int) -> None:
     ran = run(backend, Replaying(plain.tokens, mixed), max_drafts=4, max_num_batched_tokens=budget)
     assert ran.drafted > 0
@@ -263,7 +279,12 @@ def two_pools() -> ModelSpec:
     return replace(spec, layers=(narrow, spec.layers[0], narrow, narrow))
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@thinned(
+    lambda backend, ahead: backend != "jax_tpu" or ahead,
+    indirect=["backend"],
+    backend=BACKENDS,
+    ahead=[False, True],
+)
 def test_drafts_with_several_pools(backend: str, ahead: bool) -> None:
     spec = two_pools()
     want = run(backend, spec=spec)

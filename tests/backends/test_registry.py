@@ -11,16 +11,16 @@ from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
 
 
-def entry(name: str, *, module: str | None = "m", needs: tuple[str, ...] = (), device: bool = True) -> registry.Entry:
-    return registry.Entry(name, module, needs, "thing", "pip install it", lambda: device)
+def entry(name: str, *, needs: tuple[str, ...] = (), device: bool = True) -> registry.Entry:
+    return registry.Entry(name, "m", needs, "thing", "pip install it", lambda: device)
 
 
 def test_auto_takes_the_first_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = (entry("a", needs=("surely_not_installed",)), entry("b", device=False), entry("c", module=None), entry("d"))
+    table = (entry("a", needs=("surely_not_installed",)), entry("b", device=False), entry("simulated"), entry("d"))
     monkeypatch.setattr(registry, "BACKENDS", table)
     assert registry.choose_backend("auto") == "d"
     assert registry.explain("d") == (
-        "a: surely_not_installed not installed; pip install it; b: no thing found; c: not in this version"
+        "a: surely_not_installed not installed; pip install it; b: no thing found; simulated: chosen by name only"
     )
 
 
@@ -32,7 +32,7 @@ def test_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("simulated", "not in this version"), ("torch_cuda", "torch_cuda: "), ("abacus", "abacus is unknown; use auto")],
+    [("torch_cuda", "torch_cuda: "), ("abacus", "abacus is unknown; use auto")],
 )
 def test_an_unavailable_backend_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:

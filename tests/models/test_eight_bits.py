@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("flax")
 
 import numpy as np
 from support.jax_model import JaxModel
+from support.slow_matrix import some
 
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.common.models.registry import spec_from_config
@@ -21,6 +24,8 @@ from pagoda.kernels_pallas.chips import CHIPS
 
 pytestmark = pytest.mark.model
 
+Answers = Callable[[str | None, str], tuple[np.ndarray, np.ndarray]]
+"""--quantization, type of the cache -> logprobs of the tokens that follow, greedy tokens."""
 TEXT = (
     "Photosynthesis is the process by which green plants turn sunlight, water and carbon dioxide into sugar and "
     "oxygen. It takes place in the leaves, where a green pigment absorbs the light."
@@ -35,23 +40,32 @@ BOUNDS = {
 }
 
 
-def test_eight_bit_weights_are_close(model_file: Path) -> None:
+USUAL = ["int8 matrices", "int8 cache"]
+
+
+@pytest.fixture(scope="module")
+def answers(model_file: Path) -> Answers:
     checkpoint = open_checkpoint(model_file)
     spec, family = spec_from_config(checkpoint.config())
     weights = list(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     ids = load_tokenizer(str(model_file)).encode(TEXT)
 
-    def answers(method: str | None, cache: str) -> tuple[np.ndarray, np.ndarray]:
-        """Logprobs of the tokens that follow, and the greedy tokens."""
+    @cache
+    def answer(method: str | None, numbers: str) -> tuple[np.ndarray, np.ndarray]:
         formats = matrix_formats(method, spec, CHIPS["v6e"])
-        logits = JaxModel(spec, weights, 64, cache_dtype=cache, formats=formats).logits(ids)
+        logits = JaxModel(spec, weights, 64, cache_dtype=numbers, formats=formats).logits(ids)
         logprobs = logits.log_softmax(-1).numpy()
         return logprobs[np.arange(len(ids) - 1), ids[1:]], logprobs.argmax(-1)
 
+    return answer
+
+
+@pytest.mark.parametrize("name", some(list(BOUNDS), USUAL))
+def test_eight_bits_are_close(name: str, answers: Answers) -> None:
+    how, most, least = BOUNDS[name]
     usual, greedy = answers(None, "float32")
-    for name, (how, most, least) in BOUNDS.items():
-        logprobs, chosen = answers(*how)
-        moved, same = float(np.abs(logprobs - usual).mean()), float((chosen == greedy).mean())
-        print(f"{name}: {moved:.4f} {same:.3f} {float((usual - logprobs).mean()):+.4f} over {len(ids)} tokens")
-        assert 1e-4 < moved < most, name
-        assert same >= least, name
+    logprobs, chosen = answers(*how)
+    moved, same = float(np.abs(logprobs - usual).mean()), float((chosen == greedy).mean())
+    print(f"{name}: {moved:.4f} {same:.3f} {float((usual - logprobs).mean()):+.4f} over {len(chosen)} tokens")
+    assert 1e-4 < moved < most
+    assert same >= least

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import tiny
+from models.compiled_cases import COMPILED, traits
 from support.paged_model import PagedModel
 from support.refusals import is_refused
 
@@ -87,7 +88,7 @@ class Saved:
         return apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
 
 
-@pytest.fixture(scope="module", params=tiny.TINY, ids=lambda case: case.name)
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     case: tiny.Tiny = request.param
     folder = tmp_path_factory.mktemp(case.name)
@@ -98,7 +99,24 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(case, folder, token_ids, tiny.logits(model, token_ids))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def is_usual(case: tiny.Tiny, implementation: str) -> bool:
+    """Whether `make test` runs it."""
+    return implementation != "jax_tpu" or case.name in COMPILED
+
+
+@pytest.mark.parametrize(
+    ("saved", "implementation"),
+    [
+        pytest.param(
+            *(case, name),
+            id=f"{case.name}-{name}",
+            marks=() if is_usual(case, name) else pytest.mark.slow_matrix,
+        )
+        for case in tiny.TINY
+        for name in IMPLEMENTATIONS
+    ],
+    indirect=["saved"],
+)
 def test_logits_and_greedy_tokens(saved: Saved, implementation: str):
     """Half of the sequence as one prompt, the rest token by token, where the implementation has a cache."""
     if not saved.runs_on(implementation):
@@ -107,6 +125,15 @@ def test_logits_and_greedy_tokens(saved: Saved, implementation: str):
     assert saved.logits.std() > 0.1, "a flat answer proves nothing"
     torch.testing.assert_close(ours, saved.logits, atol=TOLERANCE, rtol=0)
     assert ours[tiny.TOKENS - 1 : -1].argmax(1).tolist() == saved.token_ids[tiny.TOKENS :]
+
+
+def test_cases_that_are_compiled_have_every_trait():
+    """Whoever adds a case with a new trait adds its name to COMPILED."""
+    everywhere = [case for case in tiny.TINY if not case.names_only]
+    assert {case.name for case in everywhere} >= COMPILED
+    compiled = set().union(*(traits(case) for case in everywhere if case.name in COMPILED))
+    lacking = {case.name: found for case in everywhere if (found := traits(case) - compiled)}
+    assert not lacking
 
 
 def test_every_family_is_covered():

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support import quantized_fixtures
 from support.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
 from support.reference_driver import random_weights, tiny_spec
+from support.slow_matrix import thinned
 from support.tiny_folder import write_model
 
 from pagoda.backends.registry import load_scheme_support, quantizes
@@ -218,19 +219,26 @@ PARTLY = ("ignored", "head")
 """Cases some of whose parameters jax_tpu dequantises: the output head, matrices that are dense in part."""
 
 
+DEVICES = [("v7x", 2), ("v6e", 1), ("v6e", 2)]
+
+
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
-@pytest.mark.parametrize(
-    ("chip", "tensor"), [pytest.param("v6e", 1, marks=pytest.mark.tpu_matrix), ("v6e", 2), ("v7x", 2)]
+@thinned(
+    lambda saved, device: DEVICES.index(device) == list(CASES).index(saved) % len(DEVICES),
+    indirect=["saved"],
+    saved=list(CASES),
+    device=DEVICES,
 )
 def test_jax_tpu_keeps_what_xla_multiplies(
-    saved: Saved, chip: str, tensor: int, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    saved: Saved, device: tuple[str, int], caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
+    """`device`: a chip, and how many of them share the model."""
     from support.jax_model import JaxModel
 
     from pagoda.backends.jax_tpu.weights.formats import matrix_formats
     from pagoda.kernels_pallas.chips import CHIPS
 
-    ids, case = tiny.tokens(), request.node.callspec.params["saved"]
+    ids, case, (chip, tensor) = tiny.tokens(), request.node.callspec.params["saved"], device
     with caplog.at_level("INFO"):
         formats = matrix_formats(None, saved.spec(), CHIPS[chip], saved.schemes())
         kept = {"int8": "int8", "experts-mxfp4": "e2m1"}.get(case, CHIPS[chip].float8)
@@ -536,7 +544,8 @@ ON_THE_FLY = [
     *(("reference", method) for method in ("int4", "tpu_int8", "bitsandbytes")),
     *(("torch_cuda", method) for method in ("int4", "bitsandbytes", "mxfp4", "mxfp8")),
     *(("reference", method) for method in ("mxfp4", "mxfp8")),
-    *(("jax_tpu", method) for method in ("mxfp4", "mxfp8")),
+    pytest.param("jax_tpu", "mxfp4", marks=pytest.mark.slow_matrix),
+    ("jax_tpu", "mxfp8"),
 ]
 
 

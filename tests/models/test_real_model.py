@@ -24,7 +24,11 @@ PROMPTS = [
     "In 1969, humans first",
     "To make a good cup of coffee, you need",
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+NEW = 24
+"""Tokens of an answer: with its prompt they fill more than one block of the cache."""
+FEW = 5
+"""Prompts that accelerators' backends answer, on a CPU slowly."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +50,11 @@ def test_greedy_tokens_equal_transformers(llm: LLM, alone: list[list[int]], mode
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         model_file.parent, gguf_file=model_file.name, dtype=torch.float32
     )
-    theirs.generation_config.eos_token_id = None  # both go on after the end
     for prompt, ours in zip(PROMPTS, alone):
-        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
-        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
-        assert ours == out[0, ids.shape[1] :].tolist(), prompt
+        ids = llm.get_tokenizer().encode(prompt)
+        with torch.inference_mode():  # each token is the likeliest after those before it
+            logits = theirs(torch.tensor([ids + ours[:-1]])).logits[0, len(ids) - 1 :]
+        assert logits.argmax(-1).tolist() == ours, prompt
 
 
 def test_a_batch_of_32_answers_like_one_at_a_time(llm: LLM, alone: list[list[int]]) -> None:
@@ -92,26 +96,26 @@ def test_chat_answers_the_question(llm: LLM) -> None:
 
 
 def test_torch_cuda_answers_the_same(alone: list[list[int]], model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's steps on CPU tensors, all prompts at once, some of them captured and some not."""
+    """The GPU's steps on CPU tensors, several prompts at once, some of them captured and some not."""
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     engine = LLM(
         str(model_file),
         backend="torch_cuda",
         dtype="float32",
         max_model_len=128,
-        max_num_seqs=len(PROMPTS),
+        max_num_seqs=FEW,
         max_num_batched_tokens=128,
-        cudagraph_capture_sizes=[8],
+        cudagraph_capture_sizes=[4],
     )
     try:
-        together = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        together = engine.generate(PROMPTS[:FEW], GREEDY, use_tqdm=False)
     finally:
         engine.shutdown()
-    assert [list(one.outputs[0].token_ids) for one in together] == alone
+    assert [list(one.outputs[0].token_ids) for one in together] == alone[:FEW]
 
 
 def test_jax_tpu_answers_the_same(alone: list[list[int]], model_file: Path) -> None:
-    """The TPU's programs, on XLA's CPU client, all prompts at once."""
+    """The TPU's programs, on XLA's CPU client, several prompts at once."""
     pytest.importorskip("flax")
     import support.jax_devices  # noqa: F401
 
@@ -119,12 +123,12 @@ def test_jax_tpu_answers_the_same(alone: list[list[int]], model_file: Path) -> N
         str(model_file),
         backend="jax_tpu",
         dtype="float32",
-        max_model_len=128,
-        max_num_seqs=len(PROMPTS),
-        max_num_batched_tokens=128,
+        max_model_len=64,
+        max_num_seqs=FEW,
+        max_num_batched_tokens=32,  # fewer programs
     )
     try:
-        together = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        together = engine.generate(PROMPTS[:FEW], GREEDY, use_tqdm=False)
     finally:
         engine.shutdown()
-    assert [list(one.outputs[0].token_ids) for one in together] == alone
+    assert [list(one.outputs[0].token_ids) for one in together] == alone[:FEW]

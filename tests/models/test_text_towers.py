@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class Tower:
 
     def save(self, folder: Path) -> transformers.PreTrainedModel:
         model_class = getattr(transformers, self.architecture)
-        config = model_class.config_class(text_config={**SIZES, **self.text}, vision_config=self.vision, **self.outer)
+        sections = {"text_config": {**SIZES, **self.text}, "vision_config": self.vision, **self.outer}
+        config = model_class.config_class(**deepcopy(sections))  # the class writes into nested settings
         config._attn_implementation = "eager"
         torch.manual_seed(tiny.hash_of(self.architecture))
         model = model_class(config).float().eval()

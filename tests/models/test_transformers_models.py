@@ -422,6 +422,12 @@ def test_custom_code_runs_if_it_is_trusted(llama: OnDisk, tmp_path: Path) -> Non
     torch.testing.assert_close(ours, tiny.logits(llama.model, prompt), atol=TOLERANCE, rtol=0)
 
 
+def test_a_map_of_code_that_is_none_is_refused(llama: OnDisk, tmp_path: Path) -> None:
+    folder = write_code(tmp_path / "pebble", llama.folder)
+    with pytest.raises(ModelError, match=r"auto_map is 1\.5, not an object"):
+        described(folder, trust=True, auto_map=1.5)
+
+
 @pytest.mark.usefixtures("code_cache")
 def test_code_of_another_repository_is_not_fetched(llama: OnDisk, tmp_path: Path) -> None:
     folder = write_code(tmp_path / "pebble", llama.folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,14 @@ class Tiny:
     names_only: bool = False
     embedding_scale: float = 1.0
 
+    def _settings(self) -> dict[str, Any]:
+        """What the configuration class is called with: it writes into nested settings."""
+        return deepcopy({**(SMALL if self.base is None else self.base), **self.extra})
+
     def build(self) -> transformers.PreTrainedModel:
         """The model, in float32."""
         model_class = getattr(transformers, self.oracle or self.architecture)
-        config = model_class.config_class(**{**(SMALL if self.base is None else self.base), **self.extra})
+        config = model_class.config_class(**self._settings())
         config._attn_implementation = self.attention
         torch.manual_seed(hash_of(self.name))
         model = model_class(config)
@@ -62,7 +67,7 @@ class Tiny:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         kind = getattr(transformers, self.oracle or self.architecture).config_class
-        config = kind(**{**(SMALL if self.base is None else self.base), **self.extra})
+        config = kind(**self._settings())
         content = json.loads(config.to_json_string()) | self.written | {"architectures": [self.architecture]}
         return {key: value for key, value in content.items() if value is not None}
 

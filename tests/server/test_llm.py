@@ -243,6 +243,7 @@ def test_chat_renders_the_models_template(llm: LLM) -> None:
 def test_chat_refuses_a_template_without_an_end(llm: LLM) -> None:
     doubled = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
     messages = [{"role": "user", "content": "hi"}]
+    llm.llm_engine.inputs.templates._seconds = 1.0
     with pytest.raises(RequestError, match="chat template needs") as caught:
         llm.chat(messages, chat_template=doubled + "{{ n.x | string }}")
     assert caught.value.field == "messages"

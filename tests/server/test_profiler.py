@@ -249,7 +249,7 @@ def test_a_trace_of_torch_cuda(model: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_trace_of_jax_tpu(model: str, tmp_path: Path) -> None:
     pytest.importorskip("flax")
     config = profiler(tmp_path, torch_profiler_with_stack=True)
-    settings = SMALL | {"max_model_len": 32, "max_num_seqs": 1, "data_parallel_size": 2}
+    settings = SMALL | {"max_model_len": 32, "max_num_seqs": 1, "data_parallel_size": 2, "max_num_batched_tokens": 16}
     llm = LLM(model, backend="jax_tpu", **settings, profiler_config=config)
     llm.start_profile("steps")
     llm.generate(["abcd", "efgh"], PARAMS, use_tqdm=False)
@@ -267,7 +267,13 @@ def test_a_trace_of_jax_tpu(model: str, tmp_path: Path) -> None:
 def test_a_trace_of_a_pooling_model(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     folder, traces = write_encoder(tmp_path / "model"), tmp_path / "traces"
-    llm = LLM(str(folder), backend=backend, dtype="float32", runner="pooling", profiler_config=profiler(traces))
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "runner": "pooling",
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+    }
+    llm = LLM(str(folder), backend=backend, max_model_len=32, profiler_config=profiler(traces), **settings)
     llm.start_profile()
     llm.embed(["the cat sat"], use_tqdm=False)
     trace = Path(llm.stop_profile())

@@ -16,6 +16,7 @@ from pagoda import LLM, SamplingParams
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import StructuredOutputsParams
 from pagoda.server.cli.bench.serve import server_drafts
+from pagoda.server.cli.http_client import ApiClient
 from pagoda.server.cli.main import main
 from pagoda.server.vllm_compat.metrics_reader import Counter, Vector
 
@@ -116,12 +117,12 @@ def test_a_streamed_answer_is_the_whole_one(folder: Path) -> None:
     with live_server(str(folder), engine=engine) as server:
         status, want = server.post("/v1/completions", body)
         assert status == 200
-        assert server_drafts(server.url, None) is None
+        assert server_drafts(ApiClient(server.url, None, {})) is None
     with live_server(str(folder), engine=engine | {"speculative_config": NGRAM}) as server:
         assert server.post("/v1/completions", body)[1]["choices"] == want["choices"]
         raw = server.response("POST", "/v1/completions", body | {"stream": True}).body
         assert streamed(raw) == want["choices"][0]["text"]
-        drafts = server_drafts(server.url, None)
+        drafts = server_drafts(ApiClient(server.url, None, {}))
         assert drafts is not None
         assert drafts.num_accepted > 0
         assert drafts.tokens >= drafts.num_accepted

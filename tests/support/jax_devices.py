@@ -18,3 +18,6 @@ TEMPORARY = Path(tempfile.gettempdir())
 os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "pagoda-tests-cache")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", str(TEMPORARY / "pagoda-tests-xla"))
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", 0.1
+    )  # programs of tiny models compile in less than 1 s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,7 +74,9 @@ def make_case(
         k[rows], v[rows] = full[0][before:], full[1][before:]
         for page in range(-(-kv_len[s] // layout.page_size)):
             table[s, page] = free.pop()
-        words = np.asarray(layout.pack(*map(jnp.asarray, full)))
+        most = -(-max(map(sum, seqs)) // 64) * 64  # one program for all lengths
+        padded = (jnp.asarray(np.pad(each, ((0, most - len(each)), (0, 0), (0, 0)))) for each in full)
+        words = np.asarray(pack(layout, *padded))
         for t in range(before):
             cache[LAYER, table[s, t // layout.page_size], :, t % layout.page_size] = words[t]
         expected[rows] = dense(q[rows], *full, before, layout.head_dim**-0.5, softcap, window, sinks, slopes, rules)
@@ -101,6 +104,11 @@ def attention(layout: PagedKvLayout, **static: Any) -> Any:
     return jax.jit(run)
 
 
+@partial(jax.jit, static_argnums=0)
+def pack(layout: PagedKvLayout, k: jax.Array, v: jax.Array) -> jax.Array:
+    return layout.pack(k, v)
+
+
 def poisoned(layout: PagedKvLayout, pages: int) -> jax.Array:
     """A cache in which every element is NaN (int8 has none: its extreme value)."""
     shape, poison = (LAYERS, pages, layout.page_size, layout.kv_heads), np.nan if layout.dtype != "int8" else 127.0
@@ -112,7 +120,7 @@ def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     """x as the stored type keeps it."""
     if jnp.dtype(dtype) == jnp.int8:
         return np.clip(np.round(x * 3), -127, 127).astype(np.float32)
-    return np.asarray(jnp.asarray(x, jnp.float32).astype(dtype), np.float32)
+    return x.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
 
 
 def dense(

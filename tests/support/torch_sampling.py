@@ -46,7 +46,9 @@ def run(sampler, logits, plan, room=None, masks=None):
     padded[: plan.num_seqs] = torch.from_numpy(logits)
     packed = torch.from_numpy(sampler.pack(plan, seqs))
     shown = sampler.edit(padded, plan, masks)
+    record = sampler.recorder(plan, packed)
     tokens = sampler.sample(padded, packed)
+    record(tokens)
     found = sampler.logprobs(shown, tokens, plan, Now())
     return tokens[: plan.num_seqs].numpy(), found()
 

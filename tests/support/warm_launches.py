@@ -1,7 +1,7 @@
 """Drives torch_cuda as an engine on an H100 that nobody has: warms up, serves, and tells what would be compiled when.
 
 Tensors are a CPU's; launches of Triton kernels are bound to their arguments as on a GPU and go no further, so results
-are zeros. Must run where TRITON_INTERPRET is not set: `compiled(name)` starts such a process.
+are zeros. Must run where TRITON_INTERPRET is not set: a `Starter` starts such a process.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,83 @@ SERVED = 60
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 400, "max_num_seqs": 70, "block_size": 16}
 
 
-def compiled(
-    name: str, quantization: str | None = None, drafter: str | None = None, **limits: int
-) -> tuple[list[str], list[str]]:
-    """(kernels compiled until the engine is warm, those compiled while it serves) for a model of `models`.
+@dataclass(frozen=True)
+class Start:
+    """An engine's start and service.
 
-    `quantization`: a value of --quantization, or of matrices as checkpoints hold them a name of `STORED`. `limits`:
-    fields of Limits other than those of LIMITS. `drafter`: a name of `drafters`.
+    `model`: a name of `models`. `quantization`: a value of --quantization, or of matrices as checkpoints hold them a
+    name of `STORED`. `drafter`: a name of `drafters`. `limits`: fields of Limits other than those of LIMITS.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps([name, quantization, drafter, LIMITS | limits])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    before, after = json.loads(done.stdout.splitlines()[-1])
-    return before, after
+
+    model: str
+    quantization: str | None = None
+    drafter: str | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+class Starter:
+    """Starts engines one after another, each in a process forked from one that has imported everything.
+
+    Kernels know what they were compiled for, so a process is good for one engine.
+    """
+
+    def __init__(self) -> None:
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def compiled(self, start: Start) -> tuple[list[str], list[str]]:
+        """(kernels compiled until the engine is warm, those compiled while it serves)."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        words = [start.model, start.quantization, start.drafter, LIMITS | dict(start.limits)]
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+        lines = iter(process.stdout.readline, "")
+        found = next((line for line in lines if line.startswith(FOUND)), None)
+        assert found is not None, "the process ended"
+        answer = json.loads(found.removeprefix(FOUND))
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        before, after = answer
+        return before, after
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=60)
+
+
+FOUND = "found: "
+"""Before a start's outcome in what the process prints: two lists, or a traceback."""
+
+
+def serve() -> None:
+    """Read starts from stdin, a line each, and print the outcome of each."""
+    import_everything()
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            try:
+                outcome: object = main(*json.loads(line))
+            except BaseException:
+                outcome = traceback.format_exc()
+            print(f"\n{FOUND}{json.dumps(outcome)}", flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(f"\n{FOUND}{json.dumps(f'the process ended with status {status}')}", flush=True)
+
+
+def import_everything() -> None:
+    """What `main` imports and what that imports late, without a thread: a fork has none of them."""
+    support = ("adapted_models", "backend_options", "compile_launches", "naive_drafters", "random_stored")
+    product = ("backends.torch_cuda.backend", "backends.torch_cuda.weights", "common.weights.lora.weights")
+    for name in (*(f"support.{each}" for each in support), *(f"pagoda.{each}" for each in product)):
+        import_module(name)
+    import torch
+
+    torch.set_num_threads(1)  # other tests run beside this
 
 
 def watch_launches() -> list[str]:
@@ -213,8 +272,10 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
         )
 
 
-def main(name: str, quantization: str | None, drafting: str | None, stated: dict[str, int]) -> None:
-    """In a process of its own."""
+def main(
+    name: str, quantization: str | None, drafting: str | None, stated: dict[str, int]
+) -> tuple[list[str], list[str]]:
+    """What `Starter.compiled` returns; in a process of its own."""
     import torch
     from support.adapted_models import random_adapter
     from support.backend_options import make_options
@@ -234,7 +295,6 @@ def main(name: str, quantization: str | None, drafting: str | None, stated: dict
     class Absent(Device):
         use_kernels = True
 
-    torch.set_num_threads(1)  # other tests run beside this
     empty, empty_like = torch.empty, torch.empty_like
     torch.empty = lambda *shape, **how: empty(*shape, **how).fill_(0)
     torch.empty_like = lambda x, **how: empty_like(x, **how).fill_(0)
@@ -265,9 +325,9 @@ def main(name: str, quantization: str | None, drafting: str | None, stated: dict
             slot, rank = plan.step % limits.max_loras, (8, 16, 64)[plan.step % 3]
             backend.load_adapter(slot, random_adapter(backend.adaptable(), rank, plan.step))
         backend.execute(plan).result()
-    print(json.dumps([new[:before], new[before:]]))
+    return new[:before], new[before:]
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    main(*json.loads(sys.argv[1]))
+    serve()

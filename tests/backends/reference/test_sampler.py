@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
 
 from pagoda.backends.reference import sampling
+from pagoda.backends.reference.native.operators import FoundTokens, row_search
 from pagoda.backends.reference.sampling import RowRules, Sampler
 from pagoda.common.engine import logit_edits
 from pagoda.common.engine.logit_edits import allowed_bits
@@ -50,6 +51,141 @@ def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
         want.append(define(logits[row].copy(), rules, history, num_prompt))
     tokens, _ = sampler.sample(torch.from_numpy(logits), decode_step([len(history) for _, history, _ in rows]))
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
+
+
+@pytest.mark.parametrize("vocab", [7, 257, 1024, 5003])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0, 1e3])
+def test_draws_among_candidates_are_those_of_the_whole_vocabulary(vocab: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = spread * torch.randn(64, vocab, generator=generator) + 20.0 * spread
+    logits[::3, torch.randperm(vocab, generator=generator)[: vocab // 2]] = -torch.inf
+    rules = rules_of(64, generator)
+    rows = torch.arange(64).flip(0)[:50]
+    own = rules.take(rows)
+    tokens, decided = sampling.draw_among(logits, rows, own, found(logits, rows, own))
+    assert decided.all()
+    assert torch.equal(tokens, sampling.draw(logits[rows], own))
+
+
+def rules_of(rows: int, generator: torch.Generator, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> RowRules:
+    keys = torch.randint(-(2**31), 2**31, (rows,), generator=generator).int()
+    zeros, temperature = torch.zeros(rows, dtype=torch.int32), 0.2 + torch.rand(rows, generator=generator)
+    filters = torch.full_like(zeros, top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
+    return RowRules(zeros, zeros, keys, temperature, *filters)
+
+
+def found(logits: torch.Tensor, rows: torch.Tensor, rules: RowRules) -> FoundTokens:
+    search = row_search(logits.shape[1])
+    assert search is not None, "llvmlite is installed with the tests"
+    return search.candidates(logits, rows, rules.temperature, rules.keys)
+
+
+def test_few_tokens_are_candidates_and_their_floor_is_below_the_logsumexp() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, rules = torch.randn(200, 4096, generator=generator), rules_of(200, generator)
+    some = found(logits, torch.arange(200), rules)
+    assert 15 < some.counts.double().mean() < 25  # e ** 3
+    whole = (logits / rules.temperature[:, None]).logsumexp(-1)
+    torch.testing.assert_close(some.floors, whole - 3, rtol=0, atol=1e-4)
+
+
+FILTERS = {
+    "top_k": {"top_k": 40},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.01},
+    "all": {"top_k": 20, "top_p": 0.95, "min_p": 0.001},
+}
+
+
+@pytest.mark.parametrize("vocab", [257, 5003])
+@pytest.mark.parametrize("name", FILTERS)
+def test_filtered_draws_among_the_best_are_those_of_the_whole_vocabulary(vocab: int, name: str) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 4.0 * torch.randn(64, vocab, generator=generator) + 50.0
+    logits[::3, 100:] = -torch.inf
+    logits[1::3, -1] += 10.0  # in the part of a vector that is not searched
+    rules = rules_of(64, generator, **FILTERS[name])
+    rows = torch.arange(64).flip(0)[:50]
+    own, search = rules.take(rows), row_search(vocab)
+    assert search is not None
+    best = search.best(logits, rows, own.temperature, torch.full((50,), 64))
+    assert ((best.counts >= 64) & (best.counts <= 256)).all()
+    tokens, decided = sampling.draw_filtered_among(logits, rows, own, best)
+    assert decided.double().mean() > 0.9
+    assert torch.equal(tokens[decided], sampling.draw_filtered(logits[rows], own)[decided])
+
+
+@pytest.mark.parametrize(
+    ("filters", "logit", "decided"),
+    [
+        ({"top_k": 65}, 0.0, False),  # more than are found
+        ({"top_p": 0.999}, 0.0, False),
+        ({"min_p": 1e-6}, 0.0, False),
+        ({"top_k": 3}, torch.nan, False),
+        ({"top_k": 3}, 0.0, True),
+    ],
+)
+def test_rows_that_the_best_do_not_decide(filters: dict[str, float], logit: float, decided: bool) -> None:
+    logits = torch.linspace(0.0, 4.0, 1024)[None].clone()
+    logits[0, 5] = logit
+    rules, search = rules_of(1, torch.Generator().manual_seed(2), **filters), row_search(1024)
+    assert search is not None
+    best = search.best(logits, torch.tensor([0]), rules.temperature, torch.tensor([16]))
+    assert 16 <= best.counts.item() <= 64
+    assert sampling.draw_filtered_among(logits, torch.tensor([0]), rules, best)[1].item() == decided
+
+
+def test_sums_of_a_row_have_one_length_whatever_is_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order, and so their last bits, depend on it."""
+    widths, keep = [], sampling._keep
+
+    def recorded(values: torch.Tensor, *rest, **known) -> tuple[torch.Tensor, torch.Tensor]:
+        widths.append(values.shape[1])
+        return keep(values, *rest, **known)
+
+    monkeypatch.setattr(sampling, "_keep", recorded)
+    rules = rules_of(2, torch.Generator().manual_seed(2), top_p=0.5)
+    logits = torch.linspace(0.0, 9.0, 1024).repeat(2, 1)
+    logits[1, :-2] = -torch.inf
+    search = row_search(1024)
+    assert search is not None
+    for rows in ([0], [1], [0, 1]):
+        rows, own = torch.tensor(rows), rules.take(rows)
+        best = search.best(logits, rows, own.temperature, torch.full((len(rows),), 64))
+        sampling.draw_filtered_among(logits, rows, own, best)
+    assert len(set(widths)) == 1
+
+
+def test_logits_that_are_nearly_equal_are_too_many() -> None:
+    logits = torch.linspace(0.0, 1e-3, 4096)[None]
+    rules, search = rules_of(1, torch.Generator().manual_seed(2), top_k=5), row_search(4096)
+    assert search is not None
+    best = search.best(logits, torch.tensor([0]), rules.temperature, torch.tensor([64]))
+    assert best.counts.item() == 4096
+    assert not sampling.draw_filtered_among(logits, torch.tensor([0]), rules, best)[1].any()
+
+
+@pytest.mark.parametrize("logit", [torch.inf, torch.nan])
+def test_rows_that_candidates_do_not_decide_are_drawn_from_the_whole(
+    logit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An infinite or unknown sum, no token that may be drawn, too many candidates, and a best one below the floor."""
+    generator = torch.Generator().manual_seed(1)
+    logits, rules = torch.randn(5, 512, generator=generator), rules_of(5, generator)
+    logits[0, 300], logits[1] = logit, -torch.inf
+    rows = torch.arange(5)
+    some = found(logits, rows, rules)
+    some.tokens[2], some.counts[2], some.floors[3] = 0, some.tokens.shape[1] + 1, 50.0
+    _, decided = sampling.draw_among(logits, rows, rules, some)
+    assert decided.tolist() == [False, False, False, False, True]
+    sampler = Sampler(512, 5, 16)
+    for row in range(5):
+        sampler.start(RowStart(row, np.array([1], np.int32), 1, SamplingRules(temperature=1.0, seed=row)))
+    monkeypatch.setattr(sampler._search, "candidates", lambda *_: some)
+    tokens, _ = sampler.sample(logits.clone(), decode_step([1] * 5))
+    keys = torch.from_numpy(noise_keys(np.arange(5), np.ones(5, np.int64)).view(np.int32))
+    noisy = logits + sampling.gumbel(keys, torch.arange(512, dtype=torch.int32))
+    assert torch.equal(tokens[:4], noisy.argmax(-1)[:4])
 
 
 def choose(logits: dict[int, float], history: list[int], num_prompt: int, **rules) -> int:
@@ -309,7 +445,7 @@ def test_logits_processors_edit_their_row() -> None:
     sampler = Sampler(VOCAB, 3, 5, SamplerOptions(processors=(processor,)))
     sampler.start(RowStart(2, np.array([7, 30], np.int32), 1, SamplingRules(extra_args={"a": 1})))
     sampler.start(RowStart(0, np.array([40], np.int32), 1, SamplingRules(temperature=1.0, seed=1)))
-    logits = torch.linspace(9.0, 0.0, VOCAB).repeat(2, 1) * 50
+    logits = torch.linspace(9.0, 0.0, VOCAB).repeat(2, 1) * 500
     assert sampler.sample(logits, decode_step([2, 1], [2, 0]))[0].tolist() == [31, 41]
     assert processor.calls == [([7, 30], 1, {"a": 1}), ([40], 1, {})]
 
@@ -364,7 +500,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     for top_p, count in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4), (1.0, 4)):
         rules = RowRules.unpack(torch.from_numpy(np.zeros((7, 1), np.int32)))
         rules.top_p[:] = top_p
-        keep, decided = sampling._keep(values, total, rules, whole=True)
+        keep, decided = sampling._keep(values, total, rules)
         assert (int(keep.sum()), bool(decided)) == (count, True)
 
 

@@ -339,6 +339,7 @@ def test_exactly_one_architecture_is_required(architectures: object):
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_attention_heads": 3}, "3 does not divide hidden_size 8"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+        ({"num_attention_heads": 1 << 31}, "num_attention_heads is 2147483648; it must be at most 10000"),
     ],
 )
 def test_invalid_configs_name_the_key(extra: dict[str, Any], message: str):

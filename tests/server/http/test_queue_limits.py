@@ -6,15 +6,19 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.live_server import LiveServer, live_server
 from support.watching import eventually
 
+from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.errors import RequestError
+from pagoda.server.core_client.client import Admission
 from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
+from pagoda.server.ipc_messages import OtherUse
 from pagoda.server.processing.grammar_check import GrammarCheck
 from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse
 
@@ -295,3 +299,30 @@ def test_pooling_requests_have_the_same_time() -> None:
         status, answer = server.post("/v1/embeddings", {"input": ["abc"] * 64})
         assert (status, answer["error"]["type"]) == (504, "GatewayTimeoutError")
         eventually(lambda: not server.llm.num_unfinished)
+
+
+def test_what_other_api_server_processes_use_counts() -> None:
+    limits = QueueLimits(sequences=8, tokens=20, key_share=0.5)
+    use = QueueUse()
+    limits.check(use, Load(1, 6), "x", others=Load(7, 14), others_of_owner=Load(3, 4))
+    for load, others, own in (
+        (Load(1, 1), Load(8, 0), Load()),
+        (Load(1, 7), Load(1, 14), Load()),
+        (Load(1, 1), Load(4, 4), Load(4, 4)),
+        (Load(1, 6), Load(1, 5), Load(1, 5)),
+    ):
+        with pytest.raises(OverLimitError):
+            limits.check(use, load, "x", others=others, others_of_owner=own)
+
+
+def test_requests_are_admitted_against_what_other_processes_use() -> None:
+    use, rejected = QueueUse(), list[str]()
+    engine = SimpleNamespace(others=OtherUse(3, 12, 2, {"x": (3, 12)}), raise_if_unavailable=lambda: None)
+    sleep = SimpleNamespace(raise_if_asleep=lambda: None)
+    admission = Admission(SchedulerConfig(), cast(Any, engine), cast(Any, sleep), lambda: use, rejected.append)
+    admission.limits = QueueLimits(sequences=8, tokens=20, key_share=0.75)
+    admission.check(Load(3, 3), "x")
+    for load, owner in ((Load(6, 1), "y"), (Load(1, 9), "y"), (Load(4, 1), "x")):
+        with pytest.raises(OverLimitError):
+            admission.check(load, owner)
+    assert rejected == ["max_num_queued_reqs", "max_num_queued_tokens", "max_key_share"]

@@ -204,3 +204,9 @@ def test_cache_salt_priority_and_logprobs(server: LiveServer) -> None:
 def test_errors_name_the_conversation(server: LiveServer, body: dict[str, Any], field: str) -> None:
     status, answer = server.post(BATCH, body)
     assert (status, answer["error"]["param"]) == (400, field)
+
+
+def test_empty_options_of_a_stream_are_none(server: LiveServer) -> None:
+    assert answer_of(server, batch("one", stream=False, stream_options={}))["choices"][0]["message"]["content"] == "one"
+    status, answer = server.post(BATCH, batch("one", stream_options={"include_usage": True}))
+    assert (status, answer["error"]["param"]) == (400, "stream_options")

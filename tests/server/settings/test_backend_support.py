@@ -20,6 +20,7 @@ from pagoda.server.startup.engine import check_engine
 SAMPLES: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "data_parallel_size": 2,
+    "data_parallel_mode": "engines",
     "nnodes": 2,
     "master_addr": "10.0.0.1",
     "master_port": 29600,
@@ -38,6 +39,14 @@ SAMPLES: dict[str, Any] = {
     "compiled_bundle": "/no/such",
     "xla_cache_path": "/tmp/programs",
     "xla_check_recompilation": True,
+    "xla_profiler_port": 9012,
+    "enable_lora": True,
+    "enable_prompt_embeds": True,
+    "calibration": "/no/such",
+    "hardware": "h100",
+    "compile_report": "/no/such",
+    "acceptance_rate": 0.5,
+    "simulated_time": "none",
 }
 """A value of each setting of which all values but the default are the same to a backend."""
 
@@ -102,8 +111,8 @@ def test_settings_without_a_rule_have_their_status_on_every_backend() -> None:
 def test_columns_of_the_documentation() -> None:
     settings = ENGINE_SETTINGS
     assert by_backend({each: status_on(settings["enable_sleep_mode"], each) for each in BACKENDS}) == (
-        *("refused", "implemented", "refused"),
-        "`reference`, `jax_tpu`: it cannot move its weights; drop it, or use --backend torch_cuda",
+        *("refused", "implemented", "implemented"),
+        "`reference`: it cannot move its weights; drop it, or use --backend torch_cuda or jax_tpu",
     )
     variables = {variable.name: variable for variable in env.VARIABLES}
     cells = {

@@ -187,7 +187,7 @@ def test_a_parser_prints_the_same_page() -> None:
     assert "A flag that is %s." in parser.format_help()
 
 
-def test_help_of_a_server_imports_nothing_heavy() -> None:
+def test_help_of_a_server_imports_nothing_heavy(tmp_path: Path) -> None:
     check = (
         "import sys; from pagoda.server.cli.main import main\n"
         "try: main(['serve', '--help'])\n"
@@ -195,14 +195,13 @@ def test_help_of_a_server_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'jax', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    root = str(Path(main.__file__).resolve().parents[1])
     paths = [path for path in sys.path if path]
     done = subprocess.run(
         [sys.executable, "-c", check],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": ":".join(paths), "COLUMNS": "100"},
-        cwd=root,
+        cwd=tmp_path,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr

@@ -274,17 +274,21 @@ def test_reference_accepts_attention_names_of_a_cpu(folder: Path) -> None:
     assert run(tiny(folder, "--backend", "reference", "--attention-backend", "torch_sdpa"), [3, 4, 5]).finished
 
 
+DECODES = "-cc.cudagraph_mode=FULL_DECODE_ONLY"
+
+
 @pytest.mark.setting("--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
 @pytest.mark.setting("--compilation-config")
 @pytest.mark.variable("PAGODA_TORCH_CUDA_DEVICE")
 @pytest.mark.parametrize(
     ("flags", "captured"),
     [
-        ([], 4),
+        ([DECODES], 4),
         (["--enforce-eager"], 0),
-        (["--cudagraph-capture-sizes", "3", "2"], 2),
-        (["--max-cudagraph-capture-size", "2"], 2),
+        ([DECODES, "--cudagraph-capture-sizes", "3", "2"], 2),
+        ([DECODES, "--max-cudagraph-capture-size", "2"], 2),
         (["-cc.cudagraph_mode=NONE"], 0),
+        ([], 10),  # six of mixed steps
     ],
 )
 def test_cudagraph_capture_sizes(

@@ -141,7 +141,7 @@ def test_a_cache_without_room_for_a_single_page(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "error", "words"),
     [
-        ({"backend": "simulated"}, ConfigError, "--backend: simulated: not in this version"),
+        ({"backend": "simulated"}, ConfigError, "--hardware: required with --backend simulated: name an accelerator"),
         (
             {"max_model_len": 129},
             ConfigError,

@@ -264,6 +264,8 @@ def test_default_dimensions_must_be_supported_by_the_model(tmp_path: Path) -> No
     assert (info.is_matryoshka, info.dimensions, info.default_dimensions) == (True, (4, 8), 8)
     with pytest.raises(ConfigError, match="dimensions is 6; the model supports 4 or 8"):
         offered(folder, pooler_config={"dimensions": 6})
+    with pytest.raises(ModelError, match="matryoshka_dimensions is 8, not a list"):
+        offered(write_encoder(tmp_path, matryoshka_dimensions=8))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_two_replicas_share_the_requests(model: str, alone: list[list[int]]) -> 
         ({"tensor_parallel_size": 8}, "--tensor-parallel-size: 8 devices cannot share 4 query heads; use 4 or less"),
         ({"tensor_parallel_size": 16}, "--tensor-parallel-size: 16 needs 16 devices, 8 available .cpu.; use at most 8"),
         ({"tensor_parallel_size": 2, "backend": "reference"}, "--tensor-parallel-size: reference runs a model on one"),
-        ({"data_parallel_size": 2, "backend": "reference"}, "--data-parallel-size: reference runs a model on one dev"),
+        ({"data_parallel_size": 2, "backend": "reference"}, "--data-parallel-size: each replica needs an engine proce"),
         ({"data_parallel_size": 9}, "--data-parallel-size: 9 needs 9 devices, 8 available .cpu.; use at most 8"),
         (
             {"data_parallel_size": 2, "data_parallel_size_local": 1},

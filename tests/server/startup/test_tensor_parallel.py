@@ -115,6 +115,7 @@ def test_indivisible_heads_are_refused(model_file: Path, young: Children) -> Non
     assert young() == []
 
 
+@pytest.mark.slow_matrix
 def test_a_real_model_on_three_ranks(model_file: Path) -> None:
     """A KV head each."""
     question = {"role": "user", "content": "What is the capital of France? Answer in one short sentence."}

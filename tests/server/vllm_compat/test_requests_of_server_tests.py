@@ -36,8 +36,33 @@ def test_a_request_without_a_model(case: VllmCase, fleet: Fleet) -> None:
     check(case, fleet)
 
 
+REPEATED = (
+    "chat_completion/test_chat.py::test_structured_outputs_json_chat",
+    "completion/test_completion.py::test_parallel_no_streaming",
+    "completion/test_completion.py::test_single_completion",
+    "responses/test_function_call.py::test_function_tool_use",
+    "responses/test_simple.py::test_extra_sampling_params",
+    "test_chunked_prompt.py::test_completion_stream_options_and_logprobs_with_long_prompts",
+)
+"""Tests whose requests a real model answers for seconds, and which ask for what others ask for, too."""
+
+
+def usual_requests() -> set[str]:
+    """Ids of the cases that `make test` sends to a real model: the first of each of vLLM's tests."""
+    first: dict[str, str] = {}
+    for case in REAL:
+        first.setdefault(case.test, case.id)
+    return {name for test, name in first.items() if not test.endswith(REPEATED)}
+
+
+USUAL = usual_requests()
+
+
 @pytest.mark.model
-@pytest.mark.parametrize("case", REAL, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=() if case.id in USUAL else pytest.mark.slow_matrix) for case in REAL],
+)
 def test_a_request_to_a_model(case: VllmCase, real: Fleet) -> None:
     check(case, real)
 
