@@ -6,10 +6,12 @@ CONSTRAINTS ?= constraints/cpu.txt
 MODELS ?= .models
 PORT ?= 8000
 JOBS ?= 2
+# Files of tests as tests/conftest.py orders them: by default those with most tests would start first.
+SPREAD := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters lint types unit bench gpu-carry docs format clean
+.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters test-matrix lint types unit bench bench-peers gpu-carry performance-table docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -41,11 +43,15 @@ types: $(VENV)/.dev
 	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.kernels_pallas -p pagoda.server
 
 unit: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD)
 
 # The same with coverage, which slows the tests down by a third.
 coverage: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --cov --cov-report=term
+
+# The cases of slow tests that `test` leaves out: the rest of products of models, backends and settings.
+test-matrix: $(VENV)/.dev $(MODEL)
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) -m slow_matrix
 
 # Every kernel and step program for every kind of TPU, through the TPU's compiler: many minutes.
 test-tpu-aot: $(VENV)/.dev
@@ -65,11 +71,11 @@ test-fuzz-files: $(VENV)/.dev
 
 # 1,000 random requests per backend with speculative decoding and without.
 test-speculation: $(VENV)/.dev
-	PAGODA_TEST_PAIRS=1000 $(BIN)/python -m pytest -q tests/backends/test_speculative_pairs.py
+	PAGODA_TEST_PAIRS=1000 $(BIN)/python -m pytest -q -m '' tests/backends/test_speculative_pairs.py
 
 # 200 LoRA adapters over 8 slots on every backend.
 test-adapters: $(VENV)/.dev
-	PAGODA_TEST_ADAPTERS=200 $(BIN)/python -m pytest -q tests/server/test_lora_rotation.py
+	PAGODA_TEST_ADAPTERS=200 $(BIN)/python -m pytest -q -m '' tests/server/test_lora_rotation.py
 
 # Clients written for others, unchanged, against a real server; those that conflict have environments of their own.
 # VLLM: the program of an installed vLLM, whose `bench serve` is tried too.
@@ -107,10 +113,19 @@ test-torch-xla:
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)
 
+# pagoda beside other engines in one run, at equal weight bits. PEERS: ENGINE[=PYTHON[,MODEL]], where PYTHON has the engine.
+PEERS ?= transformers
+bench-peers: $(VENV)/.dev $(MODEL)
+	$(BIN)/python benchmarks/readme.py --model $(MODEL) --peer-model $(or $(PEER_MODEL),$(MODEL)) --peer $(PEERS) --only offline
+
 # What benchmarks/gpu.sh needs on a GPU machine without a network. CACHE: triton-cache.tar.xz of an earlier GPU run.
 CARRY ?= build/gpu-carry
 gpu-carry: $(VENV)/.dev $(MODEL)
 	$(BIN)/python tools/gpu_carry.py $(CARRY) --model $(MODEL) $(if $(CACHE),--cache $(CACHE))
+
+# Measures the expected figures of tests/performance and writes their tables; the diff is for a reviewer. KINDS: some of them.
+performance-table: $(VENV)/.dev
+	$(BIN)/python tests/performance/write.py $(KINDS)
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/docs.py

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,13 +12,18 @@ from pagoda.common.backend import (
     Backend,
     BackendOptions,
     Capabilities,
+    MemoryPlan,
     PoolingBackend,
     PoolingOptions,
     RankComm,
     Weight,
 )
+from pagoda.common.config.defaults import Platform
 from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.distributed.messages import RankInfo
+from pagoda.common.engine.capacity import EnginePlan, LoadMeasures, PlannedLoad, ServiceTarget
+from pagoda.common.engine.drive import Clock
 from pagoda.common.models.family import PoolUse
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec
@@ -39,6 +45,109 @@ class BackendModule(Protocol):
 
         Raises ConfigError where `create` would. Keeps no device and joins no other rank.
         """
+        ...
+
+
+class DeviceFacts(Protocol):
+    """What the settings' defaults depend on, of a device that is simulated."""
+
+    @property
+    def name(self) -> str:
+        """The device, in words."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs on it."""
+        ...
+
+    @property
+    def platform(self) -> Platform:
+        """The devices, as `detect` would find them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationTarget:
+    """A loaded backend whose steps are to be measured."""
+
+    backend: Backend
+    options: BackendOptions  # that it was created with; the limits are those of the engine
+    memory: MemoryPlan
+    model: str
+    platform: Platform
+
+
+class CalibrationFile(Protocol):
+    """What was measured of a target."""
+
+    def as_json(self) -> bytes:
+        """Return the content of the file that `SimulationConfig.calibration` names."""
+        ...
+
+    def report(self) -> str:
+        """Return how well the model of step times fits, and what the engine's thread costs, in words."""
+        ...
+
+
+class SimulatorModule(Protocol):
+    """Interface of the backend without a device, beside BackendModule's."""
+
+    @staticmethod
+    def open_device(config: SimulationConfig) -> DeviceFacts:
+        """Return the device of the settings. Raises ConfigError if none is named or its file cannot be read."""
+        ...
+
+    @staticmethod
+    def create(options: BackendOptions, clock: Clock | None = None) -> Backend:
+        """Return a backend whose steps take time by `clock`; None: the machine's. Raises ConfigError."""
+        ...
+
+    @staticmethod
+    def calibrate(
+        target: CalibrationTarget, repeats: int, max_seconds: float, done: Callable[[int, int], None]
+    ) -> CalibrationFile:
+        """Measure the steps of a backend, each `repeats` times, for about `max_seconds`.
+
+        `done` is called with the number of measured steps and that of all.
+        """
+        ...
+
+
+class PlannerModule(Protocol):
+    """Capacity planning over accelerators by their data sheets."""
+
+    @staticmethod
+    def chip_names() -> tuple[str, ...]:
+        """Return the accelerators that are known."""
+        ...
+
+    @staticmethod
+    def devices_per_chip(name: str) -> int:
+        """Return the devices of a chip. Raises ConfigError for an unknown one."""
+        ...
+
+    @staticmethod
+    def assumptions(name: str) -> str:
+        """Return what step times on an accelerator assume, in words."""
+        ...
+
+    @staticmethod
+    def best_limits(
+        options: BackendOptions,
+        load: PlannedLoad,
+        target: ServiceTarget,
+        seqs: Sequence[int],
+        tokens: Sequence[int],
+    ) -> EnginePlan:
+        """Return the best engine with limits of the candidates. Raises ConfigError if none fits the device."""
+        ...
+
+    @staticmethod
+    def replicas_for(
+        options: BackendOptions, plan: EnginePlan, load: PlannedLoad, target: ServiceTarget, rate: float
+    ) -> tuple[int, LoadMeasures]:
+        """Return the fewest replicas that serve `rate` requests per second within the target, and the measures."""
         ...
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -15,12 +16,15 @@ from pagoda.backends.modules import (
     ConverterModule,
     DescriberModule,
     HostRuntime,
+    PlannerModule,
     PoolingModule,
     RankRuntime,
+    SimulatorModule,
 )
 from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.tpu_host import chips_env, tpu_chips
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import Scheme
@@ -31,7 +35,7 @@ class Entry:
     """A backend and what it supports."""
 
     name: str
-    module: str | None  # None: not in this version
+    module: str
     needs: tuple[str, ...]  # packages it imports
     device: str
     install: str
@@ -52,6 +56,10 @@ class Entry:
     transformers_extra: str = "transformers"  # the extra that installs them
     pools_transformers: bool = False  # pools such models, too
     encoder_decoder: bool = False  # it runs the encoder-decoder models among them
+    has_weights: bool = True  # False: neither read nor downloaded
+    device_env: Callable[[int, int], Mapping[str, str]] = lambda engine, devices: {}
+    """Called with the number of one of several engines on this host and its devices: returns environment variables that
+    show it no others. Raises ConfigError if there are too few."""
 
     def obstacle(self, named: bool = False) -> str | None:
         """Return why this backend cannot run here, with the remedy. `named`: it was chosen by name."""
@@ -60,9 +68,10 @@ class Entry:
             return f"{' and '.join(missing)} not installed; {self.install}"
         if not (named and self.without_device()) and not self.has_device():
             return f"no {self.device} found{self.remedy if named else ''}"
-        if self.module is None:
-            return "not in this version"
         return None
+
+
+_NVIDIA_GPUS: Final = Path("/proc/driver/nvidia/gpus")
 
 
 def _installed(package: str) -> bool:
@@ -74,9 +83,35 @@ def _has_cuda() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
+def _cuda_env(engine: int, devices: int) -> Mapping[str, str]:
+    """Return CUDA_VISIBLE_DEVICES of an engine: the next GPUs of this process's. Raises ConfigError."""
+    if TORCH_CUDA_DEVICE.is_on():
+        return {}
+    stated, first = os.environ.get("CUDA_VISIBLE_DEVICES"), engine * devices
+    if stated is None:
+        present = len(list(_NVIDIA_GPUS.glob("*")))  # 0: unknown, as under WSL2
+        visible = [str(index) for index in range(present or first + devices)]
+    else:
+        visible = [each for each in stated.split(",") if each]
+    own = visible[first : first + devices]
+    if len(own) < devices:
+        raise ConfigError(
+            "--data-parallel-size",
+            f"replica {engine} needs GPUs {first} to {first + devices - 1} and {len(visible)} are visible; lower it or "
+            "--tensor-parallel-size, or show this process more (CUDA_VISIBLE_DEVICES)",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def _tpu_env(engine: int, devices: int) -> Mapping[str, str]:
+    """Return libtpu's variables for an engine on some of this host's chips; none without a TPU. Raises ConfigError."""
+    chips = tpu_chips()
+    return chips_env(chips, engine, devices) if chips else {}
+
+
 def _has_tpu() -> bool:
-    """Return whether this is a Cloud TPU host: its chips are PCI accelerators or VFIO groups."""
-    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    """Return whether this is a Cloud TPU host, by its chips on the PCI bus."""
+    return bool(tpu_chips())
 
 
 BACKENDS: Final[tuple[Entry, ...]] = (
@@ -87,6 +122,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "TPU",
         "pip install 'pagoda[tpu]'",
         _has_tpu,
+        device_env=_tpu_env,
         without_device=lambda: True,
         parallel=("tensor", "data"),
         hosts="pagoda.backends.jax_tpu.hosts",
@@ -107,6 +143,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "NVIDIA GPU",
         "pip install 'pagoda[cuda]'",
         _has_cuda,
+        device_env=_cuda_env,
         parallel=("tensor",),
         ranks="pagoda.backends.torch_cuda.ranks",
         without_device=TORCH_CUDA_DEVICE.is_on,
@@ -131,7 +168,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         pools_transformers=True,
         encoder_decoder=True,
     ),
-    Entry("simulated", None, (), "device", "", lambda: True),
+    Entry("simulated", "pagoda.backends.simulated.backend", (), "device", "", parallel=("tensor",), has_weights=False),
 )
 """In order of preference."""
 
@@ -155,11 +192,28 @@ def choose_backend(name: str) -> str:
 def parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes:
     """Return how the backend distributes a model, of sizes that `backend_support` allows on it. Raises ConfigError."""
     entry = _entry(name)
-    sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size}
+    sizes = _sizes_of_engine(name, parallel)
     flag, executor = "--distributed-executor-backend", parallel.distributed_executor_backend
     if entry.ranks is not None and executor == "uni" and (size := parallel.tensor_parallel_size) > 1:
         raise ConfigError(flag, f"uni is one process, {entry.name} needs {size} for {size} GPUs; use mp, or drop it")
-    return ParallelSizes(**{kind: sizes[kind] for kind in entry.parallel})
+    return ParallelSizes(**{kind: sizes[kind] for kind in entry.parallel}, engines=num_engines(name, parallel))
+
+
+def num_engines(name: str, parallel: ParallelConfig) -> int:
+    """Return how many engine processes the replicas of a model run in, of settings that `backend_support` allows."""
+    one_program = "data" in _entry(name).parallel and parallel.data_parallel_mode != "engines"
+    return 1 if one_program else parallel.data_parallel_size
+
+
+def _sizes_of_engine(name: str, parallel: ParallelConfig) -> dict[str, int]:
+    """Return what each engine's model is distributed over, by kind."""
+    data = parallel.data_parallel_size // num_engines(name, parallel)
+    return {"tensor": parallel.tensor_parallel_size, "data": data, "nnodes": parallel.nnodes}
+
+
+def device_env(name: str, parallel: ParallelConfig, engine: int) -> Mapping[str, str]:
+    """Return the environment variables that show one of several engines its devices. Raises ConfigError."""
+    return _entry(name).device_env(engine, parallel.tensor_parallel_size)
 
 
 def runs_ranks(name: str, parallel: ParallelConfig) -> bool:
@@ -204,7 +258,7 @@ def check_drafters(name: str, method: str, parallel: ParallelConfig) -> None:
             "--speculative-config",
             f"method {method}: {name} runs no drafter models; use --backend {able}, or method ngram or suffix",
         )
-    sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size, "nnodes": parallel.nnodes}
+    sizes = _sizes_of_engine(name, parallel)
     for kind, size in sizes.items():
         if size > 1 and kind not in entry.drafter_parallel:
             flag = "--nnodes" if kind == "nnodes" else f"--{kind}-parallel-size"
@@ -228,19 +282,35 @@ def load_backend(name: str) -> BackendModule:
     return cast(BackendModule, _load(_entry(name).module))
 
 
+def has_weights(name: str) -> bool:
+    """Return whether the backend computes with weights; else they are neither read nor downloaded."""
+    return _entry(name).has_weights
+
+
+def load_simulator() -> SimulatorModule:
+    """Import the backend without a device."""
+    return cast(SimulatorModule, load_backend("simulated"))
+
+
+def load_planner() -> PlannerModule:
+    """Import capacity planning over simulated devices."""
+    return cast(PlannerModule, _load("pagoda.backends.simulated.planner"))
+
+
 def pooling_parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes:
     """Return how the backend distributes a pooling model. Raises ConfigError if it is not supported."""
     entry = _entry(name)
     if entry.pooling is None:
         able = _names(lambda each: each.pooling is not None)
         raise ConfigError("--runner", f"pooling: {name} only generates; use --backend {able}")
-    sizes = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size, "nnodes": parallel.nnodes}
+    sizes = _sizes_of_engine(name, parallel)
     for kind, size in sizes.items():
         if size > 1 and kind not in entry.pooling_parallel:
             flag = "--nnodes" if kind == "nnodes" else f"--{kind}-parallel-size"
             many = "in one copy" if kind in entry.parallel and entry.pooling_parallel else "on one device, in one copy"
             raise ConfigError(flag, f"{name} runs a pooling model {many}; use 1, or start several servers")
-    return ParallelSizes(**{kind: sizes[kind] for kind in entry.pooling_parallel})
+    kinds = {kind: sizes[kind] for kind in entry.pooling_parallel}
+    return ParallelSizes(**kinds, engines=num_engines(name, parallel))
 
 
 def load_pooling(name: str) -> PoolingModule:
@@ -289,7 +359,11 @@ def load_converter() -> ConverterModule:
 def explain(chosen: str = "") -> str:
     """Return one line on what each backend but the chosen one lacks."""
     others = (entry for entry in BACKENDS if entry.name != chosen)
-    return "; ".join(f"{entry.name}: {entry.obstacle() or 'available'}" for entry in others)
+    return "; ".join(f"{entry.name}: {entry.obstacle() or _available(entry)}" for entry in others)
+
+
+def _available(entry: Entry) -> str:
+    return "chosen by name only" if entry.name in _CHOSEN_BY_NAME_ONLY else "available"
 
 
 def _load(module: str | None) -> object:

@@ -3,7 +3,7 @@
 A row is of the newest file that has it. What vLLM is measured beside depends on the processor: one with bfloat16
 instructions and one without have rows of their own. --table measures nothing and writes the table alone.
 
-usage: python readme.py --model MODEL.gguf [--peer-python VENV/bin/python --peer-model FOLDER] [--only NAME ...]
+usage: python readme.py --model MODEL.gguf [--peer-model FOLDER --peer ENGINE[=PYTHON[,MODEL]] ...] [--only NAME ...]
        python readme.py --table
 """
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+
+from pagoda.server.cli.bench.machine import machine
 
 HERE = Path(__file__).resolve().parent
 FENCE = ("<!-- figures: written by benchmarks/readme.py -->", "<!-- end of figures -->")
@@ -30,20 +30,11 @@ def run(script: str, *args: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def machine() -> dict:
+def described() -> dict:
     """What the figures depend on."""
-    info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-    facts = {key.strip(): value.strip() for key, value in info.items()}
     commit = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "cpu": facts.get("model name", "?"),
-        "cores": len(os.sched_getaffinity(0)),
-        "bf16_instructions": any(name in facts.get("flags", "") for name in ("avx512_bf16", "amx_bf16")),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
+    today, known = datetime.date.today().isoformat(), {"commit": commit.stdout.strip(), "torch": version("torch")}
+    return {"date": today, **known, **machine()}
 
 
 def main() -> None:
@@ -51,8 +42,8 @@ def main() -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model")
     asked.add_argument("--table", action="store_true")
-    parser.add_argument("--peer-python")
-    parser.add_argument("--peer-model")
+    parser.add_argument("--peer", nargs="*", default=[], help="engines of cpu/offline.py")
+    parser.add_argument("--peer-model", help="what all engines of cpu/offline.py read; default: --model")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     if not args.table:
@@ -63,10 +54,9 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Run the benchmarks and keep what they print."""
-    peer = [f"--peer-python={args.peer_python}"] if args.peer_python else []
-    results: dict = {"machine": machine()}
+    results: dict = {"machine": described()}
     if "offline" in args.only:
-        results["offline"] = run("cpu/offline.py", "--model", args.peer_model or args.model, *peer)
+        results["offline"] = run("cpu/offline.py", "--model", args.peer_model or args.model, "--peer", *args.peer)
     if "startup" in args.only:
         results["startup"] = run("server/startup.py", "--model", args.model)
     if "scheduler" in args.only:
@@ -138,16 +128,23 @@ def processor(result: dict) -> str:
 
 
 def offline_rows(result: dict) -> list[str]:
-    """Rows beside the peer."""
+    """Rows beside the other engines, at equal weight bits."""
     rows = []
     for case in (case for case in CASES if case in result["offline"]):
         found = result["offline"][case]
-        theirs, ratio = found.get("vllm", {}).get("median", "not measured"), found.get("ratio", {}).get("median", "")
+        peers = [with_ratio(found, name) for name in ENGINES]
         asked = ">= 1.5" if case in ASKED else ""
-        rows.append(
-            f"| {CASES[case]} | {found['pagoda']['median']} | {theirs} | {ratio} | {asked} | {processor(result)} |"
-        )
+        cells = [CASES[case], found["pagoda"]["median"], *peers, asked, processor(result)]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
+
+
+def with_ratio(case: dict, name: str) -> str:
+    """An engine's tokens per second and pagoda's ratio to it, or that it was not measured."""
+    if name not in case:
+        return "not measured"
+    ratios = case.get("ratios", {}).get(name) or case.get("ratio", {})
+    return f"{case[name]['median']} (x {ratios.get('median', '')})"
 
 
 PATHS = (
@@ -159,22 +156,24 @@ MISSING = {
     True: " A processor\nwithout them is not in this table yet.",
 }
 HEAD = (
-    "| figure | pagoda | vLLM (CPU) 0.32 | ratio | asked for | bfloat16 instructions |",
-    "|---|---|---|---|---|---|",
+    "| figure | pagoda | vLLM (CPU) 0.32 (pagoda is) | transformers 5 (pagoda is) | llama.cpp (pagoda is) "
+    "| asked for, beside vLLM | bfloat16 instructions |",
+    "|---|---|---|---|---|---|---|",
 )
 CASES = {
     "throughput_64x128_128": "SmolLM2 bf16, 64 requests of 128 in / 128 out, offline, output tokens/s",
     "single_stream_128_128": "one stream, 128 in / 128 out, tokens/s",
 }
 ASKED = tuple(CASES)
+ENGINES = ("vllm", "transformers", "llama.cpp")
 ROWS = {
-    "startup": lambda it: f"`pagoda serve`, from command to first streamed token | {it['median']} s | | | <= 8 s",
+    "startup": lambda it: f"`pagoda serve`, from command to first streamed token | {it['median']} s | | | | <= 8 s",
     "scheduler": lambda it: (
-        f"schedule + update per decode step, 256 running, no model | {it['sum_ms']} ms | | | <= 1.0 ms"
+        f"schedule + update per decode step, 256 running, no model | {it['sum_ms']} ms | | | | <= 1.0 ms"
     ),
-    "install": lambda it: f"base install, no extras | {it['base_install_mb']} MB | | | <= 150 MB",
+    "install": lambda it: f"base install, no extras | {it['base_install_mb']} MB | | | | <= 150 MB",
     "tests": lambda it: (
-        f"`make test` in a fresh clone ({it['passed']} tests) | {it['seconds'] / 60:.1f} min | | | <= 20 min"
+        f"`make test` in a fresh clone ({it['passed']} tests) | {it['seconds'] / 60:.1f} min | | | | <= 20 min"
     ),
 }
 

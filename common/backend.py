@@ -15,6 +15,7 @@ from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.config.groups.profiler import ProfilerConfig
+from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
@@ -67,11 +68,12 @@ class ParallelSizes:
     """How a model is distributed over devices."""
 
     tensor: int = 1  # devices each layer is sharded over
-    data: int = 1  # copies of the model
+    data: int = 1  # copies of the model in one program
+    engines: int = 1  # engine processes with a copy each, on this host
 
     @property
     def devices(self) -> int:
-        """Devices in total."""
+        """Devices that one engine drives."""
         return self.tensor * self.data
 
 
@@ -82,6 +84,7 @@ class ProgramOptions:
     bundle: Path | None = None  # folder of programs that were compiled before
     compile_cache: Path | None = None  # folder that compiled programs are kept in
     strict: bool = False  # a compilation after warm-up is an error instead of a count
+    profiler_port: int | None = None  # of the framework's profiler server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,7 @@ class BackendOptions:
     drafter: DrafterSpec | None = None  # guesses the drafts of the next step; None: drafts come from the host, or none
     lora: LoraOptions | None = None  # None: no request has an adapter
     profiler: ProfilerConfig | None = None  # None: steps are not traced
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)  # read by the backend `simulated` only
 
     def __post_init__(self) -> None:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""

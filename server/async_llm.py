@@ -224,6 +224,11 @@ class AsyncLLM(ExplainsMissingMethods):
         return self._ready().info
 
     @property
+    def text_or_none(self) -> Tokenizer | None:
+        """The tokenizer; None with skip_tokenizer_init. Raises EngineDeadError before the engine is ready."""
+        return self._ready().tokenizer
+
+    @property
     def max_model_len(self) -> int:
         """Maximum prompt plus output, in tokens."""
         return self.info.limits.max_model_len
@@ -764,8 +769,8 @@ class AsyncLLM(ExplainsMissingMethods):
                 self._refuse(child_id, RequestError(field, text))
             case SleepState():
                 self._sleep.update(message)
-            case Restarting(cause):
-                self._lose(cause)
+            case Restarting(cause, child_ids):
+                self._lose(cause, child_ids)
             case Ready():
                 self._sleep.reset()
                 self._send(self._ready().requests.children)
@@ -796,13 +801,20 @@ class AsyncLLM(ExplainsMissingMethods):
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))
 
-    def _lose(self, cause: str) -> None:
-        """Fail the requests that the next engine cannot run: something of them has been sent, or they ran twice."""
+    def _lose(self, cause: str, child_ids: list[str] | None) -> None:
+        """Fail the requests that another engine cannot run: something of them has been sent, or they ran twice.
+
+        The others run again, at once in other replicas; without `child_ids` once the engine is warm.
+        """
         error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
-        self.stats = EngineStats()
-        self._admission.observe(self.stats)
+        if child_ids is None:
+            self.stats = EngineStats()
+            self._admission.observe(self.stats)
         if self._warm is not None:
-            self._warm.requests.fail_lost(error)
+            running, again = self._warm.requests.fail_lost(error, child_ids)
+            self._abort(running)
+            if child_ids is not None:
+                self._send(again)
             self._report_events()
 
     def _fail_running(self, error: EngineUnavailableError) -> None:

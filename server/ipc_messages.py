@@ -192,16 +192,29 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True):
-    """The engine has ended and is being replaced; all its requests are lost. Ready follows, or Failed."""
+    """An engine has ended and is being replaced; its requests are lost. Ready follows, or Failed."""
 
     cause: str
+    request_ids: list[str] | None = None  # of the lost sequences, where other replicas serve on; None: all are lost
+
+
+class OtherUse(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """What the unfinished requests of an engine's other clients use of the queue."""
+
+    sequences: int = 0
+    tokens: int = 0  # of their prompts
+    callers: int = 0  # callers' requests, however many prompts and sequences they have
+    owners: dict[str, tuple[int, int]] = {}  # by API key's digest: sequences and prompt tokens
+
+
+NO_OTHERS: Final = OtherUse()
 
 
 class StepReply(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """The outputs of a step."""
 
     outputs: StepOutputs
-    others: int = 0  # unfinished sequences of the engine's other clients
+    others: OtherUse | None = None  # None: about as in the message before
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -24,7 +24,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.core_client import check_first_host
+from pagoda.server.core_client import check_first_host, check_one_engine
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
@@ -82,6 +82,7 @@ class LLMEngine(ExplainsMissingMethods):
         check_stat_loggers(stat_loggers)
         configure_unless_done(config.logging)
         check_first_host(config)
+        check_one_engine(config)
         self.config = config
         with ThreadPoolExecutor(1, "pagoda-tokenizer") as executor:
             opening = executor.submit(open_text, config)

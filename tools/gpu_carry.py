@@ -42,7 +42,10 @@ WHEELS: Final = (
 """Packages of the base install and of structured output; the locally installed versions are used."""
 PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")
 """Packages that the GPU machine has: torch, transformers and their dependencies."""
-STAGES: Final = ("smoke", "decode", "prefill", "throughput", "invariance", "peers", "kernels", "mixers", "experts")
+STAGES: Final = (
+    *("smoke", "decode", "prefill", "throughput", "serving", "invariance", "peers", "kernels", "mixers"),
+    "experts",
+)
 LAUNCHER, UTILS = "__triton_launcher", "cuda_utils"
 SUFFIX: Final = ".cpython-312-x86_64-linux-gnu.so"
 MACHINES: Final = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")

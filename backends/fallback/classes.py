@@ -44,8 +44,11 @@ _KINDS: Final[Mapping[PoolUse | None, str]] = {
 
 
 def code_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what defines each class of transformers' in the model's folder."""
-    return config.get("auto_map") or {}
+    """Return what defines each class of transformers' in the model's folder. Raise ModelError if it is no object."""
+    code = config.get("auto_map") or {}
+    if not isinstance(code, Mapping):
+        raise ModelError(f"config.json: auto_map is {str(code)[:60]}, not an object")
+    return code
 
 
 def _is_known(architecture: str, config: Mapping[str, Any], use: PoolUse | None) -> bool:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from pagoda.backends.reference.drafting import DraftRunner, resolve_guesses
 from pagoda.backends.reference.execution import Embedded, TokenSlots, make_batch, single_tokens
-from pagoda.backends.reference.memory import LayerCache, allocate, copy_states, keep_freed_memory, plan_memory
+from pagoda.backends.reference.memory import (
+    LayerCache,
+    allocate,
+    copy_states,
+    keep_freed_memory,
+    map_scratch,
+    plan_memory,
+)
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.drafters import load_drafter
@@ -96,7 +103,7 @@ class ReferenceBackend:
         """`layer_device`: of the layers that transformers computes."""
         self._layer_device = layer_device
         self.spec, self.limits, self.layout = options.spec, options.limits, options.layout
-        self.cache_config = options.cache
+        self.cache_config, self._engines = options.cache, options.parallel.engines
         self.numerics = numerics(options.dtype, batch_invariant=options.batch_invariant)
         self._head_scheme = options.schemes.get("head")
         self._adapters: AdapterMatrices | None = None
@@ -192,15 +199,21 @@ class ReferenceBackend:
             assert self._decoder is not None, "load comes before plan_memory"
             weights = self._weight_bytes
         slots = 0 if self._adapters is None else self._adapters.num_bytes
-        return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights, slots)
+        sizes = weights, slots, self._engines
+        return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, *sizes)
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
-        self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
+        stated = self.cache_config.kv_cache_memory_bytes is not None
+        self._caches = allocate(self.layout, num_blocks, self.numerics.compute, map_pages=stated)
         if self._drafts is not None:
             self._drafts.set_caches(self._caches)
 
     def warmup(self) -> None:
-        """Run a short prefill and a decode step on the null block, so that first-call costs are paid."""
+        """Run a short prefill and a decode step on the null block, so that first-call costs are paid.
+
+        Memory is taken for the logits of two steps of all sequences: one is sampled while the next is computed.
+        """
+        self._worker.submit(map_scratch, 2 * self.limits.max_num_seqs * self.spec.vocab * 4).result()
         encoder = None if self._encoder is None else np.zeros(_WARMUP_TOKENS, np.int32)
         start = RowStart(0, np.zeros(1, np.int32), 1, SamplingRules(), encoder)
         tables = tuple(np.zeros((1, 1), np.int32) for _ in self.layout.groups)

@@ -395,8 +395,14 @@ class PackedPrompts:
     positions: Tensor  # int64 [T]
     token_types: Tensor | None  # int64 [T]
     groups: tuple[SameLength, ...]
+    query_start: Tensor  # int32 [S+1]
     masks: dict[tuple[int, bool, int | None, int | None, int], Tensor] = field(default_factory=dict)
     # By length, causal, window, chunk, chunks before.
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens of a prompt."""
+        return max((group.length for group in self.groups), default=0)
 
     def mask(self, length: int, spec: Attention) -> Tensor | None:
         """Return which token (row) sees which (column), bool [length, length]; None: all see all."""
@@ -429,6 +435,7 @@ def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPro
         positions=to_device(positions),
         token_types=None if plan.token_types is None else to_device(plan.token_types),
         groups=tuple(same_length(length) for length in np.unique(lengths).tolist()),
+        query_start=to_device(plan.query_start).int(),
     )
 
 

@@ -6,7 +6,10 @@ attention reads without a gather (a gather costs several times the attention its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from operator import lt, mul
@@ -43,8 +46,10 @@ def plan_memory(
     numerics: Numerics,
     weights: int,
     adapters: int = 0,
+    engines: int = 1,
 ) -> MemoryPlan:
-    """Return bytes and blocks. `weights`: loaded bytes; `adapters`: bytes of their slots.
+    """Return bytes and blocks. `weights`: loaded bytes; `adapters`: bytes of their slots; `engines`: processes that
+    share the memory.
 
     Raises ConfigError with the missing bytes.
     """
@@ -55,7 +60,7 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = split_bytes(layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        free = available_bytes() - encoded - adapters
+        free = available_bytes() // engines - encoded - adapters
         if adapters and free <= 0:
             raise ConfigError(
                 "--max-loras",
@@ -123,8 +128,13 @@ class LayerCache:
     view: int
 
 
-def allocate(layout: KvLayout, num_blocks: tuple[int, ...], dtype: torch.dtype) -> dict[int, LayerCache]:
-    """Return layer index -> cache. Layer j of every group of a pool shares array j of the pool."""
+def allocate(
+    layout: KvLayout, num_blocks: tuple[int, ...], dtype: torch.dtype, *, map_pages: bool = False
+) -> dict[int, LayerCache]:
+    """Return layer index -> cache. Layer j of every group of a pool shares array j of the pool.
+
+    `map_pages`: take the memory now. Else each page is taken when it is first written, in the step that does so.
+    """
     arrays: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     caches: dict[int, LayerCache] = {}
     for number, group in enumerate(layout.groups):
@@ -132,15 +142,29 @@ def allocate(layout: KvLayout, num_blocks: tuple[int, ...], dtype: torch.dtype) 
             key = (group.pool, index)
             if key not in arrays:
                 shapes = array_shapes(group.spec, num_blocks[group.pool], layout.block_size)
-                arrays[key] = tuple(_zeros(shape, cache_dtype(group.spec, dtype)) for shape in shapes)
+                arrays[key] = tuple(_zeros(shape, cache_dtype(group.spec, dtype), map_pages) for shape in shapes)
             caches[layer] = LayerCache(arrays[key], layout.views.index((number, window)))
     return caches
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros whose pages are mapped on first write; torch.zeros would touch gigabytes at start-up."""
-    lazy = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
-    return torch.from_numpy(lazy).view(dtype)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, map_pages: bool) -> Tensor:
+    """Return zeros, whose pages are mapped on first write unless `map_pages`.
+
+    Those are small: a request writes a few KiB to each of hundreds of places, and clearing a huge page at each takes
+    longer than its prompt.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if map_pages:
+        array = np.zeros(size, np.uint8)  # in huge pages, where there are some
+        array[:: mmap.PAGESIZE] = 0
+    elif not size or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        array = np.zeros(size, np.uint8)
+    else:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # of a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        array = np.frombuffer(memory, np.uint8)
+    return torch.from_numpy(array).view(dtype).view(*shape)
 
 
 def array_shapes(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
@@ -175,6 +199,8 @@ def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int
                 array.index_copy_(0, to, array[source])
 
 
+MOST_SCRATCH: Final = 128 << 20  # bytes
+_SCRATCH_PIECE: Final = 4 << 20  # bytes: small enough to come from the heap
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt in malloc.h
 
 
@@ -188,6 +214,16 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, 32 << 20)
         mallopt(_TRIM_THRESHOLD, 512 << 20)
         mallopt(_ARENA_MAX, 1)
+
+
+def map_scratch(size: int) -> None:
+    """Have the C library take `size` bytes, at most MOST_SCRATCH, and keep them for the tensors of steps.
+
+    The first wide step would else wait until the kernel has cleared that many pages.
+    """
+    pieces = [np.empty(_SCRATCH_PIECE, np.uint8) for _ in range(min(size, MOST_SCRATCH) // _SCRATCH_PIECE)]
+    for piece in pieces:
+        piece[:: mmap.PAGESIZE] = 0
 
 
 # The memory of a loaded model.

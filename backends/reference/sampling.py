@@ -14,9 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.backends.reference.native.operators import FoundTokens, row_search
 from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
 from pagoda.common.engine.pending import join_logprobs
-from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, USUAL, LogprobsMode, SamplerOptions
+from pagoda.common.engine.sampling import (
+    LARGEST_UNIFORM,
+    MIX_1,
+    MIX_2,
+    TOKEN_STRIDE,
+    USUAL,
+    LogprobsMode,
+    SamplerOptions,
+)
 from pagoda.common.engine.sampling_state import (
     RowTable,
     SampledRows,
@@ -32,6 +41,9 @@ from pagoda.common.sampling_params import params_of
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
 
+LEAST_BEST: Final = 64
+"""Tokens that a compiled search finds at least for filters, before it is left to sorting."""
+
 RANDOM_ROWS: Final = 16
 """Rows that are sampled at once: several arrays [R, V] then fit a cache, instead of hundreds of megabytes."""
 
@@ -46,6 +58,7 @@ class Sampler:
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
         self.vocab, self.options = vocab, options
         self._batch = LogitsBatch.of(options, params_of)
+        self._search = row_search(vocab)
         self.failed: dict[int, str] = {}  # row of logits of the newest step -> why its logits processor failed
         self.rows = RowTable(max_rows)
         self.last, self.rejected = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
@@ -85,15 +98,34 @@ class Sampler:
         # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
         if sampled.kind != "greedy":
-            packed = torch.from_numpy(sampled.pack(len(logits), 0))
-            for random in packed[3].nonzero()[:, 0].split(RANDOM_ROWS):  # by temperature
-                tokens[random] = sample_random(logits[random], RowRules.unpack(packed[:, random]))
+            self._draw(logits, RowRules.unpack(torch.from_numpy(sampled.pack(len(logits), 0))), tokens)
         self.history.numpy()[sampled.rows, sampled.ends] = tokens.numpy()
         mode = self.options.logprobs_mode
         return tokens, {
             index: token_logprobs(row[None], tokens[index : index + 1], best, mode)
             for index, (best, row) in shown.items()
         }
+
+    def _draw(self, logits: Tensor, rules: RowRules, tokens: Tensor) -> None:
+        """Write the tokens of random rows."""
+        filtered = (rules.top_k > 0) | (rules.top_p < 1.0) | (rules.min_p > 0.0)
+        random = rules.temperature > 0
+        whole, filtered = (each.nonzero()[:, 0] for each in (random & ~filtered, random & filtered))
+        if len(whole) and self._search is not None:
+            own = rules.take(whole)
+            found = self._search.candidates(logits, whole, own.temperature, own.keys)
+            tokens[whole], decided = draw_among(logits, whole, own, found)
+            whole = whole[~decided]
+        if len(filtered) and self._search is not None:
+            own = rules.take(filtered)
+            least = torch.where(own.top_k < logits.shape[1] // 8, own.top_k + 1, 0).clamp(min=LEAST_BEST).long()
+            found = self._search.best(logits, filtered, own.temperature, least)
+            tokens[filtered], decided = draw_filtered_among(logits, filtered, own, found)
+            filtered = filtered[~decided]
+        for rows in whole.split(RANDOM_ROWS):
+            tokens[rows] = draw(logits[rows], rules.take(rows))
+        for rows in filtered.split(RANDOM_ROWS):
+            tokens[rows] = draw_filtered(logits[rows], rules.take(rows))
 
     def accept(
         self, plan: StepPlan, tokens: Tensor, logprobs: Mapping[int, TokenLogprobs]
@@ -282,42 +314,76 @@ def drawn_from(logits: Tensor, rules: RowRules) -> Tensor:
         return logits.clone()
     scaled = logits / temperature
     values, ids = scaled.sort(descending=True, stable=True)
-    keep, _ = _keep(values[None], scaled.logsumexp(-1, keepdim=True)[None], rules, whole=True)
+    keep, _ = _keep(values[None], scaled.logsumexp(-1, keepdim=True)[None], rules)
     return torch.full_like(scaled, -torch.inf).scatter(0, ids[keep[0]], values[keep[0]])
 
 
-def sample_random(logits: Tensor, rules: RowRules) -> Tensor:
-    """Gumbel-max over the tokens that top-k, top-p and min-p leave. logits [R, V] -> int64 [R]."""
-    scaled = logits / rules.temperature[:, None]
-    has_filter = (rules.top_k > 0) | (rules.top_p < 1.0) | (rules.min_p > 0.0)
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    whole, filtered = (~has_filter).nonzero()[:, 0], has_filter.nonzero()[:, 0]
-    if len(whole):
-        ids = torch.arange(logits.shape[1], dtype=torch.int32)
-        tokens[whole] = (scaled[whole] + gumbel(rules.keys[whole], ids)).argmax(-1)
-    if len(filtered):
-        tokens[filtered] = _sample_filtered(scaled[filtered], rules.take(filtered))
-    return tokens
+def draw(logits: Tensor, rules: RowRules) -> Tensor:
+    """Gumbel-max over the whole vocabulary. logits [R, V] -> int64 [R]."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32)
+    return (logits / rules.temperature[:, None] + gumbel(rules.keys, ids)).argmax(-1)
 
 
-def _sample_filtered(scaled: Tensor, rules: RowRules) -> Tensor:
-    """Rows with a filter: sort the best candidates; rows they do not decide sort everything."""
-    vocab = scaled.shape[1]
+def draw_among(logits: Tensor, rows: Tensor, rules: RowRules, found: FoundTokens) -> tuple[Tensor, Tensor]:
+    """Return `draw` of some rows of logits [R, V] among the tokens found, int64 [n], and which rows they decide."""
+    ids, scaled = _scaled_of(logits, rows, rules, found, max(1, int(found.counts.max())))
+    noisy = scaled + gumbel(rules.keys, ids)
+    best = noisy.argmax(-1, keepdim=True)
+    decided = (noisy.gather(1, best)[:, 0] >= found.floors) & (found.counts <= found.tokens.shape[1])
+    return ids.gather(1, best)[:, 0].long(), decided
+
+
+def draw_filtered_among(logits: Tensor, rows: Tensor, rules: RowRules, found: FoundTokens) -> tuple[Tensor, Tensor]:
+    """The same of `draw_filtered`, among the best tokens. Sums are of one length, whatever rows are beside."""
+    ids, scaled = _scaled_of(logits, rows, rules, found, found.tokens.shape[1])
+    values, order = torch.where(scaled >= found.floors[:, None], scaled, -torch.inf).sort(
+        stable=True, dim=-1, descending=True
+    )
+    total, others = found.totals[:, None], logits[rows, found.searched :] / rules.temperature[:, None]
+    if others.shape[1]:
+        total = torch.logaddexp(total, others.logsumexp(-1, keepdim=True))
+    ids = ids.gather(1, order)
+    keep, decided = _keep(values, total, rules, known=(values > -torch.inf).sum(-1))
+    decided &= (found.counts <= found.tokens.shape[1]) & total[:, 0].isfinite()
+    return _pick(values, ids.long(), keep, rules.keys), decided
+
+
+def _scaled_of(logits: Tensor, rows: Tensor, rules: RowRules, found: FoundTokens, most: int) -> tuple[Tensor, Tensor]:
+    """Return up to `most` tokens found in rows of logits and those that were not searched, int32 [n, m], and their
+    logits over temperature; minus infinity where there is no token.
+    """
+    count, most = len(found.tokens), min(most, found.tokens.shape[1])
+    others = torch.arange(found.searched, logits.shape[1], dtype=torch.int32).expand(count, -1)
+    real = torch.cat((torch.arange(most) < found.counts[:, None], torch.ones_like(others, dtype=torch.bool)), 1)
+    ids = torch.where(real, torch.cat((found.tokens[:, :most], others), 1), 0)
+    scaled = logits[rows[:, None], ids.long()] / rules.temperature[:, None]
+    return ids, torch.where(real, scaled, -torch.inf)
+
+
+def draw_filtered(logits: Tensor, rules: RowRules) -> Tensor:
+    """Gumbel-max over the tokens that top-k, top-p and min-p leave. logits [R, V] -> int64 [R].
+
+    The best candidates are sorted; rows they do not decide sort everything.
+    """
+    scaled, vocab = logits / rules.temperature[:, None], logits.shape[1]
     total = scaled.logsumexp(-1, keepdim=True)
     wanted = min(vocab, max(CANDIDATES, 1 + max((k for k in rules.top_k.tolist() if k < vocab // 8), default=0)))
     values, ids = scaled.topk(wanted, dim=-1)
-    keep, decided = _keep(values, total, rules, whole=wanted == vocab)
+    known = None if wanted == vocab else torch.full((len(logits),), wanted)
+    keep, decided = _keep(values, total, rules, known)
     tokens = _pick(values, ids, keep, rules.keys)
     undecided = (~decided).nonzero()[:, 0]
     if len(undecided):
         values, ids = scaled[undecided].sort(dim=-1, descending=True, stable=True)
-        keep, _ = _keep(values, total[undecided], rules.take(undecided), whole=True)
+        keep, _ = _keep(values, total[undecided], rules.take(undecided))
         tokens[undecided] = _pick(values, ids, keep, rules.keys[undecided])
     return tokens
 
 
-def _keep(values: Tensor, total: Tensor, rules: RowRules, whole: bool) -> tuple[Tensor, Tensor]:
+def _keep(values: Tensor, total: Tensor, rules: RowRules, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Which of the descending values [R, n] stay, bool [R, n], and which rows that decides for good, bool [R].
+
+    known int64 [R]: how many of them are the vocabulary's best, minus infinity follows; None: they are all of it.
 
     top-k keeps ties of the k-th value; top-p keeps the fewest tokens whose mass within top-k reaches p, and ties of
     the last; min-p compares with the best token. `total`: logsumexp over the vocabulary [R, 1].
@@ -337,9 +403,10 @@ def _keep(values: Tensor, total: Tensor, rules: RowRules, whole: bool) -> tuple[
     last = torch.where(keep & reaches, values, torch.inf).amin(-1, keepdim=True)
     keep &= values >= last
     keep &= values >= values[:, :1] + rules.min_p[:, None].log()
-    complete = rules.top_k <= n  # a larger k needs candidates that are not among these
-    decided = (~keep[:, -1] & complete) | whole
-    return keep, decided
+    if known is None:
+        return keep, torch.ones(len(values), dtype=torch.bool)
+    goes_on = keep.gather(1, (known - 1).clamp(min=0)[:, None])[:, 0]  # what is not known may stay, too
+    return keep, ~goes_on & (rules.top_k <= known)
 
 
 def _pick(values: Tensor, ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
@@ -372,8 +439,10 @@ def mix(x: Tensor) -> Tensor:
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """float32 [R, n]: noise of tokens int32 [R, n] or [n] under row keys int32 [R] (bits of uint32)."""
     bits = mix(keys[:, None] ^ (token_ids * _signed(TOKEN_STRIDE)))
-    uniform = (_shift(bits, 9).to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    v = ((bits.long() & 0xFFFFFFFF).to(torch.float32) + 0.5) * 2.0**-32
+    u = 1.0 - v.clamp(max=LARGEST_UNIFORM)
+    exponential = torch.where(u == 1.0, v, -torch.log(u) * v / torch.where(u == 1.0, 1.0, 1.0 - u))
+    return -torch.log(exponential)
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, best: int, mode: LogprobsMode = "raw_logprobs") -> TokenLogprobs:

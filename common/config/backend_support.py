@@ -42,23 +42,28 @@ class BackendRule:
 
 _NOT_CUDA: Final = ("reference", "jax_tpu")
 _NOT_TPU: Final = ("reference", "torch_cuda")
-_ONE_DEVICE: Final = "{backend} runs a model on one device; use 1, or --backend "
 _ONE_HOST: Final = "{backend} runs a model on one host; "
 _KEEPS_WEIGHTS: Final = "{backend} cannot move its weights; drop it, or use --backend torch_cuda"
 _NO_GRAPHS: Final = "it captures no CUDA graphs"
 _NO_PROGRAMS: Final = "it compiles no XLA programs"
 _NO_BUNDLES: Final = "not supported by {backend}; drop it, or use --backend jax_tpu"
+_SIMULATED: Final = "it is for --backend simulated and `pagoda simulate`; drop it"
+_NOT_SIMULATED: Final = "is not simulated; drop it"
 _NO_KERNELS: Final = "{backend} has one attention kernel; use auto, " + " or ".join(KERNELS["reference"])
 
 RULES: Final = (
-    BackendRule("tensor_parallel_size", ("reference",), "refused", f"{_ONE_DEVICE}jax_tpu or torch_cuda"),
-    BackendRule("data_parallel_size", ("reference",), "refused", f"{_ONE_DEVICE}jax_tpu"),
     BackendRule(
-        "data_parallel_size",
-        ("torch_cuda",),
+        "tensor_parallel_size",
+        ("reference",),
         "refused",
-        "{backend} runs one copy of a model per server; use 1, and start several servers, each with GPUs of its own "
-        "(CUDA_VISIBLE_DEVICES) and a --port of its own, behind a load balancer",
+        "{backend} runs a model on one device; use 1, or --backend jax_tpu or torch_cuda",
+    ),
+    BackendRule(
+        "data_parallel_mode",
+        _NOT_TPU,
+        "refused",
+        "{backend} has no program over several copies of a model; use engines",
+        values=("program",),
     ),
     BackendRule("nnodes", ("reference",), "refused", f"{_ONE_HOST}use 1, or --backend jax_tpu on every host"),
     BackendRule(
@@ -86,7 +91,7 @@ RULES: Final = (
         "it drives all devices of a host from one process",
         values=("mp",),
     ),
-    BackendRule("enable_sleep_mode", _NOT_CUDA, "refused", _KEEPS_WEIGHTS),
+    BackendRule("enable_sleep_mode", ("reference",), "refused", _KEEPS_WEIGHTS + " or jax_tpu"),
     BackendRule("cpu_offload_gb", _NOT_CUDA, "refused", _KEEPS_WEIGHTS),
     BackendRule("gpu_memory_utilization", ("reference",), "no effect", "on a CPU use --kv-cache-memory-bytes"),
     BackendRule(
@@ -148,10 +153,30 @@ RULES: Final = (
         "{backend} does not support float16; use auto or bfloat16",
         values=("float16",),
     ),
+    *(
+        BackendRule(setting, BACKENDS, "refused", _SIMULATED)
+        for setting in ("calibration", "hardware", "compile_report", "acceptance_rate", "simulated_time")
+    ),
+    *(
+        BackendRule(setting, ("simulated",), "refused", _NOT_SIMULATED)
+        for setting in (
+            *(
+                "data_parallel_size",
+                "data_parallel_mode",
+                "nnodes",
+                "enable_sleep_mode",
+                "cpu_offload_gb",
+                "calculate_kv_scales",
+            ),
+            *("enable_lora", "logits_processors", "enable_prompt_embeds", "compiled_bundle"),
+        )
+    ),
+    BackendRule("load_format", ("simulated",), "refused", _NOT_SIMULATED, values=("sharded_state",)),
+    BackendRule("distributed_executor_backend", ("simulated",), "refused", _NOT_SIMULATED, values=("ray",)),
     BackendRule("compiled_bundle", _NOT_TPU, "refused", _NO_BUNDLES),
     *(
         BackendRule(setting, _NOT_TPU, "no effect", _NO_PROGRAMS)
-        for setting in ("xla_cache_path", "xla_check_recompilation")
+        for setting in ("xla_cache_path", "xla_check_recompilation", "xla_profiler_port")
     ),
 )
 

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pagoda.common.config.fields import check_port, need_not_negative, need_positive, option
-from pagoda.common.config.groups.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
+from pagoda.common.config.groups.bench.dataset import DatasetConfig, OtherDatasetsConfig
+from pagoda.common.config.groups.bench.offline import LatencyConfig, StartupConfig, ThroughputConfig
+from pagoda.common.config.groups.bench.serve import ResultFileConfig, ServeLoadConfig
+from pagoda.common.config.groups.bench.sweep import (
+    ParetoConfig,
+    PlotConfig,
+    SlaConfig,
+    SweepConfig,
+    SweepServeConfig,
+    SweepStartupConfig,
+)
+from pagoda.common.config.groups.bench.traffic import ReportConfig, TrafficConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 from pagoda.common.errors import ConfigError
 
@@ -199,15 +210,82 @@ class ReplayConfig:
         need_not_negative(self, "steps", remedy="use 0 for the recorded steps only")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """The requests of `simulate` and where its results go; the load is described as that of `bench serve`."""
+
+    trace: str | None = option(
+        None,
+        "File of requests to simulate, one JSON object per line; see docs/guides/simulation.md. Default: the dataset.",
+    )
+    output_json: str | None = option(None, "Output file for the results, as JSON.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateConfig:
+    """Where `calibrate` writes step times, and how long it measures."""
+
+    output: str | None = option(
+        None, "File to write the step times to, for --calibration; default: MODEL.calibration.json.", aliases=("-o",)
+    )
+    repeats: int = option(5, "How often each step is measured, at least; the mean counts.")
+    max_seconds: float = option(
+        300.0, "Time for the measurements, in seconds; the largest steps are left out where it does not suffice."
+    )
+
+    def __post_init__(self) -> None:
+        need_positive(self, "repeats")
+        if self.max_seconds <= 0:
+            raise ConfigError("--max-seconds", f"{self.max_seconds} is not positive; use 60 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """The load that `plan` finds hardware for, and the latencies that it should have."""
+
+    workload: str = option(
+        "random:1024/256",
+        "Requests: random:INPUT/OUTPUT in tokens, with range=SHARE, prefix=TOKENS and prefixes=NUMBER after commas; "
+        "sharegpt: lengths like those of chats; or trace:FILE, as of `simulate`.",
+    )
+    slo: str | None = option(
+        None,
+        "Latencies of --slo-percentile of the requests, such as ttft=500ms,tpot=40ms; also e2el. Without it, and "
+        "without --request-rate, all requests arrive at once and the throughput is reported.",
+    )
+    slo_percentile: float = option(95.0, "Percentile of the requests that must meet --slo.")
+    request_rate: float | None = option(
+        None, "Requests per second to find the number of replicas for; default: the rate of one replica is reported."
+    )
+    num_prompts: int = option(600, "Number of requests that are simulated.")
+    price: str | None = option(None, 'File of prices per chip and hour as JSON, such as {"h100": 2.5}.')
+    output_json: str | None = option(None, "Output file for the plan, as JSON.")
+
+    def __post_init__(self) -> None:
+        need_positive(self, "num_prompts")
+        if self.request_rate is not None and self.request_rate <= 0:
+            raise ConfigError("--request-rate", f"{self.request_rate} is not positive; use requests per second")
+        if not 0 < self.slo_percentile <= 100:
+            raise ConfigError("--slo-percentile", f"{self.slo_percentile} is not in (0, 100]; use 95")
+
+
 _ALL_COMMANDS: Final = {"log_error_stack": SERVER_SETTINGS["log_error_stack"]}
 
 OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "serve": SERVER_SETTINGS,
     "run-batch": {**table(BatchConfig), **{name: SERVER_SETTINGS[name] for name in BATCH_SERVER_SETTINGS}},
     "bench latency": table(LatencyConfig) | _ALL_COMMANDS,
-    "bench throughput": table(ThroughputConfig) | _ALL_COMMANDS,
+    "bench throughput": table(ThroughputConfig, DatasetConfig, OtherDatasetsConfig) | _ALL_COMMANDS,
     "bench startup": table(StartupConfig) | _ALL_COMMANDS,
-    "bench serve": table(ServeLoadConfig) | _ALL_COMMANDS,
+    "bench serve": {
+        **table(ServeLoadConfig, DatasetConfig, OtherDatasetsConfig, TrafficConfig, ReportConfig, ResultFileConfig),
+        **_ALL_COMMANDS,
+    },
+    "bench sweep serve": table(SweepServeConfig, SweepConfig) | _ALL_COMMANDS,
+    "bench sweep serve_sla": table(SlaConfig, SweepServeConfig, SweepConfig) | _ALL_COMMANDS,
+    "bench sweep startup": table(SweepStartupConfig, SweepConfig) | _ALL_COMMANDS,
+    "bench sweep plot": table(PlotConfig) | _ALL_COMMANDS,
+    "bench sweep plot_pareto": table(ParetoConfig) | _ALL_COMMANDS,
     "compile": table(CompileConfig) | _ALL_COMMANDS,
     "convert": {
         **{name: ENGINE_SETTINGS[name] for name in CONVERT_ENGINE_SETTINGS},
@@ -218,10 +296,16 @@ OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "complete": table(ClientConfig) | _ALL_COMMANDS,
     "doctor": table(DoctorConfig) | _ALL_COMMANDS,
     "replay": table(ReplayConfig) | _ALL_COMMANDS,
+    "simulate": table(SimulateConfig, DatasetConfig, TrafficConfig, ReportConfig) | _ALL_COMMANDS,
+    "calibrate": table(CalibrateConfig) | _ALL_COMMANDS,
+    "plan": table(PlanConfig) | _ALL_COMMANDS,
 }
 """Command -> its settings by name, without the engine's."""
 
-WITH_ENGINE: Final = ("serve", "run-batch", "bench latency", "bench throughput", "bench startup", "compile")
+WITH_ENGINE: Final = (
+    *("serve", "run-batch", "bench latency", "bench throughput", "bench startup", "compile", "simulate", "calibrate"),
+    "plan",
+)
 """Commands that start or compile an engine; they read its settings from flags, --config and the environment."""
 
 COMMAND_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.memory import total_bytes
+from pagoda.common.config.tpu_host import PCI, tpu_chips
 from pagoda.common.errors import ConfigError
 
 Kind = Literal["cpu", "cuda", "tpu"]
@@ -26,9 +27,6 @@ BLOCK_SIZES: Final = {"jax_tpu": 128, "torch_cuda": 16, "reference": 32, "simula
 TPU_TABLE_ENTRIES: Final = 128 << 10
 """Maximum block table entries of a step on a TPU, where they are in scalar memory."""
 
-_TPU_CHIPS: Final = {"0x0062": "V5P", "0x0063": "V5E", "0x006f": "V6E"}  # PCI device ids
-_TPU_BYTES: Final = {"V5P": 95 << 30, "V5E": 16 << 30, "V6E": 32 << 30}  # HBM of one chip
-_GOOGLE: Final = "0x1ae0"  # PCI vendor id
 _QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _QUERY_SECONDS: Final = 10
 
@@ -41,11 +39,11 @@ class Platform:
 
     kind: Kind
     memory_bytes: int = 0  # of one device; 0: unknown
-    device_name: str = ""  # GPU: as the driver names it; TPU: V5E, V5P or V6E; CPU: architecture; empty: unknown
+    device_name: str = ""  # GPU: as the driver names it; TPU: V5E, V5P, V6E or V7X; CPU: architecture; empty: unknown
     world_size: int = 1  # devices that one model is sharded over
 
 
-def detect(kind: Kind, world_size: int = 1, *, pci: Path = Path("/sys/bus/pci/devices")) -> Platform:
+def detect(kind: Kind, world_size: int = 1, *, pci: Path = PCI) -> Platform:
     """Return this machine's platform, from /proc, /sys and nvidia-smi; no framework is imported.
 
     `pci`: directory of PCI devices.
@@ -70,12 +68,9 @@ def _gpu() -> tuple[int, str]:
 
 
 def _tpu(pci: Path) -> tuple[int, str]:
-    """Return memory in bytes and name of the first TPU chip on the PCI bus."""
-    for vendor in sorted(pci.glob("*/vendor")):
-        if vendor.read_text().strip() == _GOOGLE:
-            name = _TPU_CHIPS.get(vendor.with_name("device").read_text().strip(), "")
-            return _TPU_BYTES.get(name, 0), name
-    return 0, ""
+    """Return memory in bytes and name of the first TPU chip."""
+    chips = tpu_chips(pci)
+    return (chips[0].memory_bytes, chips[0].name) if chips and chips[0].supported else (0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +93,7 @@ TPU_TOKENS: Final[Mapping[str, Mapping[Usage, int]]] = {
     "V6E": {"llm": 2048, "server": 1024},
     "V5E": {"llm": 1024, "server": 512},
     "V5P": {"llm": 512, "server": 256},
+    "V7X": {"llm": 2048, "server": 1024},  # as on a V6E, whose ratio of FLOP to bytes is nearest
 }
 TPU_INVARIANT_TOKENS: Final = 256
 """With --batch-invariant, where each step is computed as if it were full: more would slow down decodes."""

@@ -16,6 +16,7 @@ from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.profiler import ProfilerConfig, profiler_of
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
+from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.config.groups.speculative import SpeculativeConfig, speculative_of
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError
@@ -118,6 +119,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
     extension: ExtensionConfig = ExtensionConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

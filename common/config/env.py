@@ -368,6 +368,14 @@ TORCH_CUDA_DEVICE: Final = EnvVar(
     only=("torch_cuda",),
     elsewhere="it concerns torch_cuda",
 )
+ALLOCATOR: Final = EnvVar(
+    "PYTORCH_ALLOC_CONF",
+    "Settings of PyTorch's allocator of GPU memory; default: expandable_segments:True, except under WSL.",
+    aliases=("PYTORCH_CUDA_ALLOC_CONF",),
+    shared=True,
+    only=("torch_cuda",),
+    elsewhere="it uses no GPU",
+)
 TRANSFORMERS_DEVICE: Final = EnvVar(
     "PAGODA_TRANSFORMERS_DEVICE",
     "xla: --backend reference computes the layers of --model-impl transformers through torch-xla.",
@@ -432,7 +440,7 @@ SERVER_DEV_MODE: Final = _ours(
 
 VARIABLES: Final = (
     *(API_KEY, CLIENT_API_KEY, HF_TOKEN, HF_HUB_OFFLINE, ALLOW_LONG_MAX_MODEL_LEN, TEST_FORCE_LOAD_FORMAT, PLUGINS),
-    *(BATCH_INVARIANT, XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE, TRANSFORMERS_DEVICE),
+    *(BATCH_INVARIANT, XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE, ALLOCATOR, TRANSFORMERS_DEVICE),
     *(ALLOW_RUNTIME_LORA_UPDATING, LORA_RESOLVER_CACHE_DIR),
     *(ATTENTION_BACKEND, CPU_KVCACHE_SPACE, CPU_OMP_THREADS_BIND, OMP_NUM_THREADS),
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),

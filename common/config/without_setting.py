@@ -7,7 +7,7 @@ from typing import Final
 
 _NO_MEDIA: Final = "models are served text-only; drop it"
 _NO_LORA: Final = "this option of LoRA adapters is not in this version; drop it"
-_ONE_ENGINE: Final = "one engine drives all --data-parallel-size replicas; drop it"
+_ONE_SERVER: Final = "one server drives all --data-parallel-size replicas; drop it"
 _NO_EXPERT_PARALLELISM: Final = "expert parallelism is not in this version; drop it"
 _NO_CONTEXT_PARALLELISM: Final = "context parallelism is not in this version; drop it"
 _KERNELS: Final = "each backend chooses its kernels itself, except for --attention-backend; drop it"
@@ -40,7 +40,7 @@ FLAGS_WITHOUT_SETTING: Final[Mapping[str, str]] = {
         ),
         _NO_LORA,
     ),
-    **dict.fromkeys(("data_parallel_multi_port_external_lb", "dp_sync_interval"), _ONE_ENGINE),
+    **dict.fromkeys(("data_parallel_multi_port_external_lb", "dp_sync_interval"), _ONE_SERVER),
     **dict.fromkeys(
         ("elastic_ep_max_dp_size", "enable_elastic_ep", "enable_ep_weight_filter", "enable_scale_out"),
         _NO_EXPERT_PARALLELISM,

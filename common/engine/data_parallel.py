@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Final
 
 import msgspec
@@ -21,7 +21,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
 from pagoda.common.engine.lora.slots import AdapterSlots
 from pagoda.common.engine.lora.store import AdapterStore
-from pagoda.common.engine.messages import DraftStats, EngineOutput, EngineRequest, EngineStats, StepOutputs
+from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.step import StepPlan, StepResult
@@ -143,11 +143,11 @@ class ShardedScheduler:
         for output in outputs:
             if output.finish_reason is not None:
                 self._shard_of.pop(output.request_id, None)
-        return StepOutputs(outputs=outputs, stats=_total_stats(replicas))
+        return StepOutputs(outputs=outputs, stats=total_stats(replicas))
 
     def stats(self) -> EngineStats:
         """Return a snapshot: the sum over all shards, and those of each."""
-        return _total_stats([shard.scheduler.stats() for shard in self.shards])
+        return total_stats([shard.scheduler.stats() for shard in self.shards])
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block, slot and request of every shard is accounted for."""
@@ -162,16 +162,6 @@ class ShardedScheduler:
 
 def _with_replica(output: EngineOutput, replica: int) -> EngineOutput:
     return msgspec.structs.replace(output, replica=replica)
-
-
-def _total_stats(replicas: list[EngineStats]) -> EngineStats:
-    named = ("running_adapters", "waiting_adapters")
-    apart = ("drafts", "replicas", *named)
-    summed = (name for name in EngineStats.__struct_fields__ if name not in apart)
-    totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
-    totals |= {name: tuple(dict.fromkeys(chain(*(getattr(each, name) for each in replicas)))) for name in named}
-    drafts = [each.drafts for each in replicas if each.drafts is not None]
-    return EngineStats(**totals, drafts=sum(drafts, DraftStats()) if drafts else None, replicas=tuple(replicas))
 
 
 def sharded_core(

@@ -7,9 +7,10 @@ requests, which stays in the process that serves them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Final, Literal
 
 import msgspec
@@ -157,6 +158,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defa
     def kv_usage(self) -> float:
         """Fraction of KV blocks used by requests, 0 to 1."""
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+
+def total_stats(replicas: Sequence[EngineStats]) -> EngineStats:
+    """Return the sums over all replicas, and the statistics of each."""
+    named = ("running_adapters", "waiting_adapters")
+    apart = ("drafts", "replicas", *named)
+    summed = (name for name in EngineStats.__struct_fields__ if name not in apart)
+    totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
+    totals |= {name: tuple(dict.fromkeys(chain(*(getattr(each, name) for each in replicas)))) for name in named}
+    drafts = [each.drafts for each in replicas if each.drafts is not None]
+    return EngineStats(**totals, drafts=sum(drafts, DraftStats()) if drafts else None, replicas=tuple(replicas))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

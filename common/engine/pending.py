@@ -72,6 +72,7 @@ class PendingTokens:
     recompiles: int = 0  # programs compiled for sampling
     failed: Mapping[int, str] = field(default_factory=dict)  # sequence of the plan -> why its logits processor failed
     guesses: Callable[[], Int32] | None = None  # waits for the guesses int32 [>= S, n] of a plan with `num_guesses`
+    refused: Mapping[int, str] = field(default_factory=dict)  # as in StepResult
 
 
 @dataclass(slots=True)
@@ -105,6 +106,7 @@ class PendingStep:
         recompiles = self.recompiles
         guesses: Int32 | None = None
         failed: Mapping[int, str] = {}
+        refused: Mapping[int, str] = {}
         if self.tokens is not None:
             sampled = self.tokens.fetch()[: self.plan.num_seqs]
             samples = self.plan.samples if sampled.ndim == 1 else self.plan.samples[:, None]
@@ -114,11 +116,12 @@ class PendingStep:
             recompiles += self.tokens.recompiles
             guesses = self._guesses(self.tokens)
             failed = self._in_order(self.tokens.failed)
+            refused = self._in_order(self.tokens.refused)
         elif self.plan.masked is not None:
             raise unbound_masks(self.plan)
         prompt_logprobs = {scores.index: scores.fetch() for scores in self.prompt_scores}
         prompts = self._in_order(prompt_logprobs)
-        return StepResult(self.plan.step, token_ids, logprobs, prompts, recompiles, failed, guesses)
+        return StepResult(self.plan.step, token_ids, logprobs, prompts, recompiles, failed, guesses, refused)
 
     def _guesses(self, tokens: PendingTokens) -> Int32 | None:
         """Return StepResult.guesses."""

@@ -23,6 +23,9 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 all rules; excluded tokens have minus infinity. A greedy row has no temperature and no filters. Prompt tokens are not
 sampled, so theirs are always raw."""
 
+OUTPUT_TOKENS: Final = "output_token_ids"
+"""Key of `SamplingRules.extra_args`: the tokens that the backend `simulated` answers with."""
+
 GREEDY_EPSILON: Final = 1e-5
 """Temperatures below this are greedy."""
 
@@ -63,6 +66,15 @@ class SamplingRules:
     def reads_history(self) -> bool:
         """True when earlier tokens change the logits: penalties, or banned words of several tokens."""
         return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def history_field(self) -> str:
+        """The request's first field for which earlier tokens are read; see `reads_history`."""
+        if self.presence_penalty:
+            return "presence_penalty"
+        if self.frequency_penalty:
+            return "frequency_penalty"
+        return "repetition_penalty" if self.repetition_penalty != 1.0 else "bad_words"
 
 
 class LogitsProcessor(Protocol):
@@ -111,6 +123,9 @@ MIX_1: Final = 0x7FEB352D
 MIX_2: Final = 0x846CA68B
 TOKEN_STRIDE: Final = 0x9E3779B9
 
+LARGEST_UNIFORM: Final = 1.0 - 2.0**-24
+"""Of the noise of a token: the largest float32 below 1, whose noise would be -infinity."""
+
 
 def mix(x: U32) -> U32:
     """lowbias32 of uint32 values, element by element."""
@@ -138,9 +153,15 @@ def noise_counters(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64
 
 
 def gumbel(keys: U32, token_ids: U32) -> npt.NDArray[np.float32]:
-    """Return the Gumbel noise of tokens, float32 [S, n]. `keys` uint32 [S], `token_ids` uint32 [S, n] or [n]."""
+    """Return the Gumbel noise of tokens, float32 [S, n]. `keys` uint32 [S], `token_ids` uint32 [S, n] or [n].
+
+    It is -log(-log(1 - v)) of a uniform v with 32 bits, whose small values, those of the tokens that win, float32 holds
+    exactly: up to 22.9 in steps of an ulp. log(1 - v) loses nothing either (W. Kahan: log(u) v / (1 - u), u = 1 - v).
+    """
     bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
-    # 23 bits plus one half fit float32, so that the result is never 1, whose noise would be infinite.
-    uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-    noise: npt.NDArray[np.float32] = -np.log(-np.log(uniform))
+    v = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    u = np.float32(1.0) - np.minimum(v, np.float32(LARGEST_UNIFORM))
+    tiny = u == np.float32(1.0)
+    exponential = np.where(tiny, v, -np.log(u) * v / np.where(tiny, np.float32(1.0), np.float32(1.0) - u))
+    noise: npt.NDArray[np.float32] = -np.log(exponential)
     return noise

@@ -492,7 +492,13 @@ class Scheduler:
         keep_prompt_logprobs(requests, result)
         ended_early = advance_masks(requests, tokens, drafts) if self._num_masked else {}
         if result.failed:
-            ended_early |= fail_requests(requests, result.failed)
+            ended_early |= fail_requests(
+                requests, {index: (PROCESSOR_FIELD, why) for index, why in result.failed.items()}
+            )
+        if result.refused:
+            fields = {index: requests[index].rules.history_field for index in result.refused}
+            errors = {index: (fields[index], f"{fields[index]}: {why}") for index, why in result.refused.items()}
+            ended_early |= fail_requests(requests, errors)
         outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_early, drafts)
         for row in with_full_page.tolist():
             request = self._batch.request_at(row)
@@ -696,10 +702,10 @@ def finish_status(request: Request, token: int, generated: int) -> RequestStatus
     return RequestStatus.FINISHED_LENGTH if generated == request.max_outputs else RUNNING
 
 
-def fail_requests(requests: Sequence[Request], failed: Mapping[int, str]) -> dict[int, RequestStatus]:
-    """Give the unfinished requests of failed sequences their error. Returns their status by index."""
-    for index, why in failed.items():
-        requests[index].error = PROCESSOR_FIELD, why
+def fail_requests(requests: Sequence[Request], failed: Mapping[int, tuple[str, str]]) -> dict[int, RequestStatus]:
+    """Give the unfinished requests of failed sequences their error: field, reason. Returns their status by index."""
+    for index, error in failed.items():
+        requests[index].error = error
     return {index: RequestStatus.FINISHED_ERROR for index in failed if not requests[index].is_finished}
 
 

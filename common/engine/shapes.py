@@ -22,16 +22,19 @@ class ShapeLadder:
     sizes: tuple[int, ...]
 
     @classmethod
-    def between(cls, low: int, high: int, *, factor: int = 2) -> ShapeLadder:
+    def between(cls, low: int, high: int, *, factor: int = 2, fine_above: int | None = None) -> ShapeLadder:
         """Return powers of two from `low` (rounded up) below `high`, neighbours `factor` apart, then `high`.
 
-        `factor`: a power of two. Raises ValueError unless 1 <= low <= high.
+        `factor`: a power of two. `fine_above`: from this size on, three more sizes between neighbouring powers of two,
+        at equal distances. Raises ValueError unless 1 <= low <= high.
         """
         if not 1 <= low <= high:
             raise ValueError(f"no ladder from {low} to {high}")
         size, sizes = 1 << (low - 1).bit_length(), []
         while size < high:
             sizes.append(size)
+            if fine_above is not None and size >= fine_above:
+                sizes += [more for quarter in (5, 6, 7) if (more := size * quarter // 4) < high]
             size *= factor
         return ShapeLadder((*sizes, high))
 
@@ -46,6 +49,9 @@ class ShapeLadder:
 
 MIN_TOKENS: Final = 16
 MIN_ROWS: Final = 8
+FINE_TOKENS: Final = 256
+"""From here on a step of a large model is bound by its products, whose time grows with the tokens."""
+
 SHORT_PAGES: Final = 8
 """The shorter of the two page tables is this many times shorter than the longest."""
 
@@ -83,13 +89,19 @@ class StepShapes:
     guesses: int = 0  # of every shape
 
     @classmethod
-    def of(cls, limits: Limits, groups: int, *, factor: int = 2) -> StepShapes:
-        """Return the shapes up to the limits; `factor` (a power of two) from one size to the next."""
+    def of(cls, limits: Limits, groups: int, *, factor: int = 2, fine: bool = False) -> StepShapes:
+        """Return the shapes up to the limits; `factor` (a power of two) from one size to the next.
+
+        `fine`: more numbers of tokens where the time of a step grows with them. Sequences that decode are padded at
+        little cost: attention reads what they have.
+        """
         seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         pages = -(-limits.max_model_len // limits.block_size)
         return cls(
             decode=ShapeLadder.between(min(MIN_ROWS, seqs), seqs, factor=factor),
-            tokens=ShapeLadder.between(min(MIN_TOKENS, tokens), tokens, factor=factor),
+            tokens=ShapeLadder.between(
+                min(MIN_TOKENS, tokens), tokens, factor=factor, fine_above=FINE_TOKENS if fine else None
+            ),
             rows=ShapeLadder(tuple(sorted({min(MIN_ROWS, seqs), seqs}))),
             pages=ShapeLadder(tuple(sorted({-(-pages // SHORT_PAGES), pages}))),
             groups=groups,

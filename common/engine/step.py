@@ -158,3 +158,5 @@ class StepResult:
     recompiles: int = 0  # programs compiled or captured for this step after warm-up
     failed: Mapping[int, str] = field(default_factory=dict)  # sequence -> why its logits processor failed
     guesses: Int32 | None = None  # [S, most guesses] of a plan with `num_guesses`, then -1
+    # sequence -> why there is no memory for the earlier tokens that its rules read (`SamplingRules.history_field`)
+    refused: Mapping[int, str] = field(default_factory=dict)

@@ -1,10 +1,11 @@
 """One of several API server processes over one engine.
 
-    python -m pagoda.server.cli.api_process INDEX COUNT ADDRESS LISTENER CONTROL
+    python -m pagoda.server.cli.api_process INDEX COUNT ADDRESSES LISTENER CONTROL
 
 It is started by `api_servers`, never by hand. LISTENER and CONTROL are the descriptors of the listening socket and of
-the socket to the process of `pagoda serve`, whose EOF means that that process has ended. The sockets of the engine and
-of the API server processes are at ADDRESS. The configurations are read as msgpack from stdin.
+the socket to the process of `pagoda serve`, whose EOF means that that process has ended. The sockets of the engines are
+at ADDRESSES, separated by commas; those of the API server processes are at the first. The configurations are read as
+msgpack from stdin.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pagoda.common.observe.logs import configure
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli.api_servers import HURRY, READY
 from pagoda.server.cli.serve import application, bind_unix, until_stopped
+from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import SharedClient
 from pagoda.server.http.connections import raise_descriptor_limit
 from pagoda.server.http.forward import Forwarder
@@ -96,16 +98,17 @@ def main(words: Sequence[str], **parts: Any) -> int:
     """Run an API server process and return its exit status. `parts`: arguments of AsyncLLM, for tests."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the other process decides
         signal.signal(number, signal.SIG_IGN)
-    index, count, address = int(words[0]), int(words[1]), words[2]
+    index, count, addresses = int(words[0]), int(words[1]), words[2].split(",")
     listener, control = (socket.socket(fileno=int(word)) for word in words[3:5])
     engine, config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, ServerConfig])
     configure(engine.logging, also=("uvicorn",))
     if index:
         config = replace(config, files_dir=None)  # process 0 has the files
-    client = SharedClient(engine, address, index)
+    clients = [SharedClient(engine, address, index) for address in addresses]
+    client = clients[0] if len(clients) == 1 else ReplicaClient(clients)
     try:
         llm = AsyncLLM(engine, wait=False, client=client, **parts)
-        return serve(llm, config, listener, ParentControl(control), address, index, count)
+        return serve(llm, config, listener, ParentControl(control), addresses[0], index, count)
     except PagodaError as error:
         if index == 0 and client.failed is None:  # the engine's own failure is reported by the other process
             print(f"pagoda: error: {' '.join(str(error).split())}", file=sys.stderr)

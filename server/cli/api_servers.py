@@ -23,6 +23,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.server.child import child_env, describe_exit
 from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import output_address
 from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, encode, raised
 
@@ -48,7 +49,7 @@ def run_api_servers(
     listener: socket.socket,
     watch_signals: WatchSignals,
     start_time: float,
-    start_engine: Callable[..., ProcessClient] = start_shared_engine,
+    start_engine: Callable[..., ProcessClient | ReplicaClient] = start_shared_engine,
     program: Sequence[str] = PROGRAM,
 ) -> int:
     """Serve with --api-server-count processes until a signal (returns 0, or 1 if requests were cut) or a failure.
@@ -66,7 +67,9 @@ def run_api_servers(
 class _Supervisor:
     """Starts the API server processes and waits for the end of one, of the engine, or for a signal."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, engine: ProcessClient, start_time: float) -> None:
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, engine: ProcessClient | ReplicaClient, start_time: float
+    ) -> None:
         self._config, self._server, self._engine = config, server, engine
         self._start_time = start_time
         self._info: EngineInfo | None = None
@@ -82,7 +85,7 @@ class _Supervisor:
         watch_signals(stop, hurry)
         try:
             for index in range(self._server.api_server_count):
-                words = [*program, str(index), str(self._server.api_server_count), self._engine.address]
+                words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses)]
                 self._processes.append(
                     await _ApiServer.start(words, self._config, self._server, listener, self._on_ready)
                 )
@@ -130,10 +133,11 @@ class _Supervisor:
         context = zmq.Context()
         data = encode(failed)
         for index in range(self._server.api_server_count):
-            outputs = context.socket(zmq.PUSH)
-            outputs.connect(output_address(self._engine.address, index))
-            outputs.send(data)
-            outputs.close(linger=1000)
+            for address in self._engine.addresses:
+                outputs = context.socket(zmq.PUSH)
+                outputs.connect(output_address(address, index))
+                outputs.send(data)
+                outputs.close(linger=1000)
         context.destroy(linger=1000)
 
     def _on_ready(self) -> None:

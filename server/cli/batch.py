@@ -30,7 +30,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, bui
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.cli.batch_files import BatchOutput, count_requests, open_source, shown
-from pagoda.server.core_client import check_start, start_engine
+from pagoda.server.core_client import check_start, engine_processes, start_engine
 from pagoda.server.openai.batch.lines import LineError, answer_line, error_line, in_order, line_id, parse_line, post
 from pagoda.server.parsers.registry import check_formats
 from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
@@ -82,7 +82,7 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 
     settings, engine_config, _, server_config = _prepared(args)
     check_start(engine_config, in_process=server_config.disable_frontend_multiprocessing)
-    return settings, check_engine(engine_config, "server", settings.sources)
+    return settings, check_engine(engine_processes(engine_config)[0].config, "server", settings.sources)
 
 
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, BatchConfig, ServerConfig]:

@@ -14,6 +14,7 @@ import pagoda
 from pagoda.backends.registry import BACKENDS
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import PREFIXES, VARIABLES, is_secret
+from pagoda.common.config.tpu_host import tpu_chips
 from pagoda.server.cli import machine
 from pagoda.server.redact import HIDDEN, Redactor
 from pagoda.server.settings.flags import FlagParser
@@ -69,7 +70,8 @@ def _devices() -> Lines:
     listed, problem = machine.gpus()
     for line in listed or [problem]:
         yield "gpu", line
-    yield "tpu", " ".join(map(str, machine.device_files("accel[0-9]*", "vfio/[0-9]*"))) or "none"
+    chips = [chip.name.lower() for chip in tpu_chips()]
+    yield "tpu", " ".join([*chips, *map(str, machine.tpu_files())]) if chips else "none"
 
 
 def _packages() -> Lines:

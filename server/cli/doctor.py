@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, parallel_sizes, runs_ranks
+from pagoda.backends.registry import (
+    BACKENDS,
+    Entry,
+    choose_backend,
+    device_env,
+    load_rank_runtime,
+    num_engines,
+    parallel_sizes,
+    runs_ranks,
+)
 from pagoda.common.config import backend_support, env
 from pagoda.common.config.commands import COMMAND_SETTINGS, DoctorConfig
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import build, from_environment
+from pagoda.common.config.tpu_host import check_alone, check_chips, num_devices, tpu_chips
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.weights.hub import is_hub_id, split_quant
 from pagoda.server.cli import machine
@@ -114,21 +124,27 @@ def parallelism(config: DoctorConfig) -> Findings:
         backend = choose_backend(config.backend)
         backend_support.check_settings(EngineConfig(parallel=parallel), backend)
         parallel_sizes(backend, parallel)
+        engines = num_engines(backend, parallel)
         if ranks := runs_ranks(backend, parallel):
-            load_rank_runtime(backend).check_devices(tensor)
+            load_rank_runtime(backend).check_devices(wanted)
+        for engine in range(engines if engines > 1 else 0):
+            device_env(backend, parallel, engine)
     except (ConfigError, ImportError, OSError) as error:
         yield Finding("fail", "spread", str(error).partition("; here: ")[0])
         return
     if ranks:
-        yield Finding("ok", "spread", f"{tensor} ranks have a device each")
+        yield Finding("ok", "spread", f"{wanted} ranks have a device each")
         return
-    chips = len(machine.device_files("accel[0-9]*", "vfio/[0-9]*"))
-    if chips < wanted:
+    if engines > 1:
+        yield Finding("ok", "spread", f"{engines} replicas have an engine each")
+        return
+    present = num_devices(tpu_chips())
+    if present < wanted:
         yield Finding(
-            "warn", "spread", f"{wanted} devices are requested, {chips} chips are present; reduce the parallel sizes"
+            "warn", "spread", f"{wanted} devices are requested, {present} are present; reduce the parallel sizes"
         )
     else:
-        yield Finding("ok", "spread", f"{wanted} of {chips} chips")
+        yield Finding("ok", "spread", f"{wanted} of {present} devices")
 
 
 MIN_DISK_BYTES: Final = 10 * machine.GIB
@@ -176,14 +192,25 @@ def devices(config: DoctorConfig) -> Findings:
         yield Finding("warn", "gpu", f"{problem}; a GPU needs the driver, and in a container docker run --gpus all")
     else:
         yield Finding("ok", "gpu", "none")
-    chips = machine.device_files("accel[0-9]*", "vfio/[0-9]*")
-    for path in chips:
-        if not os.access(path, os.R_OK | os.W_OK):
-            yield Finding("warn", "tpu", f"no permission to open {path}; run as root, or docker run --privileged")
+    yield from _tpus()
+
+
+def _tpus() -> Findings:
+    """Check chips on the PCI bus, and the permissions of their device files."""
+    chips = tpu_chips()
     if not chips:
         yield Finding("ok", "tpu", "none")
-    elif all(os.access(path, os.R_OK | os.W_OK) for path in chips):
-        yield Finding("ok", "tpu", f"{len(chips)} chips or groups: {', '.join(map(str, chips))}")
+        return
+    try:
+        check_chips(chips)
+        check_alone(chips)
+    except ConfigError as error:
+        yield Finding("warn", "tpu", str(error))
+    closed = [path for path in machine.tpu_files() if not os.access(path, os.R_OK | os.W_OK)]
+    for path in closed:
+        yield Finding("warn", "tpu", f"no permission to open {path}; run as root, or docker run --privileged")
+    if not closed:
+        yield Finding("ok", "tpu", f"{len(chips)} chips {chips[0].name.lower()}, {num_devices(chips)} devices")
 
 
 def processor(config: DoctorConfig) -> Findings:

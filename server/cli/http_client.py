@@ -24,10 +24,18 @@ class ApiError(PagodaError):
 class ApiClient:
     """A client of the server at base URL `url`, such as http://localhost:8000/v1.
 
-    Raises ConfigError for an invalid URL.
+    `headers`: further ones of each request. `insecure`: do not verify the server's certificate. Raises ConfigError for
+    an invalid URL.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        insecure: bool = False,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--url", f"{url} is not an http URL; use one such as http://localhost:8000/v1")
@@ -36,6 +44,8 @@ class ApiClient:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers |= {name.lower(): value for name, value in (headers or {}).items()}
+        self._insecure = insecure
 
     def models(self) -> list[str]:
         """Return the names of the server's models."""
@@ -49,6 +59,11 @@ class ApiClient:
     def text(self, path: str) -> str:
         """Return the body of a GET. Raises ApiError."""
         with self._request("GET", path, None) as response:
+            return response.read().decode()
+
+    def post(self, path: str) -> str:
+        """Return the body of the answer to a POST without a body. Raises ApiError."""
+        with self._request("POST", path, {}) as response:
             return response.read().decode()
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -67,8 +82,7 @@ class ApiClient:
         raise ApiError(f"{self._url}: the answer ended early")
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
-        kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_SECONDS)
+        connection = self._connection()
         text = None if body is None else json.dumps(body)
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, text, self._headers)
@@ -79,6 +93,17 @@ class ApiClient:
         if response.status >= 400:
             raise ApiError(f"{self._url}: {response.status}: {message_of(response.read())}", response.status)
         return response
+
+    def _connection(self) -> HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "http":
+            return HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
+        import ssl  # costs start-up time
+
+        context = ssl.create_default_context()
+        if self._insecure:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return HTTPSConnection(host, port, timeout=TIMEOUT_SECONDS, context=context)
 
 
 def message_of(raw: bytes) -> str:

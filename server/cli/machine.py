@@ -86,6 +86,11 @@ def device_files(*patterns: str) -> list[Path]:
     return sorted(path for pattern in patterns for path in Path("/dev").glob(pattern))
 
 
+def tpu_files() -> list[Path]:
+    """Return the device files of TPU chips, on a host that has some."""
+    return device_files("accel[0-9]*", "vfio/[0-9]*")
+
+
 def limit(name: str) -> int | None:
     """Return this process's soft limit of a resource such as RLIMIT_NOFILE; None if unlimited or unknown."""
     try:

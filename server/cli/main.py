@@ -51,14 +51,12 @@ class Command:
         return "refused" if self.refused or (inner and set(inner) == {"refused"}) else "implemented"
 
 
-_NO_SWEEP: Final = "use a shell loop: for n in 1 4 16; do pagoda bench serve --max-concurrency $n --save-result; done"
-_NO_PLOTS: Final = "plot the JSON files of `bench serve --save-result` with another tool"
-
 SWEEP: Final = {
-    "serve": Command("Benchmark a server over combinations of settings.", refused=_NO_SWEEP),
-    "serve_sla": Command("Find the highest load that meets an SLA.", refused=_NO_SWEEP),
-    "plot": Command("Plot the results of a sweep.", refused=_NO_PLOTS),
-    "plot_pareto": Command("Plot the Pareto frontier of a sweep.", refused=_NO_PLOTS),
+    "serve": Command("Benchmark a server over combinations of settings.", "pagoda.server.cli.bench.sweep.serve"),
+    "serve_sla": Command("Find the highest load that meets an SLA.", "pagoda.server.cli.bench.sweep.serve_sla"),
+    "startup": Command("Benchmark start-up over combinations of settings.", "pagoda.server.cli.bench.sweep.startup"),
+    "plot": Command("Plot the results of a sweep.", "pagoda.server.cli.bench.sweep.plot"),
+    "plot_pareto": Command("Plot the Pareto frontier of a sweep.", "pagoda.server.cli.bench.sweep.plot_pareto"),
 }
 BENCH: Final = {
     "latency": Command("Benchmark the latency of one batch of requests.", "pagoda.server.cli.bench.latency"),
@@ -69,7 +67,7 @@ BENCH: Final = {
         "pagoda.server.cli.bench.startup",
         usage="server",
     ),
-    "sweep": Command("Run `bench serve` over combinations of settings.", commands=SWEEP),
+    "sweep": Command("Run benchmarks over combinations of settings, and plot the results.", commands=SWEEP),
 }
 COMMANDS: Final = {
     "serve": Command("Start the OpenAI-compatible API server.", "pagoda.server.cli.serve", usage="server"),
@@ -91,6 +89,21 @@ COMMANDS: Final = {
     "replay": Command(
         "Step the scheduler through an incident snapshot that a server wrote (--incident-dir).",
         "pagoda.server.cli.replay",
+    ),
+    "simulate": Command(
+        "Serve a workload by the real scheduler on a simulated device: no weights, no device, no waiting.",
+        "pagoda.server.cli.simulate",
+        usage="server",
+    ),
+    "plan": Command(
+        "Find the accelerators, replicas and limits that serve a workload within its latency targets.",
+        "pagoda.server.cli.plan",
+        usage="server",
+    ),
+    "calibrate": Command(
+        "Measure a model's step times on this machine, for `simulate --calibration`.",
+        "pagoda.server.cli.calibrate",
+        usage="server",
     ),
     "collect-env": Command(
         "Print information about the environment, for bug reports.", "pagoda.server.cli.collect_env"

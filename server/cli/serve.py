@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
@@ -26,11 +27,12 @@ from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, ResolvedSettings, build
+from pagoda.common.config.tpu_host import tpu_chips, watch_maintenance
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.cli import api_servers
 from pagoda.server.cli.api_servers import WatchSignals
-from pagoda.server.core_client import check_start, start_engine
+from pagoda.server.core_client import check_start, engine_processes, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
 from pagoda.server.memory import trim_memory
@@ -76,12 +78,25 @@ def run(args: argparse.Namespace) -> int:
             if config.headless:
                 return run_headless(engine_config)
             with _listening(config) as listener:
+                _watch_host(config)
                 if config.api_server_count > 1:
                     return _run_servers(engine_config, config, listener, start_time)
                 return _run_server(engine_config, config, listener, start_time)
     except _Stopped:
         logger.info("stopped before the server was ready")
         return 0
+
+
+def _watch_host(config: ServerConfig) -> None:
+    """Watch for maintenance events of a TPU host, in a thread."""
+    if config.drain_on_maintenance and tpu_chips():
+        threading.Thread(target=watch_maintenance, args=(_stop,), name="maintenance", daemon=True).start()
+
+
+def _stop(event: str) -> None:
+    """Stop the server as SIGTERM does."""
+    logger.warning("%s: the server stops (--no-drain-on-maintenance: it does not)", event)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
@@ -117,7 +132,7 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
         _remove_socket(config)
         check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
         application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
-    return settings, check_engine(engine_config, "server", settings.sources)
+    return settings, check_engine(engine_processes(engine_config)[0].config, "server", settings.sources)
 
 
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:

@@ -307,7 +307,7 @@ def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, object]:
         "block_size": limits.block_size,
         "cache_dtype": info.dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
         "enable_prefix_caching": limits.prefix_caching,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "gpu_memory_utilization": cache.memory_share(),
         "hash_block_size": limits.block_size,
         "cache_hit_alignment_tokens": limits.block_size,
         "effective_attention_block_size": limits.block_size,

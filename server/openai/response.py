@@ -56,7 +56,7 @@ class CompletionBuilder(ResponseBuilder):
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = config.return_tokens_as_token_ids if as_ids is None else as_ids
         self._tokenizer = tokenizer
-        options = request.stream_options
+        options = request.stream_options or None  # of batches, which are not streamed, at most {}
         self._reports_usage = config.enable_force_include_usage or bool(options is not None and options.include_usage)
         self._reports_running_usage = config.enable_force_include_usage or (
             self._reports_usage and options is not None and bool(options.continuous_usage_stats)

@@ -206,18 +206,29 @@ class OutputProcessor:
                     children.append(child_id)
         return children
 
-    def lost(self) -> list[str]:
-        """Return the ids of the requests that another engine cannot run: a caller may have read something of them, or
-        they were run again before, and may be what ends engines.
+    def lost(self, child_ids: Iterable[str]) -> list[str]:
+        """Return the ids of the requests of these sequences that another engine cannot run: a caller may have read
+        something of them, or they were run again before, and may be what ends engines.
         """
-        generating = [request_id for request_id, each in self._requests.items() if each.is_sent or each.is_again]
-        return generating + [request_id for request_id in self._pooling if request_id in self._pooled_again]
+        parents = dict.fromkeys(parent for each in child_ids if (parent := self.parent_of(each)) is not None)
+        return [each for each in parents if self._is_lost(each)]
 
-    def start_again(self) -> None:
-        """Forget what unfinished sequences generated; nothing of it was sent."""
-        self._pooled_again = set(self._pooling)
-        for child_id, sequence in self._sequences.items():
-            self._sequences[child_id] = sequence.request.start_again(sequence.index, self._tokenizer)
+    def _is_lost(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request_id in self._pooled_again if request is None else request.is_sent or request.is_again
+
+    def start_again(self, child_ids: Iterable[str]) -> list[EngineRequest]:
+        """Forget what these sequences generated, of which nothing was sent. Return the engine requests to run again."""
+        self._pooled_again &= self._pooling.keys()
+        children = []
+        for child_id in child_ids:
+            if (pooling := self._pooling.get(child_id)) is not None:
+                self._pooled_again.add(child_id)
+                children.append(pooling.children[0])
+            elif (sequence := self._sequences.get(child_id)) is not None:
+                self._sequences[child_id] = sequence.request.start_again(sequence.index, self._tokenizer)
+                children.append(sequence.request.prepared.children[sequence.index])
+        return children
 
     @property
     def children(self) -> list[EngineRequest]:
@@ -783,10 +794,18 @@ class AsyncRequests:
         """Fail all requests. Return the engine requests to abort, should the engine continue."""
         return self._fail(list(self._streams), error)
 
-    def fail_lost(self, error: EngineDeadError) -> None:
-        """Fail the requests that another engine cannot run; the others are to be run again, once (`children`)."""
-        self._fail(self._processor.lost(), error)
-        self._processor.start_again()
+    def fail_lost(
+        self, error: EngineDeadError, child_ids: Sequence[str] | None = None
+    ) -> tuple[list[str], list[EngineRequest]]:
+        """Fail the requests of lost sequences that another engine cannot run; the others are to be run again, once.
+
+        `child_ids`: of the lost sequences; default: all. Returns the ids of sequences that other replicas still run,
+        and the engine requests to run again.
+        """
+        lost = [child.request_id for child in self.children] if child_ids is None else child_ids
+        running = self._fail(self._processor.lost(lost), error)
+        gone = set(lost)
+        return [each for each in running if each not in gone], self._processor.start_again(lost)
 
     @property
     def children(self) -> list[EngineRequest]:

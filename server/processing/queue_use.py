@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,6 +44,11 @@ class QueueUse:
     def callers(self) -> int:
         """Number of callers' requests, however many prompts and sequences they have."""
         return len(self._groups)
+
+    @property
+    def owners(self) -> Mapping[str, Load]:
+        """The loads of owners with unfinished requests."""
+        return self._owners
 
     def of(self, owner: str) -> Load:
         """Return the load of an owner's requests."""
@@ -91,13 +96,22 @@ class QueueLimits:
         """Return what one key may use of a limit, at least 1."""
         return max(1, int(limit * self.key_share))
 
-    def check(self, use: QueueUse, load: Load, owner: str = "", group: str = "", others: int = 0) -> None:
+    def check(
+        self,
+        use: QueueUse,
+        load: Load,
+        owner: str = "",
+        group: str = "",
+        others: Load = _NOTHING,
+        others_of_owner: Load = _NOTHING,
+    ) -> None:
         """Raise OverLimitError if a request does not fit now, RequestError if it never will.
 
-        A request of many prompts never fits if all of them together do not. `others`: sequences of other API server
-        processes, whose tokens and keys are counted by themselves.
+        A request of many prompts never fits if all of them together do not. `others`: load of other API server
+        processes; `others_of_owner`: that part of it which is the owner's.
         """
-        total, own, whole = use.total + Load(others), use.of(owner), use.of_group(group) + load
+        total, own = use.total + others, use.of(owner) + others_of_owner
+        whole = use.of_group(group) + load
         parts = (
             ("n", "sequences", load.sequences, whole.sequences, total.sequences, own.sequences, self.sequences),
             ("prompt", "prompt tokens", load.tokens, whole.tokens, total.tokens, own.tokens, self.tokens),

@@ -434,7 +434,9 @@ def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
         "default": argparse.SUPPRESS,
         "help": describe(setting).replace("%", "%%"),
     }
-    if setting.is_switch:
+    if setting.is_switch and setting.name.startswith("no_"):
+        keywords["action"] = "store_true"  # BooleanOptionalAction would take --no-x for the negation of --x
+    elif setting.is_switch:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
         keywords["metavar"] = metavar(setting)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pagoda.backends.registry import check_encoder_decoder, load_describer
+from pagoda.backends.registry import check_encoder_decoder, load_describer, num_engines
 from pagoda.common.config.defaults import ResolvedRow
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, ModelError
@@ -97,7 +97,7 @@ def transformers_spec(
             _check_runner(runner, hf_config)
             spec = describer.describe_pooling(checkpoint.folder, hf_config, runner.use, trust_remote_code=trusted)
             spec = _with_modules(spec, runner)
-        _check_settings(config, checkpoint, quantization)
+        _check_settings(_of_one_engine(config, backend), checkpoint, quantization)
         if spec.encoder is not None:
             check_encoder_decoder(backend)
             _check_encoder_settings(config)
@@ -109,6 +109,13 @@ def transformers_spec(
     over = "" if runner is not None else ", over the paged KV cache"
     logger.warning("%s: transformers computes it%s. Lost: %s", why, over, lost(spec))
     return spec
+
+
+def _of_one_engine(config: EngineConfig, backend: str) -> EngineConfig:
+    """Return the configuration with the copies of the model that each engine has."""
+    parallel = config.parallel
+    copies = parallel.data_parallel_size // num_engines(backend, parallel)
+    return replace(config, parallel=replace(parallel, data_parallel_size=copies))
 
 
 def _check_runner(runner: PoolingRunner, hf_config: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from pagoda.backends.registry import (
     choose_backend,
     load_rank_runtime,
     load_scheme_support,
+    load_simulator,
     parallel_sizes,
     pooling_parallel_sizes,
     quantizes,
@@ -76,6 +77,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SIMULATED: Final = "simulated"
+"""The backend whose devices are those of the settings."""
+
 _DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
 _RESOLVED_LATER: Final = {
     "num_gpu_blocks_override": "computed after the weights are loaded",
@@ -109,6 +113,7 @@ class Resolved:
     parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
     drafter: ResolvedDrafter | None = None  # a model on the device that guesses drafts
+    platform: Platform = Platform("cpu")  # the devices that limits were resolved for
 
     @property
     def cache(self) -> CacheConfig:
@@ -196,8 +201,9 @@ def resolve(
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
     world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    platform = platform or detect(KINDS[backend], world_size)
-    resolved = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
+    found, block_size = _machine(config, backend, world_size)
+    platform = platform or found
+    resolved = resolve_limits(config, platform=platform, usage=usage, block_size=block_size, model=model)
     limits = resolved.limits
     if isinstance(spec, ModelSpec):
         spec = within_context(spec, limits.max_model_len)
@@ -239,11 +245,20 @@ def resolve(
             *model_rows(config, checkpoint, generation, quantization),
         ),
         drafter=drafter,
+        platform=platform,
     )
     _log_cache(result)
     if quantization is None:
         _check_schemes(backend, config.model.runtime_quantization, result.schemes)
     return result
+
+
+def _machine(config: EngineConfig, backend: str, world_size: int) -> tuple[Platform, int]:
+    """Return the devices, this machine's or simulated ones, and the block size that their backend prefers."""
+    if backend != SIMULATED:
+        return detect(KINDS[backend], world_size), BLOCK_SIZES[backend]
+    device = load_simulator().open_device(config.simulation)
+    return replace(device.platform, world_size=world_size), BLOCK_SIZES[device.backend]
 
 
 def _cache_dtype(

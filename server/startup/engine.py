@@ -21,8 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from pagoda.backends.modules import BackendModule
-from pagoda.backends.registry import choose_backend, load_backend, load_pooling, runs_ranks
+from pagoda.backends.modules import BackendModule, CalibrationTarget
+from pagoda.backends.registry import (
+    choose_backend,
+    has_weights,
+    load_backend,
+    load_pooling,
+    load_simulator,
+    runs_ranks,
+)
 from pagoda.common.backend import (
     Backend,
     BackendOptions,
@@ -30,6 +37,7 @@ from pagoda.common.backend import (
     DeviceBackend,
     DraftingBackend,
     LoraBackend,
+    MemoryPlan,
     PoolingBackend,
     PoolingOptions,
     ProfilingBackend,
@@ -49,6 +57,7 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
+from pagoda.common.engine.drive import Clock
 from pagoda.common.engine.kv_cache.sizing import (
     longest_sequence,
     longest_sequence_blocks,
@@ -63,7 +72,7 @@ from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer
-from pagoda.common.engine.speculative.proposer import Drafter, DraftPlanner, Proposer
+from pagoda.common.engine.speculative.proposer import AssumedProposer, Drafter, DraftPlanner, Proposer
 from pagoda.common.engine.speculative.suffix import SuffixProposer
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
@@ -100,6 +109,7 @@ class BuiltEngine:
     hosts: LeadingBackend | FollowingBackend | None = None  # the backend again, if other hosts or ranks take part
     sleeper: Sleeper | None = None  # with --enable-sleep-mode
     structured: Structured | None = None  # compiles grammars; None without a tokenizer
+    memory: MemoryPlan | None = None  # of a generating model: one copy of it
 
 
 class WorkerGroup(Protocol):
@@ -181,8 +191,10 @@ def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | N
 
     Weights of a hub's model are fetched later, once everything else is checked.
     """
-    resolved = resolve(config, usage, sources, weights=is_local(config.model.model))
+    weights = is_local(config.model.model) and has_weights(choose_backend(config.model.backend))
+    resolved = resolve(config, usage, sources, weights=weights)
     _check_profiler(resolved)
+    _check_sleep(resolved)
     check_weights(resolved)
     return resolved
 
@@ -194,20 +206,59 @@ def _load(
     config = resolved.config
     if config.extension.profiler is not None:
         config.extension.profiler.make_folder()
-    checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
+    checkpoint, weightless = resolved.checkpoint, not has_weights(resolved.backend)
+    fetched = weightless or is_local(config.model.model)
     if not fetched:  # downloaded only now that the model is known to be supported
         with phases("fetch weights"):
             checkpoint = open_model(config, weights=True)
-    weights = Prefetch(read_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
+    stored = iter(()) if weightless else read_weights(config, checkpoint, resolved)
+    weights = Prefetch(stored, READ_AHEAD_BYTES)
     try:
         with phases(f"import {resolved.backend}"):
             module = importing.result()
         if resolved.pooling is not None:
             return _assemble_pooling(resolved, weights, phases)
         assembly = check_assembly(resolved, module)
-        return assemble(resolved, module, assembly, checkpoint, weights, workers, phases)
+        return assemble(resolved, module.create, assembly, checkpoint, weights, workers, phases)
     finally:
         weights.close()
+
+
+def build_simulation(config: EngineConfig, sources: Mapping[str, str], clock: Clock) -> BuiltEngine:
+    """Return the engine of a server on the backend `simulated`, whose steps take time by `clock`. Raises as
+    `build_engine` does.
+    """
+    load_general_plugins(config)
+    resolved = _resolved(config, "server", sources)
+    assembly = check_assembly(resolved, load_backend(resolved.backend))
+    create = partial(load_simulator().create, clock=clock)
+    no_weights = Prefetch((), READ_AHEAD_BYTES)
+    return assemble(resolved, create, assembly, resolved.checkpoint, no_weights, None, Phases())
+
+
+def simulation_options(config: EngineConfig, sources: Mapping[str, str]) -> BackendOptions:
+    """Return what the backend `simulated` would be created with. Raises as `build_engine` does."""
+    resolved = _resolved(config, "server", sources)
+    return check_assembly(resolved, load_backend(resolved.backend)).options
+
+
+def build_for_calibration(config: EngineConfig, sources: Mapping[str, str]) -> CalibrationTarget:
+    """Return the loaded backend of a server, to be measured. The caller closes it. Raises as `build_engine` does."""
+    with pinned(config.runtime.cores):
+        load_general_plugins(config)
+        resolved = _resolved(config, "server", sources)
+        if resolved.pooling is not None:
+            raise ConfigError("--model", "a pooling model's steps are not calibrated; name one that generates")
+        with connect_workers(resolved, "server") as workers:
+            built = _load(import_backend(resolved.backend), resolved, workers, Phases())
+    assert built.memory is not None, "it generates"
+    return CalibrationTarget(
+        backend=cast(Backend, built.backend),
+        options=replace(check_assembly(resolved, load_backend(resolved.backend)).options, limits=built.info.limits),
+        memory=built.memory,
+        model=Path(config.model.model).name,
+        platform=resolved.platform,
+    )
 
 
 def import_backend(name: str) -> Future[BackendModule]:
@@ -237,7 +288,7 @@ class Assembly:
 
 def assemble(
     resolved: Resolved,
-    module: BackendModule,
+    create: Callable[[BackendOptions], Backend],
     assembly: Assembly,
     checkpoint: Checkpoint,
     weights: Prefetch,
@@ -249,7 +300,7 @@ def assemble(
     if workers is not None:
         with phases("meet the others"):
             options = replace(options, rank=workers.arrive(checkpoint))
-    own = module.create(options)
+    own = create(options)
     together = None if workers is None else workers.joined(own)
     backend: Backend = together or own
     try:
@@ -272,7 +323,7 @@ def assemble(
     except BaseException:
         backend.close()
         raise
-    copies = config.parallel.data_parallel_size
+    copies = resolved.parallel_sizes.data
     info = _info(
         resolved,
         backend,
@@ -291,7 +342,7 @@ def assemble(
     core.profiler = step_profiler(config, own)
     sleeping = own if isinstance(together, FollowingBackend) else backend
     sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
-    return BuiltEngine(core, backend, info, together, sleeper, structured)
+    return BuiltEngine(core, backend, info, together, sleeper, structured, memory)
 
 
 def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> BuiltEngine:
@@ -331,7 +382,7 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     return assembly
 
 
-_STEP_COSTS: Final = {"reference": 8, "torch_cuda": 256, "jax_tpu": 256}
+_STEP_COSTS: Final = {"reference": 8, "torch_cuda": 256, "jax_tpu": 256, "simulated": 256}
 """Backend -> what a step costs before its first token, in tokens; see common.engine.speculative.draft_lengths."""
 
 
@@ -345,6 +396,8 @@ def _drafter(resolved: Resolved) -> Callable[[], DraftPlanner] | None:
     )
     if config.runs_on_device:
         return lambda: DeviceDrafts(lengths())
+    if resolved.config.simulation.acceptance_rate is not None and not has_weights(resolved.backend):
+        return lambda: Drafter(AssumedProposer(), resolved.spec.vocab, lengths(), plans_ahead=False)
     if config.method == "ngram":
         make_proposer: Callable[[], Proposer] = partial(
             NgramProposer, config.prompt_lookup_min, config.prompt_lookup_max
@@ -402,6 +455,7 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         drafter=None if resolved.drafter is None else resolved.drafter.spec,
         lora=lora_options(config.lora, resolved.dtype),
         profiler=config.extension.profiler,
+        simulation=config.simulation,
     )
 
 
@@ -438,7 +492,9 @@ def program_options(config: CompilationConfig, backend: str) -> ProgramOptions:
     if backend != "jax_tpu":
         return ProgramOptions()
     folder = _user_cache() / "xla" if cache is None else Path(cache).expanduser() if cache else None
-    return ProgramOptions(None if bundle is None else Path(bundle), folder, config.xla_check_recompilation)
+    return ProgramOptions(
+        None if bundle is None else Path(bundle), folder, config.xla_check_recompilation, config.xla_profiler_port
+    )
 
 
 def _user_cache() -> Path:
@@ -454,7 +510,7 @@ def _create_pooling(resolved: Resolved) -> PoolingBackend:
         dtype=resolved.dtype,
         parallel=resolved.parallel_sizes,
         programs=program_options(config.compilation, resolved.backend),
-        memory_share=config.cache.gpu_memory_utilization,
+        memory_share=config.cache.memory_share(),
         batch_stated=config.scheduler.max_num_batched_tokens is not None,
         profiler=config.extension.profiler,
     )
@@ -532,6 +588,19 @@ def step_profiler(config: EngineConfig, backend: DeviceBackend) -> StepProfiler 
     tracer = cast(ProfilingBackend, backend).tracer
     assert tracer is not None, "it was created with the settings"
     return StepProfiler(tracer)
+
+
+def _check_sleep(resolved: Resolved) -> None:
+    """Raise ConfigError where sleep mode could not restore what it releases."""
+    flag = "--enable-sleep-mode"
+    if not resolved.config.model.enable_sleep_mode:
+        return
+    if resolved.config.parallel.nnodes > 1:
+        raise ConfigError(flag, "the weights of several hosts (--nnodes) stay on the devices; drop it")
+    if isinstance(resolved.checkpoint, ShardedCheckpoint):
+        raise ConfigError(
+            flag, "a converted checkpoint (sharded_state) is not read again; drop it, or serve the model it was made of"
+        )
 
 
 def _check_profiler(resolved: Resolved) -> None:

@@ -69,7 +69,8 @@ class TransformersPooling:
         parts = (slice(0, length), slice(length, 2 * length - 1)) if length > 1 else (slice(0, 1),)
         groups = tuple(SameLength(part.stop - part.start, part) for part in parts)
         positions = torch.cat([torch.arange(group.length, device=device) for group in groups])
-        prompts = PackedPrompts(ids, positions, None, groups)
+        starts = torch.tensor([0, *(part.stop for part in parts)], dtype=torch.int32, device=device)
+        prompts = PackedPrompts(ids, positions, None, groups, starts)
         try:
             alone = self._by_length(prompts)
         except (torch.OutOfMemoryError, MemoryError):

@@ -1,4 +1,4 @@
-"""The compiled kernels as operators on tensors, for the decoder."""
+"""The compiled kernels as operators on tensors, for the decoder and the sampler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda.common.engine.step import Int32
 
 _AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
 if TYPE_CHECKING or _AVAILABLE:
-    from pagoda.backends.reference.native import choice, paired_attention, products, rows, tile_attention
+    from pagoda.backends.reference.native import choice, draws, paired_attention, products, rows, tile_attention
     from pagoda.backends.reference.native.attention import Shape, decode_kernel, prefill_kernel
     from pagoda.backends.reference.native.emit import LANES
     from pagoda.backends.reference.native.jit import Kernel, allocate
@@ -50,6 +50,49 @@ def packed_product(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> 
     if not _AVAILABLE or weight.dtype != torch.bfloat16:
         return None
     return products.PackedProduct(weight, bias, result) if choice.serves(weight.shape[1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTokens:
+    """The tokens of n rows that may decide a draw, among the first `searched` of the vocabulary."""
+
+    searched: int
+    tokens: Tensor  # int32 [n, m]
+    counts: Tensor  # int64 [n]: how many of them there are; above m: more than were kept
+    floors: Tensor  # float32 [n]: what all other tokens are below
+    totals: Tensor  # float32 [n]: logsumexp of the logits over temperature; of `best` only
+
+
+def row_search(vocab: int) -> RowSearch | None:
+    """Return the search in rows of logits; None without llvmlite."""
+    return RowSearch(vocab) if _AVAILABLE else None
+
+
+class RowSearch:
+    """Finds the tokens that may decide a draw. All arguments are of the rows [n] of logits float32 [R, V]."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab, self._searched = vocab, vocab // LANES * LANES
+        self._candidates, self._best = draws.candidates_kernel(self._searched), draws.best_kernel(self._searched)
+
+    def candidates(self, logits: Tensor, rows: Tensor, temperature: Tensor, keys: Tensor) -> FoundTokens:
+        """Return, ascending, the tokens that can win with their noise. keys: int32, of the noise."""
+        return self._run(self._candidates, draws.MOST_CANDIDATES, logits, rows, temperature, keys.contiguous())
+
+    def best(self, logits: Tensor, rows: Tensor, temperature: Tensor, least: Tensor) -> FoundTokens:
+        """Return the best tokens, ascending: `least` int64 to four times as many, if that is possible."""
+        return self._run(self._best, draws.MOST_BEST, logits, rows, temperature, least)
+
+    def _run(
+        self, kernel: Kernel, most: int, logits: Tensor, rows: Tensor, temperature: Tensor, last: Tensor
+    ) -> FoundTokens:
+        count, factor = len(rows), temperature.reciprocal()
+        tokens, counts = torch.empty(count, draws.room(most), dtype=torch.int32), torch.empty(count, dtype=torch.int64)
+        floors, totals = torch.empty(2, count)
+        written = tokens, counts, floors, *((totals,) if kernel is self._best else ())
+        pointers = [array.data_ptr() for array in (rows, factor, *written, last)]
+        kernel((logits.data_ptr(), logits.stride(0), *pointers), count, _threads(count * self._vocab))
+        return FoundTokens(self._searched, tokens[:, :most], counts, floors, totals)
 
 
 def _threads(numbers: int) -> int:

@@ -56,6 +56,19 @@ class Proposer(Protocol):
         ...
 
 
+class AssumedProposer:
+    """Proposes as many drafts as may be, whichever: for simulations, in which acceptance is assumed."""
+
+    name = "assumed"
+
+    def propose(self, contexts: Sequence[DraftContext]) -> PaddedGuesses:
+        counts = np.array([context.num_tokens for context in contexts], np.int64)
+        return PaddedGuesses(np.zeros((len(contexts), counts.max()), np.int32), counts)
+
+    def finish(self, request_id: str, outputs: Sequence[int]) -> None:
+        """Do nothing."""
+
+
 class DraftPlanner:
     """How many drafts each sequence has, and what became of them.
 
