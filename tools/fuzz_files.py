@@ -806,12 +806,12 @@ def _described(error: BaseException) -> str:
     return f"{type(cause).__name__}: {str(cause)[:300]!r}"
 
 
-def run_in_child(name: str, cases: int, seed: int) -> Findings:
+def run_in_child(name: str, cases: range, seed: int) -> Findings:
     """Run cases of a format in child processes with a limit of memory; a death counts as a failure of its case."""
-    total, start = Findings(), 0
+    total, start = Findings(), cases.start
     with tempfile.NamedTemporaryFile() as progress:
-        while start < cases:
-            command = (sys.executable, __file__, "--child", name, str(start), str(cases), str(seed), progress.name)
+        while start < cases.stop:
+            command = (sys.executable, __file__, "--child", name, str(start), str(cases.stop), str(seed), progress.name)
             child = subprocess.run(command, capture_output=True, text=True)
             at, refused = map(int, Path(progress.name).read_text().split() or (start, 0))
             for line in child.stdout.splitlines():
@@ -861,7 +861,7 @@ def main() -> int:
         if args.only is not None:
             return _show(name, args.only, args.seed)
         began = time.monotonic()
-        findings = run_in_child(name, args.cases, args.seed)
+        findings = run_in_child(name, range(args.cases), args.seed)
         seconds = time.monotonic() - began
         print(f"{name:13} {findings.cases:7} cases, {findings.refused:7} refused, {seconds:5.0f} s", flush=True)
         for kind, (case, example) in findings.failures.items():
