@@ -50,6 +50,9 @@ _MARGIN_TOKENS: Final = 2048
 _MAX_WORD_CHARS: Final = 256
 """Characters to search for a space to cut at."""
 
+_TRIAL: Final = "a b\n1"
+"""Text that is encoded when a tokenizer is loaded, since some contradictions are found only then."""
+
 _LEAD: Final = "\n"
 """Precedes a text while it is tokenised, so that no space is added before the text itself."""
 
@@ -360,7 +363,14 @@ def load_tokenizer(
     `gguf_metadata`: metadata of the .gguf file, if already open. Raises ModelError if files are missing or unreadable.
     """
     parts = read_gguf(gguf_metadata) if gguf_metadata is not None else _read(source, revision, token, download_dir)
-    return Tokenizer(parts.backend, parts.special_tokens, parts.chat_templates, highest_id=parts.highest_id)
+    tokenizer = Tokenizer(parts.backend, parts.special_tokens, parts.chat_templates, highest_id=parts.highest_id)
+    try:
+        tokenizer.encode(_TRIAL)
+    except RequestError:  # characters unknown to the vocabulary
+        pass
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
+    return tokenizer
 
 
 def _read(source: str | Path, revision: str | None, token: str | None, download_dir: str | None) -> TokenizerParts:

@@ -80,6 +80,14 @@ class EngineClient(Protocol):
         ...
 
 
+class StartingClient(EngineClient, Protocol):
+    """An EngineClient whose start can be watched together with others'."""
+
+    def poll_ready(self, timeout_ms: int) -> EngineInfo | None:
+        """Return the engine's description if it is warm within the time. Raises what kept it from starting."""
+        ...
+
+
 class NoEngine:
     """Implements EngineClient without an engine, for an application that is only built to be checked."""
 

@@ -137,18 +137,23 @@ class ProcessClient:
         return self._process.pid
 
     def wait_ready(self) -> EngineInfo:
-        while True:
-            if self._closed:
-                raise EngineDeadError("the engine was shut down while it was starting")
-            ended = self._status() is not None
-            while (message := self._receive(0 if ended else 50)) is not None:
-                self._supervisor.note(message)
-                if isinstance(message, Ready):
-                    return message.info
-            if self._supervisor.failed is not None:
-                raise raised(self._supervisor.failed)
-            if ended:
-                raise raised(self._exit_failure())
+        while (info := self.poll_ready(50)) is None:
+            pass
+        return info
+
+    def poll_ready(self, timeout_ms: int) -> EngineInfo | None:
+        if self._closed:
+            raise EngineDeadError("the engine was shut down while it was starting")
+        ended = self._status() is not None
+        while (message := self._receive(0 if ended else timeout_ms)) is not None:
+            self._supervisor.note(message)
+            if isinstance(message, Ready):
+                return message.info
+        if self._supervisor.failed is not None:
+            raise raised(self._supervisor.failed)
+        if ended:
+            raise raised(self._exit_failure())
+        return None
 
     def wait_end(self) -> None:
         """Block until the engine exits by itself. Raises the cause of its death."""

@@ -19,7 +19,7 @@ import msgspec
 from pagoda.common.engine.data_parallel import AFFINITY_DIVISOR
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
 from pagoda.common.errors import EngineUnavailableError
-from pagoda.server.core_client.client import EngineClient, Listener
+from pagoda.server.core_client.client import Listener, StartingClient
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.ipc_messages import (
     NO_OTHERS,
@@ -46,6 +46,9 @@ _SHORTEST_PREFIX: Final = 64
 """Tokens. Prefixes of this length and of each of its doubles are recognised."""
 
 _MAX_PREFIXES: Final = 1 << 16
+
+_POLL_MS: Final = 50
+"""Time for a look at all engines that start."""
 
 
 class ReplicaRouter:
@@ -105,7 +108,7 @@ class ReplicaClient:
     Restarting with their ids, and the others serve on. Without ids, no replica is left until Ready.
     """
 
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
+    def __init__(self, clients: Sequence[StartingClient]) -> None:
         self.clients = tuple(clients)
         self._router = ReplicaRouter()
         self._replica_of: dict[str, int] = {}  # of unfinished sequences
@@ -127,7 +130,14 @@ class ReplicaClient:
         return next((each.failed for each in processes if each.failed is not None), None)
 
     def wait_ready(self) -> EngineInfo:
-        return merge_infos([client.wait_ready() for client in self.clients])
+        """Block until all engines are warm. Raises what kept one from starting, whether or not others still load."""
+        infos: dict[int, EngineInfo] = {}
+        while len(infos) < len(self.clients):
+            waiting = [index for index in range(len(self.clients)) if index not in infos]
+            for index in waiting:
+                if (info := self.clients[index].poll_ready(max(1, _POLL_MS // len(waiting)))) is not None:
+                    infos[index] = info
+        return merge_infos([infos[index] for index in range(len(self.clients))])
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         self._listener = listener

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from pagoda.common.errors import EngineDeadError, EngineUnavailableError
-from pagoda.server.core_client.client import EngineClient, Listener, restarting
+from pagoda.server.core_client.client import Listener, StartingClient, restarting
 from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, OtherUse, Ready, Restarting, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class RestartingClient:
     reached, or when no new engine could be started.
     """
 
-    def __init__(self, start: Callable[[], EngineClient], limit: int) -> None:
+    def __init__(self, start: Callable[[], StartingClient], limit: int) -> None:
         self._start, self._limit = start, limit
         self._client = start()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -38,11 +38,11 @@ class RestartingClient:
         self._cause: str | None = None  # why the engine is being replaced
         self._failed: Failed | None = None
         self._thread: threading.Thread | None = None
-        self._starting: EngineClient | None = None
+        self._starting: StartingClient | None = None
         self._closed = False
 
     @property
-    def current(self) -> EngineClient:
+    def current(self) -> StartingClient:
         """The client of the newest engine that was ready."""
         return self._client
 
@@ -52,6 +52,9 @@ class RestartingClient:
 
     def wait_ready(self) -> EngineInfo:
         return self._client.wait_ready()
+
+    def poll_ready(self, timeout_ms: int) -> EngineInfo | None:
+        return self._client.poll_ready(timeout_ms)
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         self._loop, self._listener = loop, listener
@@ -152,7 +155,7 @@ class RestartingClient:
                 client.close(timeout=0)
             return
 
-    def _adopt(self, client: EngineClient, info: EngineInfo) -> None:
+    def _adopt(self, client: StartingClient, info: EngineInfo) -> None:
         """Use the new engine from now on. Runs in the loop."""
         self._starting = None
         if self._closed or self._loop is None:

@@ -109,7 +109,7 @@ def test_messages_of_models_are_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("tokenizer", 4550), ("tokenizer", 13466), ("quantization", 2546), ("config", 16103)],
+    [("tokenizer", 4550), ("tokenizer", 13466), ("tokenizer", 82147), ("quantization", 2546), ("config", 16103)],
 )
 def test_files_that_once_had_no_error_of_ours(name: str, case: int) -> None:
     found = run_in_child(name, range(case, case + 1), seed=0)

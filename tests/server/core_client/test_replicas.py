@@ -133,9 +133,16 @@ class FakeClient:
         self.tell: Listener = lambda message: None
         self.error: Exception | None = None
         self.others, self.killed, self.closed = NO_OTHERS, "", False
+        self.polls_until_ready = 0
 
     def wait_ready(self) -> EngineInfo:
         return info()
+
+    def poll_ready(self, timeout_ms: int) -> EngineInfo | None:
+        if self.error is not None:
+            raise self.error
+        self.polls_until_ready -= 1
+        return info() if self.polls_until_ready < 0 else None
 
     def listen(self, loop: Any, listener: Listener) -> None:
         self.tell = listener
@@ -188,6 +195,14 @@ def fakes() -> Fakes:
 
 def output(request_id: str, **fields: Any) -> EngineOutput:
     return EngineOutput(request_id=request_id, new_token_ids=[1], **fields)
+
+
+def test_all_engines_are_awaited_and_the_first_error_ends_the_start(fakes: Fakes) -> None:
+    fakes.engines[0].polls_until_ready, fakes.engines[1].polls_until_ready = 3, 1
+    assert fakes.client.wait_ready().num_blocks == 20
+    fakes.engines[0].polls_until_ready, fakes.engines[1].error = 10**9, EngineDeadError("no memory")
+    with pytest.raises(EngineDeadError, match="no memory"):
+        fakes.client.wait_ready()
 
 
 def test_requests_are_spread_and_aborted_where_they_run(fakes: Fakes) -> None:
