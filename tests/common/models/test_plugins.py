@@ -79,7 +79,7 @@ def test_an_engine_in_its_own_process_serves_it(site: Path, tmp_path: Path) -> N
     save_file({**named, "tokens.weight": 2 * named["tokens.weight"]}, ours / "model.safetensors")
     command = (sys.executable, "-P", "-c", SCRIPT, str(theirs), str(ours))
     env = {**environment(), "PYTHONPATH": f"{site}:{Path(pagoda.__file__).parents[1]}"}
-    printed = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    printed = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400, check=False)
     assert printed.returncode == 0, printed.stderr
     first, second = printed.stdout.splitlines()
     assert json.loads(first) == json.loads(second)
