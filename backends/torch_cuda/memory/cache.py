@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ class CudaLayerCache:
     group: int  # index of the KV group whose block tables address them
     k_scale: Tensor | None = None  # float32 [1]: value = stored * scale; 8-bit caches only
     v_scale: Tensor | None = None
+    prepared: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What layers have prepared over this cache, by whoever uses it: launches with its address."""
 
 
 @dataclass(frozen=True, slots=True)

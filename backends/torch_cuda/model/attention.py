@@ -18,8 +18,8 @@ from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
 from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
 from pagoda.backends.torch_cuda.kernels.invariant_attention import SequenceTokens, invariant_attention
-from pagoda.backends.torch_cuda.kernels.norm import norm as norm_rows
-from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rope_and_cache, rope_queries, rotated
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
+from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, RopeCache, rope_queries, rotated
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.parameters import Linear
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
@@ -181,10 +181,13 @@ class CudaAttention(CudaPagedHeads):
                 q_norm=self.q_norm,
                 use_kernel=self.device.use_kernels,
             )
-        return rope_and_cache(
-            qkv,
-            batch.positions,
-            batch.groups[cache.group].slots,
+        write: RopeCache | None = cache.prepared.get(self)
+        if write is None:
+            write = cache.prepared[self] = self._writer(cache)
+        return write(qkv, batch.positions, batch.groups[cache.group].slots)
+
+    def _writer(self, cache: CudaLayerCache) -> RopeCache:
+        return RopeCache(
             cache.keys,
             cache.values,
             heads=self.heads,
@@ -284,19 +287,17 @@ def _head_norm(spec: Attention, norm: Norm, build: CudaBuildContext, name: str) 
     """Return the norm of each head of x [T, n, H]."""
     weight, bias = build.params[name], build.params.get(f"{name}_bias")
     own = spec.qk_norm_over == "own_weights"
-    scale = torch.ones_like(weight[0]) if own else weight
+    normalise = RowNorm(
+        torch.ones_like(weight[0]) if own else weight,
+        None if own else bias,
+        eps=norm.eps,
+        kind=norm.kind,
+        unit_offset=norm.unit_offset,
+        use_kernel=build.device.use_kernels,
+    )
 
     def head_norm(x: Tensor) -> Tensor:
-        rows, _ = norm_rows(
-            x.reshape(-1, spec.head_dim),
-            scale,
-            None if own else bias,
-            eps=norm.eps,
-            kind=norm.kind,
-            unit_offset=norm.unit_offset,
-            use_kernel=build.device.use_kernels,
-        )
-        y = rows.view(x.shape)
+        y = normalise(x.reshape(-1, spec.head_dim))[0].view(x.shape)
         if own:
             y = y * weight if bias is None else y * weight + bias
         return y
