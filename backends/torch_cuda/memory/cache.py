@@ -92,12 +92,12 @@ def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int
             continue
         largest = max((group.layers for group in groups), key=len)  # group.layers[j] uses array j
         arrays = [array for layer in largest for array in arrays_of(caches[layer])]
-        source, to = _to_device(pairs.astype(np.int64), arrays[0].device).unbind(1)
+        source, to = to_device(pairs.astype(np.int64), arrays[0].device).unbind(1)
         for array in arrays:
             array.index_copy_(0, to, array[source])
 
 
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy on the device, without waiting for it."""
     host = torch.from_numpy(array)
     if device.type == "cpu":
