@@ -109,7 +109,8 @@ class BoundLaunch:
 
 def describe(args: tuple[Any, ...]) -> tuple[Key, list[Any]]:
     """Return what arguments are compiled for, and what a program takes of them."""
-    key, values = [], []
+    key: list[Any] = []
+    values: list[Any] = []
     for value in args:
         if isinstance(value, Tensor):
             address = value.data_ptr()

@@ -106,8 +106,17 @@ def prefill_attention(
     """
     out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device) if out is None else out
     rules = ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root)
-    how = {"group": q.shape[1] // keys.shape[1], "tile": tile, "use_kernel": use_kernel, "chip": chip}
-    return PagedPrefill(keys, values, rules, dtype=q.dtype, **how)(q, tables, query_start, kv_lens, tiles, out)
+    attend = PagedPrefill(
+        keys,
+        values,
+        rules,
+        dtype=q.dtype,
+        group=q.shape[1] // keys.shape[1],
+        tile=tile,
+        use_kernel=use_kernel,
+        chip=chip,
+    )
+    return attend(q, tables, query_start, kv_lens, tiles, out)
 
 
 def check_caches(keys: Tensor, values: Tensor) -> None:

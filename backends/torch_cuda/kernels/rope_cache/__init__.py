@@ -71,7 +71,9 @@ class RopeCache:
         if use_kernel:
             self._run = kernel.RopeCacheLaunch(keys, values, *how, chip)
         else:
-            self._run = lambda *inputs: rope_and_cache_reference(*inputs, keys, values, *how)
+            self._run = lambda qkv, positions, slots: rope_and_cache_reference(
+                qkv, positions, slots, keys, values, *how
+            )
 
     def __call__(self, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """qkv [T, (N+K)*H + K*V], any row stride: heads of q, then k, then v; with `values_are_keys` [T, (N+K)*H].
