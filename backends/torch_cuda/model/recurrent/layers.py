@@ -219,8 +219,16 @@ class CudaMamba:
             ones = rate.new_ones(max(self.parts), dtype=params["embed"].dtype)
             names = zip(("step_a", "b", "c"), self.parts)
             weights = (params[f"{prefix}.{name}_norm"] if part_norm.scale else ones[:size] for name, size in names)
-            how = {"eps": part_norm.eps, "kind": part_norm.kind, "unit_offset": part_norm.unit_offset}
-            self.norms = [RowNorm(weight, **how, use_kernel=self.use_kernels) for weight in weights]
+            self.norms = [
+                RowNorm(
+                    weight,
+                    eps=part_norm.eps,
+                    kind=part_norm.kind,
+                    unit_offset=part_norm.unit_offset,
+                    use_kernel=self.use_kernels,
+                )
+                for weight in weights
+            ]
 
     def __call__(self, x: Tensor, step: StateStep) -> Tensor:
         """Return [T, D] of x [T, D]; replace the states."""
