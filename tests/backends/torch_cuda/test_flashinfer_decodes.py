@@ -65,7 +65,7 @@ class Event:
 
 
 class Wrapper:
-    """flashinfer.BatchDecodeWithPagedKVCacheWrapper of 0.2 to 0.6, by the names of its arguments that are used."""
+    """flashinfer.BatchDecodeWithPagedKVCacheWrapper, by the names of its arguments that are used."""
 
     def __init__(
         self,
