@@ -96,7 +96,10 @@ PREFILL_MODULES: Final[Mapping[str, str | None]] = {
     "FLASH_ATTN": "flash_attn",
     "FLASHINFER": "flashinfer",
 }
-"""vLLM's name -> module of `attention_backends` with `create(needs) -> PrefillAttention`; None: our own kernel."""
+"""vLLM's name -> module of `attention_backends` with `create(needs) -> PrefillAttention`; None: our own kernel.
+
+What is created may have a DecodeAttention as `decode`.
+"""
 
 LATENT_MODULES: Final[Mapping[str, str | None]] = {
     "TRITON_MLA": None,
@@ -238,11 +241,12 @@ def load_kernels(name: str, needs: AttentionRequirements) -> AttentionKernels:
 
 def _fastest_kernels(own: AttentionKernels, needs: AttentionRequirements, table: Table) -> AttentionKernels:
     """Return the backends that were measured to be fastest, our own where none was or where it cannot be used here."""
+    backends: dict[str, Any] = {}
     for kind, name in fastest(needs, table).items():
         if (module := PREFILL_MODULES[name]) is None:
             continue
         try:
-            created = _create_attention(module, needs)
+            created = backends[name] = backends.get(name) or _create_attention(module, needs)
         except ConfigError as error:
             logger.info("TRITON_ATTN computes %ss: %s", kind, error)
             continue

@@ -435,6 +435,22 @@ def test_auto_takes_what_was_measured_on_the_chip_for_the_heads(monkeypatch: pyt
     assert load_kernels(AUTO, NEEDS).decode is None, "not installed"
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_auto_takes_flashinfer_for_decodes_without_drafts(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = replace(NEEDS, mixers=DIM_64, drafts=drafts)
+    heads = heads_key(64, 2, torch.bfloat16)
+    table = {"sm_90": {heads: {"decode": "FLASHINFER", "prefill": "FLASHINFER"}}}
+    monkeypatch.setattr(backend, "load_table", lambda: table)
+    package = ModuleType("flashinfer")
+    package.BatchPrefillWithPagedKVCacheWrapper = package.BatchDecodeWithPagedKVCacheWrapper = stand_in_flash
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: (size, dtype, device))
+    kernels = load_kernels(AUTO, needs)
+    assert isinstance(kernels.prefill, flashinfer.FlashInfer)
+    assert kernels.planned is kernels.decode is kernels.prefill.decode, "one workspace"
+    assert (kernels.decode is None) == drafts
+
+
 def test_the_table_names_backends() -> None:
     names = {name for heads in load_table().values() for kinds in heads.values() for name in kinds.values()}
     assert names <= PREFILL_MODULES.keys()
