@@ -96,7 +96,10 @@ PREFILL_MODULES: Final[Mapping[str, str | None]] = {
     "FLASH_ATTN": "flash_attn",
     "FLASHINFER": "flashinfer",
 }
-"""vLLM's name -> module of `attention_backends` with `create(needs) -> PrefillAttention`; None: our own kernel."""
+"""vLLM's name -> module of `attention_backends` with `create(needs) -> PrefillAttention`; None: our own kernel.
+
+What is created may have a DecodeAttention as `decode`.
+"""
 
 LATENT_MODULES: Final[Mapping[str, str | None]] = {
     "TRITON_MLA": None,
@@ -143,7 +146,13 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     if isinstance(drafter, LanguageDrafter | FeatureDrafter):
         SUPPORTED.check(drafter.model)
     needs = AttentionRequirements(
-        attentions(spec, drafter), latent_attentions(spec, drafter), dtype, kv_dtype, layout.block_size, device
+        attentions(spec, drafter),
+        latent_attentions(spec, drafter),
+        dtype,
+        kv_dtype,
+        layout.block_size,
+        device,
+        drafts=options.limits.max_drafts > 0,
     )
     return RankConfig(
         spec=spec,
@@ -232,13 +241,17 @@ def load_kernels(name: str, needs: AttentionRequirements) -> AttentionKernels:
 
 def _fastest_kernels(own: AttentionKernels, needs: AttentionRequirements, table: Table) -> AttentionKernels:
     """Return the backends that were measured to be fastest, our own where none was or where it cannot be used here."""
+    backends: dict[str, Any] = {}
     for kind, name in fastest(needs, table).items():
         if (module := PREFILL_MODULES[name]) is None:
             continue
         try:
-            created = _create_attention(module, needs)
+            created = backends[name] = backends.get(name) or _create_attention(module, needs)
         except ConfigError as error:
             logger.info("TRITON_ATTN computes %ss: %s", kind, error)
+            continue
+        if kind == "decode" and created.decode is None:
+            logger.info("TRITON_ATTN computes decodes: those of %s have no drafts", name)
             continue
         own = replace(own, prefill=created) if kind == "prefill" else replace(own, decode=created.decode)
         logger.info("%s computes %ss, as was measured on this chip", name, kind)
@@ -366,7 +379,7 @@ class TorchCudaBackend:
             )
         shapes = config.mixed_shapes
         mixed = None if shapes is None else MixedBuffers(shapes, model.buffers, config.device.torch)
-        parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts, mixed)
+        parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts, mixed, config.attention.planned)
         programs = StepPrograms(parts, config.graph_sizes, config.splits, self._stream)
         return Runner(programs, self._stream, config.layout, config.query_tile, config.round_tokens)
 

@@ -105,7 +105,7 @@ class RankConfig:
         spec, limits = self.spec, self.limits
         plain = all(isinstance(mixer, Attention) and mixer.blocks is None for mixer in spec.mixers)
         drafts, offloads = limits.max_drafts > 0, self.cache.cpu_offload_gb > 0
-        own_kernels = isinstance(self.attention.prefill, TritonAttn)
+        own_kernels = isinstance(self.attention.prefill, TritonAttn) and self.attention.planned is None
         if not (self.captures_mixed and isinstance(spec, ModelSpec) and plain and own_kernels):
             return None
         if drafts or offloads or self.batch_invariant:

@@ -2,20 +2,28 @@
 
 `speeds`: microseconds of each by heads and kind of step, from which tools/attention_table.py makes the table that
 `auto` reads. A backend that is missing or does not support the load reports so in the number. What a backend plans on
-the host once per step is not timed.
+the host once per step is not part of `us`; of decodes it is `plan_us`.
 """
 
 from __future__ import annotations
 
 import importlib
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, heads_key
+from pagoda.backends.torch_cuda.attention_backends.protocol import (
+    AttentionRequirements,
+    DecodeStep,
+    PlannedDecode,
+    heads_key,
+)
 from pagoda.backends.torch_cuda.backend import PREFILL_MODULES
 from pagoda.backends.torch_cuda.device import CPU, find_device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
@@ -65,18 +73,38 @@ def speed(bench: Bench, shape: Heads, kind: str, load: str, name: str) -> dict:
     about = {"heads": shape.key, "kind": kind, "load": load, "backend": name}
     make = decode_calls if kind == "decode" else prefill_calls
     try:
-        calls, want = make(bench, shape, load, name)
-        got = calls[0]()
+        timed = make(bench, shape, load, name)
+        got = timed.calls[0]()
     except (ConfigError, ImportError, AttributeError) as error:
         return about | absent(error)
-    relative = distance(bench.spoiled(got), want)
-    replay = bench.recorded(calls) if kind == "decode" else calls[0]
-    us = bench.median_ms(lambda _: replay(), 10) * 1e3 / (len(calls) if kind == "decode" else 1)
-    return about | {"us": us, "right": relative <= AGREE, "distance": relative}
+    relative = distance(bench.spoiled(got), timed.want)
+    replay = bench.recorded(timed.calls) if kind == "decode" else timed.calls[0]
+    us = bench.median_ms(lambda _: replay(), 10) * 1e3 / len(timed.calls)
+    result = about | {"us": us, "right": relative <= AGREE, "distance": relative}
+    return result if timed.plan is None else result | {"plan_us": host_us(timed.plan)}
 
 
-def decode_calls(bench: Bench, shape: Heads, load: str, name: str) -> tuple[list[Callable[[], Tensor]], Tensor]:
-    """Return calls over as many caches as exceed an L2 cache, and our result of the first."""
+def host_us(run: Callable[[], None], repeats: int = 10) -> float:
+    """Return the median microseconds that a call takes the host, without waiting for the device."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Calls that take as long each, our result of the first, and what plans it on the host."""
+
+    calls: list[Callable[[], Tensor]]
+    want: Tensor
+    plan: Callable[[], None] | None = None
+
+
+def decode_calls(bench: Bench, shape: Heads, load: str, name: str) -> Timed:
+    """Return calls over as many caches as exceed an L2 cache."""
     seqs, context = DECODES[load]
     wanted = decode_attention.Load(seqs, context, shape.heads, shape.kv_heads, shape.head_dim)
     inputs = decode_attention.make(
@@ -89,22 +117,35 @@ def decode_calls(bench: Bench, shape: Heads, load: str, name: str) -> tuple[list
     }
     copies, want = range(len(inputs.tables)), inputs.call(0, **how)
     if name == OURS:
-        return [partial(inputs.call, copy, **how) for copy in copies], want
-    decode, mixer = create(bench, shape, name).decode, mixer_of(shape)
-    cache = CudaLayerCache(inputs.keys, inputs.values, 0)
+        return Timed([partial(inputs.call, copy, **how) for copy in copies], want)
+    cache, mixer = CudaLayerCache(inputs.keys, inputs.values, 0), mixer_of(shape)
     batches = [step_of(inputs.tables[copy], inputs.kv_lens, len(inputs.kv_lens)) for copy in copies]
-    return [partial(decode, inputs.q[copy], batches[copy], cache, mixer) for copy in copies], want
+    decodes, plans = [create(bench, shape, name).decode], []
+    if isinstance(decodes[0], PlannedDecode):  # a plan is of one step
+        decodes += [create(bench, shape, name).decode for _ in copies[1:]]
+        plans = [partial(decode.plan, planned_step(inputs, copy)) for copy, decode in enumerate(decodes)]
+    calls = [partial(decode, q, batch, cache, mixer) for decode, q, batch in zip(cycle(decodes), inputs.q, batches)]
+    for plan, call in zip(plans, calls):
+        plan()
+        call()  # makes the wrapper, which a capture cannot
+    return Timed(calls, want, next(iter(plans), None))
 
 
-def prefill_calls(bench: Bench, shape: Heads, load: str, name: str) -> tuple[list[Callable[[], Tensor]], Tensor]:
-    """Return a call and our result."""
+def planned_step(inputs: decode_attention.Inputs, copy: int) -> DecodeStep:
+    """Return what the host knows of a step."""
+    kv_lens, table = inputs.kv_lens.cpu().numpy(), inputs.tables[copy].cpu().numpy()
+    return DecodeStep(kv_lens, (table,), len(kv_lens), fixed=True)
+
+
+def prefill_calls(bench: Bench, shape: Heads, load: str, name: str) -> Timed:
+    """Return one call."""
     wanted = prefill_attention.Load(PREFILLS[load], shape.heads, shape.kv_heads, shape.head_dim)
     inputs = prefill_attention.make(
         replace(wanted, seqs=((20, 0), (20, 0))) if bench.tiny else wanted, bench.device, bench.chip
     )
     ours = partial(inputs.call, bench.chip, use_kernel=bench.use_kernel)
     if name == OURS:
-        return [ours], ours()
+        return Timed([ours], ours())
     prefill, mixer, out = create(bench, shape, name), mixer_of(shape), torch.empty_like(inputs.q)
     batch = replace(step_of(inputs.tables, inputs.kv_lens, 0), query_start=inputs.query_start, tiles=inputs.tiles)
     cache = CudaLayerCache(inputs.keys, inputs.values, 0)
@@ -113,7 +154,7 @@ def prefill_calls(bench: Bench, shape: Heads, load: str, name: str) -> tuple[lis
         prefill(inputs.q, batch, cache, mixer, HeadTerms(), out)
         return out
 
-    return [call], ours()
+    return Timed([call], ours())
 
 
 def step_of(tables: Tensor, kv_lens: Tensor, num_decodes: int) -> CudaStepBatch:

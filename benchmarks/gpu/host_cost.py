@@ -7,7 +7,7 @@ and with `prompt` tokens beside them mixed ones. Runs on a GPU if there is one, 
 number of rows, of prompt tokens, and kind of sampling.
 
 With --eager: a prefill that is not captured, of a bfloat16 Llama with 32 layers, on a CPU. Its products are results
-that are ready; its kernels are found as launches that are bound ahead find them, but not launched.
+that are ready; its kernels are launched as on a GPU up to the driver, which does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from pagoda.backends.torch_cuda.backend import TorchCudaBackend, create
 from pagoda.backends.torch_cuda.device import CPU, Device, find_device
+from pagoda.backends.torch_cuda.kernels import bound
 from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.backends.torch_cuda.model import parts
 from pagoda.benchmarks.gpu import model
@@ -121,9 +122,13 @@ class KernelDevice(Device):
     use_kernels = True
 
 
-def _found(self: BoundKernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Replaces `BoundKernel._launch`: makes the key and looks it up."""
-    self.find(0, args, constants)
+def _no_program(*_: object) -> tuple[Callable[..., None], int, int]:
+    """Replaces `BoundKernel._compile`: a program that does nothing."""
+    return _launch_nothing, 0, 0
+
+
+def _launch_nothing(*_: object) -> None:
+    """The driver's part of a launch."""
 
 
 def eager_cost(steps: int) -> dict[str, float]:
@@ -144,7 +149,9 @@ def eager_cost(steps: int) -> dict[str, float]:
     with (
         patch.object(torch.nn.functional, "linear", product),
         patch.object(parts, "_float32_linear", lambda x, weight, bias: product(x, weight).float()),
-        patch.object(BoundKernel, "_launch", _found),
+        patch.object(Tensor, "get_device", lambda self: 0),
+        patch.object(bound, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))),
+        patch.object(BoundKernel, "_compile", _no_program),
         patch.object(JITFunction, "run", lambda self, *args, **how: None),
     ):
         backend = create(options, KernelDevice(CPU.torch, CPU.chip, CPU.name))

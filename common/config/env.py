@@ -222,7 +222,7 @@ _KERNELS: Final = (
     _unused(
         "VLLM_FLASHINFER_FORCE_TENSOR_CORES",
         "Force tensor cores in FlashInfer.",
-        "FlashInfer computes prefill steps only, which always use tensor cores",
+        "FlashInfer always uses tensor cores here, in decodes, too",
     ),
     _unused(
         "VLLM_MLA_DISABLE",

@@ -1,1 +1,1 @@
-"""Attention backends for prefill and mixed steps, by vLLM's names; only the selected one is imported."""
+"""Attention backends by vLLM's names; only the selected one is imported."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
+from pagoda.common.engine.step import Int32
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention, LatentAttention
 
@@ -62,6 +63,25 @@ class DecodeAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step's decodes, as the host knows them before the step runs."""
+
+    kv_lens: Int32  # of the sequences that are not padding, the step's own tokens included
+    tables: tuple[Int32, ...]  # [S, W] of each KV group
+    size: int  # sequences, padding included
+    fixed: bool  # one of the sizes of decode programs, which may be captured
+
+
+@runtime_checkable
+class PlannedDecode(Protocol):
+    """A DecodeAttention that plans on the host."""
+
+    def plan(self, step: DecodeStep) -> None:
+        """Plan the decodes of a step that is queued next: run, captured or replayed. Call on the stream of steps."""
+        ...
+
+
 class LatentDecode(Protocol):
     """Latent attention of a step's first `num_decodes` sequences. Called once per layer; captured in CUDA graphs."""
 
@@ -84,6 +104,11 @@ class AttentionKernels:
     latent_decode: LatentDecode
     decode: DecodeAttention | None = None  # None: our own
 
+    @property
+    def planned(self) -> PlannedDecode | None:
+        """Return `decode` if it plans on the host."""
+        return self.decode if isinstance(self.decode, PlannedDecode) else None
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
@@ -95,6 +120,7 @@ class AttentionRequirements:
     kv_dtype: torch.dtype
     page: int  # tokens
     device: Device
+    drafts: bool = False  # decodes have several tokens, and the device corrects their lengths
 
 
 @dataclass(frozen=True, slots=True)

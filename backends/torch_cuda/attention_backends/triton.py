@@ -7,9 +7,9 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
 from pagoda.backends.torch_cuda.kernels.latent_attention import latent_decode
-from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
+from pagoda.backends.torch_cuda.kernels.prefill_attention import PagedPrefill
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
 from pagoda.common.models.mixers import Attention, LatentAttention
 
@@ -31,26 +31,33 @@ class TritonAttn:
     ) -> None:
         """See PrefillAttention."""
         assert batch.tiles is not None, "a prefill or mixed step has tiles"
-        prefill_attention(
-            queries,
+        attend = cache.prepared.get((terms, batch.tile))
+        if attend is None:
+            attend = cache.prepared[terms, batch.tile] = self._over(cache, spec, terms, queries, batch.tile)
+        attend(queries, batch.groups[cache.group].tables, batch.query_start, batch.kv_lens, batch.tiles, out)
+
+    def _over(
+        self, cache: CudaLayerCache, spec: Attention, terms: HeadTerms, queries: Tensor, tile: int | None
+    ) -> PagedPrefill:
+        rules = ScoreRules(
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            terms.sinks,
+            terms.slopes,
+            cache.k_scale,
+            cache.v_scale,
+            spec.chunk,
+            spec.lookback,
+            spec.alibi_root,
+        )
+        return PagedPrefill(
             cache.keys,
             cache.values,
-            batch.groups[cache.group].tables,
-            batch.query_start,
-            batch.kv_lens,
-            batch.tiles,
-            scale=spec.scale,
-            window=spec.window,
-            chunk=spec.chunk,
-            lookback=spec.lookback,
-            softcap=spec.softcap,
-            sinks=terms.sinks,
-            slopes=terms.slopes,
-            root=spec.alibi_root,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            out=out,
-            tile=batch.tile,
+            rules,
+            dtype=queries.dtype,
+            group=queries.shape[1] // cache.keys.shape[1],
+            tile=tile,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )

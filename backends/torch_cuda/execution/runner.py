@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
+from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeStep, PlannedDecode
 from pagoda.backends.torch_cuda.execution.drafting import DraftPasses, DraftStep
 from pagoda.backends.torch_cuda.execution.mixed_steps import MixedBuffers
 from pagoda.backends.torch_cuda.execution.step_input import (
@@ -72,6 +73,18 @@ class StepParts:
     buffers: DecodeBuffers
     drafts: DraftPasses | None = None  # of an engine with a drafter
     mixed: MixedBuffers | None = None  # of captured prefill and mixed steps
+    planned: PlannedDecode | None = None  # decode attention that plans on the host
+
+    def plan_decodes(self, plan: StepPlan | None, size: int, *, fixed: bool) -> None:
+        """Let attention plan `size` decodes on the host; see `DecodeStep`. None: all of them are padding."""
+        if self.planned is None or not size:
+            return
+        if plan is None:
+            self.planned.plan(DecodeStep(np.zeros(0, np.int32), (), size, fixed))
+            return
+        seqs = min(plan.num_seqs, size)
+        kv_lens = plan.context[:seqs] + np.diff(plan.query_start[: seqs + 1])
+        self.planned.plan(DecodeStep(kv_lens, tuple(table[:seqs] for table in plan.block_tables), size, fixed))
 
     def logits(self, hidden: Tensor, out: Tensor | None, adapter_slots: Tensor | None) -> Tensor:
         """Return float32 logits [R, V] of hidden [R, D], in `out` if given; see `CudaDecoder.logits`."""
@@ -133,6 +146,7 @@ class StepPrograms:
             self.capture_mixed()
         self.parts.buffers.clear()  # the capture runs on them
         for size in sizes_to_capture:
+            self.parts.plan_decodes(None, size, fixed=True)
             for width in reversed(self._widths):
                 for adapted in (True, False):
                     for programs in (self._forward, self._draft):
@@ -422,6 +436,7 @@ class Runner:
         buffers, keeps_hidden = programs.parts.buffers, self._needs_prompt_logprobs(plan)
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
+            programs.parts.plan_decodes(plan, step.num_decodes, fixed=True)
             programs.decode(step.num_decodes, step.width, adapted=step.adapted)
             return None, None
         if step.graph is not None:
@@ -441,6 +456,7 @@ class Runner:
         if plan.embeds is not None:  # captured steps read no embeddings
             dtype, device = programs.parts.decoder.embedding_dtype, batch.token_ids.device
             batch = replace(batch, embedded=Embedded.of(plan, dtype, device))
+        programs.parts.plan_decodes(plan, step.num_decodes, fixed=False)
         hidden, features = programs.hidden(batch)
         indices = shape.vector(packed, "logits_indices")
         if plan.samples.any():

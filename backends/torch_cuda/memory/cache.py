@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ class CudaLayerCache:
     group: int  # index of the KV group whose block tables address them
     k_scale: Tensor | None = None  # float32 [1]: value = stored * scale; 8-bit caches only
     v_scale: Tensor | None = None
+    prepared: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What layers have prepared over this cache, by whoever uses it: launches with its address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,12 @@ def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int
             continue
         largest = max((group.layers for group in groups), key=len)  # group.layers[j] uses array j
         arrays = [array for layer in largest for array in arrays_of(caches[layer])]
-        source, to = _to_device(pairs.astype(np.int64), arrays[0].device).unbind(1)
+        source, to = to_device(pairs.astype(np.int64), arrays[0].device).unbind(1)
         for array in arrays:
             array.index_copy_(0, to, array[source])
 
 
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy on the device, without waiting for it."""
     host = torch.from_numpy(array)
     if device.type == "cpu":

@@ -16,10 +16,10 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeAttenti
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
-from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
+from pagoda.backends.torch_cuda.kernels.decode_attention import PagedDecode
 from pagoda.backends.torch_cuda.kernels.invariant_attention import SequenceTokens, invariant_attention
-from pagoda.backends.torch_cuda.kernels.norm import norm as norm_rows
-from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rope_and_cache, rope_queries, rotated
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
+from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, RopeCache, rope_queries, rotated
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.parameters import Linear
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
@@ -54,11 +54,13 @@ class CudaPagedHeads:
         """Return [T, N, V] of queries [T, N, H]."""
         if self.span is not None:
             return self._attend_invariantly(queries, batch, cache, self.span)
-        if batch.tiles is None:
-            return self._decode(queries, batch, cache)
+        if batch.tiles is None and self.decode is not None:
+            return self.decode(queries, batch, cache, self.spec)
         out, decodes = self._results(queries), batch.num_decodes * batch.query_len
+        if batch.tiles is None:
+            return self._decode(queries, batch, cache, out)
         if decodes:
-            out[:decodes] = self._decode(queries[:decodes], batch, cache)
+            self._decode(queries[:decodes], batch, cache, out[:decodes])
         self.prefill(queries, batch, cache, self.spec, self.terms, out)
         return out
 
@@ -104,29 +106,42 @@ class CudaPagedHeads:
             attend(tables, SequenceTokens(batch.kv_lens, query_start=start, tiles=batch.tiles, tile=batch.tile))
         return out
 
-    def _decode(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
+    def _decode(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, out: Tensor) -> Tensor:
         if self.decode is not None:
-            return self.decode(queries, batch, cache, self.spec)
-        return decode_attention(
-            queries,
+            return out.copy_(self.decode(queries, batch, cache, self.spec))
+        attend: PagedDecode | None = cache.prepared.get((self, batch.query_len))
+        if attend is None:
+            attend = cache.prepared[self, batch.query_len] = self._decode_over(cache, queries, batch.query_len)
+        tables, kv_lens = batch.groups[cache.group].tables, batch.kv_lens
+        if kv_lens.shape[0] > batch.num_decodes:
+            tables, kv_lens = tables[: batch.num_decodes], kv_lens[: batch.num_decodes]
+        return attend(
+            queries, tables, kv_lens, out, query_counts=batch.query_counts, splits=batch.splits, work=batch.work
+        )
+
+    def _rules(self, cache: CudaLayerCache) -> ScoreRules:
+        spec, terms = self.spec, self.terms
+        return ScoreRules(
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            terms.sinks,
+            terms.slopes,
+            cache.k_scale,
+            cache.v_scale,
+            spec.chunk,
+            spec.lookback,
+            spec.alibi_root,
+        )
+
+    def _decode_over(self, cache: CudaLayerCache, queries: Tensor, query_len: int) -> PagedDecode:
+        return PagedDecode(
             cache.keys,
             cache.values,
-            batch.groups[cache.group].tables[: batch.num_decodes],
-            batch.kv_lens[: batch.num_decodes],
-            query_len=batch.query_len,
-            query_counts=batch.query_counts,
-            scale=self.spec.scale,
-            window=self.spec.window,
-            chunk=self.spec.chunk,
-            lookback=self.spec.lookback,
-            softcap=self.spec.softcap,
-            sinks=self.terms.sinks,
-            slopes=self.terms.slopes,
-            root=self.spec.alibi_root,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            splits=batch.splits,
-            work=batch.work,
+            self._rules(cache),
+            dtype=queries.dtype,
+            group=queries.shape[1] // cache.keys.shape[1],
+            query_len=query_len,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )
@@ -181,10 +196,13 @@ class CudaAttention(CudaPagedHeads):
                 q_norm=self.q_norm,
                 use_kernel=self.device.use_kernels,
             )
-        return rope_and_cache(
-            qkv,
-            batch.positions,
-            batch.groups[cache.group].slots,
+        write: RopeCache | None = cache.prepared.get(self)
+        if write is None:
+            write = cache.prepared[self] = self._writer(cache)
+        return write(qkv, batch.positions, batch.groups[cache.group].slots)
+
+    def _writer(self, cache: CudaLayerCache) -> RopeCache:
+        return RopeCache(
             cache.keys,
             cache.values,
             heads=self.heads,
@@ -284,19 +302,17 @@ def _head_norm(spec: Attention, norm: Norm, build: CudaBuildContext, name: str) 
     """Return the norm of each head of x [T, n, H]."""
     weight, bias = build.params[name], build.params.get(f"{name}_bias")
     own = spec.qk_norm_over == "own_weights"
-    scale = torch.ones_like(weight[0]) if own else weight
+    normalise = RowNorm(
+        torch.ones_like(weight[0]) if own else weight,
+        None if own else bias,
+        eps=norm.eps,
+        kind=norm.kind,
+        unit_offset=norm.unit_offset,
+        use_kernel=build.device.use_kernels,
+    )
 
     def head_norm(x: Tensor) -> Tensor:
-        rows, _ = norm_rows(
-            x.reshape(-1, spec.head_dim),
-            scale,
-            None if own else bias,
-            eps=norm.eps,
-            kind=norm.kind,
-            unit_offset=norm.unit_offset,
-            use_kernel=build.device.use_kernels,
-        )
-        y = rows.view(x.shape)
+        y = normalise(x.reshape(-1, spec.head_dim))[0].view(x.shape)
         if own:
             y = y * weight if bias is None else y * weight + bias
         return y

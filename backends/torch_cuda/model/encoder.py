@@ -16,7 +16,7 @@ from pagoda.backends.reference.execution import PackedPrompts, attend
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.rope_cache import rope_and_cache, rope_queries
+from pagoda.backends.torch_cuda.kernels.rope_cache import RopeCache, rope_queries
 from pagoda.backends.torch_cuda.model.attention import make_preparation, per_head_norm, projection, value_norm
 from pagoda.backends.torch_cuda.model.block_sparse import CudaBlockIndex, packed_masks
 from pagoda.backends.torch_cuda.model.decoder import MixerStep, make_layers
@@ -155,10 +155,8 @@ class CudaPackedAttention:
         keys, values = (
             qkv.new_empty(tokens // PAGE + 1, spec.kv_heads, PAGE, dim) for dim in (spec.head_dim, spec.value_width)
         )
-        queries = rope_and_cache(
-            qkv,
-            batch.positions.int(),
-            torch.arange(1, tokens + 1, dtype=torch.int32, device=qkv.device),
+        slots = torch.arange(1, tokens + 1, dtype=torch.int32, device=qkv.device)
+        write = RopeCache(
             keys,
             values,
             heads=spec.heads,
@@ -171,6 +169,7 @@ class CudaPackedAttention:
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )
+        queries = write(qkv, batch.positions.int(), slots)
         if spec.query_growth is not None:
             queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[1 : tokens + 1] for pages in (keys, values))

@@ -16,7 +16,7 @@ from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
-from pagoda.backends.torch_cuda.kernels.norm import norm, norm_quantised
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
 from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear, takes_rounded_rows
 from pagoda.backends.torch_cuda.kernels.quantize_rows import QuantizedRows
 from pagoda.backends.torch_cuda.kernels.weight_only import FEW
@@ -124,18 +124,18 @@ class CudaBuildContext:
 
     def norm(self, spec: Norm | None, name: str) -> NormStep:
         """Return the norm `name`; without a spec, the sum alone."""
-        if spec is None:
-            return _add
-        normalise = partial(
-            norm,
-            weight=self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),
-            bias=self.params.get(f"{name}_bias"),
+        return _add if spec is None else self._row_norm(spec, name)
+
+    def _row_norm(self, spec: Norm, name: str) -> RowNorm:
+        return RowNorm(
+            self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),
+            self.params.get(f"{name}_bias"),
             eps=spec.eps,
             kind=spec.kind,
             unit_offset=spec.unit_offset,
             use_kernel=self.device.use_kernels,
+            chip=self.device.chip,
         )
-        return lambda update, residual: normalise(update, residual=residual)
 
     def rounds(self, name: str) -> bool:
         """Return whether the linear map `name` takes rounded rows, if there are more than FEW."""
@@ -144,24 +144,14 @@ class CudaBuildContext:
 
     def rounding_norm(self, spec: Norm | None, name: str, reader: str | None) -> RoundingNorm:
         """Return the norm `name`, which rounds what the linear map `reader`, its only one, takes rounded."""
-        plain = self.norm(spec, name)
         if spec is None or reader is None or not self.rounds(reader):
-            return plain
-        normalise = partial(
-            norm_quantised,
-            weight=self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),
-            bias=self.params.get(f"{name}_bias"),
-            eps=spec.eps,
-            kind=spec.kind,
-            unit_offset=spec.unit_offset,
-            use_kernel=self.device.use_kernels,
-            chip=self.device.chip,
-        )
+            return self.norm(spec, name)
+        norm = self._row_norm(spec, name)
 
         def rounded(update: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
             if len(update) <= FEW:
-                return plain(update, residual)
-            data, scales, total = normalise(update, residual=residual)
+                return norm(update, residual)
+            data, scales, total = norm.quantised(update, residual)
             return QuantizedRows(data, scales, update.dtype), total
 
         return rounded

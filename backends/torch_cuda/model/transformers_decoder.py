@@ -14,7 +14,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttent
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
-from pagoda.backends.torch_cuda.kernels.rope_cache import rope_and_cache
+from pagoda.backends.torch_cuda.kernels.rope_cache import RopeCache
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.attention import CudaPagedHeads
 from pagoda.backends.torch_cuda.model.parts import linear
@@ -74,14 +74,20 @@ class CudaTransformersDecoder:
     ) -> Tensor:
         cache = caches[number]
         assert isinstance(cache, CudaLayerCache), "attention keeps K and V"
-        queries = rope_and_cache(
-            torch.cat((q, k, v), 1).flatten(1),
-            batch.positions,
-            batch.groups[cache.group].slots,
+        if self not in cache.prepared:
+            heads = CudaPagedHeads(self.spec.attention[number], self.device, self.prefill, HeadTerms(sinks))
+            cache.prepared[self] = self._writer(cache, q.shape[1], k.shape[1]), heads
+        write, paged = cache.prepared[self]
+        qkv, slots = torch.cat((q, k, v), 1).flatten(1), batch.groups[cache.group].slots
+        attended: Tensor = paged.attend(write(qkv, batch.positions, slots), batch, cache)
+        return attended
+
+    def _writer(self, cache: CudaLayerCache, heads: int, kv_heads: int) -> RopeCache:
+        return RopeCache(
             cache.keys,
             cache.values,
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
+            heads=heads,
+            kv_heads=kv_heads,
             cos_sin=None,
             q_norm=None,
             k_norm=None,
@@ -90,8 +96,6 @@ class CudaTransformersDecoder:
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )
-        heads = CudaPagedHeads(self.spec.attention[number], self.device, self.prefill, HeadTerms(sinks))
-        return heads.attend(queries, batch, cache)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
-from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.decode_attention import PagedDecode, choose_splits, decode_attention
 from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import DecodeBlockSizes, DecodeShape, blocks, candidates
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, is_refusal, verdict, worst
 
@@ -242,9 +242,8 @@ def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: Deco
     """Call with blocks on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
         return inputs.call(copy, splits=splits, use_kernel=False, chip=bench.chip)
-    from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import launch
-
-    load = inputs.load
-    arrays = inputs.q[copy], inputs.keys, inputs.values, inputs.tables[copy], inputs.kv_lens
+    load, q = inputs.load, inputs.q[copy]
     rules = ScoreRules(load.head_dim**-0.5, load.window, load.softcap, inputs.sinks, None, inputs.scale, inputs.scale)
-    return launch(*arrays, load.query_len, None, rules, splits, bench.chip, chosen)
+    how = {"dtype": q.dtype, "group": load.heads // load.kv_heads, "query_len": load.query_len}
+    paged = PagedDecode(inputs.keys, inputs.values, rules, **how, use_kernel=True, chip=bench.chip, chosen=chosen)
+    return paged(q, inputs.tables[copy], inputs.kv_lens, torch.empty_like(q), splits=splits)

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import activation, norm, rope_cache
+from pagoda.backends.torch_cuda.kernels import activation
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
+from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, RopeCache
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, figures, verdict, worst
 
 EPS = 1e-5
@@ -66,8 +68,8 @@ def rows_of(bench: Bench, count: int) -> Tensor:
     return torch.randn(count, rows, width, device=bench.device).to(BF16)
 
 
-def norm_inputs(bench: Bench, kind: str, offset: bool) -> tuple[tuple, dict, Tensor]:
-    """Return arguments of norm, and the expected result in float64."""
+def norm_inputs(bench: Bench, kind: str, offset: bool) -> tuple[RowNorm, Tensor, Tensor, Tensor]:
+    """Return a norm, x, a residual, and the expected result in float64."""
     x, residual = rows_of(bench, 2)
     weight, bias = torch.randn(2, x.shape[1], device=bench.device).to(BF16)
     add = bias if kind == "layer" else None
@@ -75,20 +77,20 @@ def norm_inputs(bench: Bench, kind: str, offset: bool) -> tuple[tuple, dict, Ten
     wide = wide - wide.mean(-1, keepdim=True) if kind == "layer" else wide
     want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * (weight.double() + offset)
     want = want if add is None else want + add.double()
-    facts = {"eps": EPS, "kind": kind, "unit_offset": offset, "residual": residual, "use_kernel": bench.use_kernel}
-    return (x, weight, add), facts, want
+    how = {"eps": EPS, "kind": kind, "unit_offset": offset, "use_kernel": bench.use_kernel, "chip": bench.chip}
+    return RowNorm(weight, add, **how), x, residual, want
 
 
 def norm_error(bench: Bench, kind: str, offset: bool) -> dict:
-    arguments, facts, want = norm_inputs(bench, kind, offset)
-    normed, total = norm.norm(*arguments, **facts)
-    exact = arguments[0].double() + facts["residual"].double()
+    norm, x, residual, want = norm_inputs(bench, kind, offset)
+    normed, total = norm(x, residual)
+    exact = x.double() + residual.double()
     return verdict(max(worst(bench.spoiled(normed), want, 3), worst(total, exact)))
 
 
 def norm_float8_error(bench: Bench, kind: str, offset: bool) -> dict:
-    arguments, facts, want = norm_inputs(bench, kind, offset)
-    stored, scale, _ = norm.norm_quantised(*arguments, **facts, chip=bench.chip)
+    norm, x, residual, want = norm_inputs(bench, kind, offset)
+    stored, scale, _ = norm.quantised(x, residual)
     return verdict(float8_error(bench, stored, scale, want))
 
 
@@ -112,9 +114,9 @@ def float8_error(bench: Bench, stored: Tensor, scale: Tensor, want: Tensor) -> f
 
 
 def rope_errors(bench: Bench, case: str) -> dict:
-    """Check rope_and_cache: plain, with QK norm, with a float8 cache."""
+    """Check RopeCache: plain, with QK norm, with a float8 cache."""
     torch.manual_seed(0)
-    qk_norm = rope_cache.NormWeights(torch.randn(HEAD_DIM, device=bench.device).to(BF16), EPS)
+    qk_norm = NormWeights(torch.randn(HEAD_DIM, device=bench.device).to(BF16), EPS)
     qk_norm = qk_norm if case == "qk_norm" else None
     cache_dtype = FP8 if case == "float8" else BF16
     tokens, heads = bench.choose(96, 32), HEADS + 2 * KV_HEADS
@@ -126,7 +128,7 @@ def rope_errors(bench: Bench, case: str) -> dict:
     scales = {n: torch.tensor([0.02], device=bench.device) for n in ("k_scale", "v_scale") if case == "float8"}
     facts = {"heads": HEADS, "kv_heads": KV_HEADS, "cos_sin": cos_sin, "q_norm": qk_norm, "k_norm": qk_norm}
     how = {"use_kernel": bench.use_kernel, "chip": bench.chip}
-    q = rope_cache.rope_and_cache(qkv, positions, slots, keys, values, **facts, **scales, **how)
+    q = RopeCache(keys, values, **facts, **scales, **how)(qkv, positions, slots)
     wide = qkv.view(tokens, heads, HEAD_DIM).double()
     rotated = wide[:, : HEADS + KV_HEADS]
     if qk_norm is not None:
@@ -163,7 +165,8 @@ def timed(bench: Bench, make: Callable[[], Callable[[], object]], moved: int) ->
 def timed_kernels(bench: Bench, rows: int, width: int) -> dict[str, tuple[Callable, int]]:
     """Return name -> (maker of a call, bytes it moves)."""
     size, device, kernel = rows * width * 2, bench.device, bench.use_kernel
-    weight = torch.ones(width, device=device, dtype=BF16)
+    how = {"use_kernel": kernel, "chip": bench.chip}
+    norm = RowNorm(torch.ones(width, device=device, dtype=BF16), eps=EPS, kind="rms", **how)
     cos_sin = tables(device, rows)
     positions = torch.arange(rows, device=device, dtype=torch.int32)
 
@@ -176,12 +179,11 @@ def timed_kernels(bench: Bench, rows: int, width: int) -> dict[str, tuple[Callab
 
     def normed():
         x, residual = random(width), random(width)
-        return lambda: norm.norm(x, weight, eps=EPS, kind="rms", residual=residual, use_kernel=kernel)
+        return lambda: norm(x, residual)
 
     def normed_float8():
         x, residual = random(width), random(width)
-        facts = {"eps": EPS, "kind": "rms", "residual": residual, "use_kernel": kernel, "chip": bench.chip}
-        return lambda: norm.norm_quantised(x, weight, **facts)
+        return lambda: norm.quantised(x, residual)
 
     def gated():
         both = random(2 * width)
@@ -192,9 +194,10 @@ def timed_kernels(bench: Bench, rows: int, width: int) -> dict[str, tuple[Callab
         return lambda: activation.gated_quantised(both, "silu", use_kernel=kernel, chip=bench.chip)
 
     def roped(dtype: torch.dtype = BF16):
-        arguments = random((HEADS + 2 * KV_HEADS) * HEAD_DIM), positions, positions + PAGE, *caches(device, rows, dtype)
+        arguments = random((HEADS + 2 * KV_HEADS) * HEAD_DIM), positions, positions + PAGE
         facts = {"heads": HEADS, "kv_heads": KV_HEADS, "cos_sin": cos_sin, "q_norm": None, "k_norm": None}
-        return lambda: rope_cache.rope_and_cache(*arguments, **facts, use_kernel=kernel, chip=bench.chip)
+        write = RopeCache(*caches(device, rows, dtype), **facts, **how)
+        return lambda: write(*arguments)
 
     q, kv = rows * HEADS * HEAD_DIM * 2, rows * 2 * KV_HEADS * HEAD_DIM * 2
     return {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
-from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
+from pagoda.backends.torch_cuda.kernels.prefill_attention import PagedPrefill, make_tiles, prefill_attention, query_tile
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import candidates, key, tuned
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, is_refusal, matmul_rate, verdict
 
@@ -202,6 +202,7 @@ def attend(bench: Bench, inputs: Inputs, chosen: Settings) -> Tensor:
     """Call with settings on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
         return inputs.call(bench.chip, use_kernel=False)
-    from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import launch
-
-    return launch(*inputs.arrays, torch.empty_like(inputs.q), inputs.rules, inputs.tile, bench.chip, chosen)
+    q, keys, values, *step = inputs.arrays
+    group, out = q.shape[1] // keys.shape[1], torch.empty_like(inputs.q)
+    how = {"dtype": q.dtype, "group": group, "tile": inputs.tile, "use_kernel": True, "chip": bench.chip}
+    return PagedPrefill(keys, values, inputs.rules, **how, chosen=chosen)(q, *step, out)

@@ -55,10 +55,11 @@ class AttentionConfig:
 
     attention_backend: str | None = option(
         None,
-        "Attention kernel for prefill and mixed steps. torch_cuda: AUTO (default; the fastest of those measured on the "
+        "Attention kernel. torch_cuda: AUTO (default; the fastest of those measured on the "
         "chip, else TRITON_ATTN), TRITON_ATTN, FLASH_ATTN "
-        "(FlashAttention 3; needs the package flash_attn_interface), FLASHINFER (needs the package flashinfer) or "
-        "TORCH_VARLEN (FlashAttention 2 in PyTorch; needs --block-size 256). Decode steps of latent attention (MLA): "
+        "(FlashAttention 3; needs the package flash_attn_interface), FLASHINFER (needs the package flashinfer; decodes "
+        "with speculative decoding by TRITON_ATTN) or TORCH_VARLEN (FlashAttention 2 in PyTorch, for prefill and mixed "
+        "steps; needs --block-size 256). Decode steps of latent attention (MLA): "
         "TRITON_MLA (default), FLASHMLA (Hopper; needs the package flash_mla and --block-size 64) or FLASHINFER_MLA "
         "(Blackwell; needs the package flashinfer and --block-size 64). Other backends have one kernel: AUTO, "
         "TORCH_SDPA or CPU_ATTN.",

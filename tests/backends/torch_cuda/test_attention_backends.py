@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paged_attention import paged
 from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TorchCudaModel
 from torch import Tensor
@@ -47,23 +48,6 @@ TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 11, 4, 50, 61, 72, 1, 90, 6,
 H200 = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H200")
 B200 = replace(H200, chip=CHIPS["sm_100"], name="B200")
 NEEDS = AttentionRequirements(SPEC.mixers, (), torch.bfloat16, torch.bfloat16, 256, H200)
-
-
-def paged(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor, scale: float, cap=0.0
-) -> Tensor:
-    """Causal attention, aligned to the last key, over pages [P, B, K, H]; one token and head at a time."""
-    out = torch.full_like(q, float("nan"))
-    for s, length in enumerate(lens.tolist()):
-        begin, end = starts[s].item(), starts[s + 1].item()
-        for row in range(begin, end):
-            slots = [divmod(at, k.shape[1]) for at in range(length - (end - 1 - row))]
-            for n in range(q.shape[1]):
-                place = [(table[s, page].item(), slot, n * k.shape[2] // q.shape[1]) for page, slot in slots]
-                x = torch.stack([k[at] for at in place]) @ q[row, n] * scale
-                x = cap * torch.tanh(x / cap) if cap else x
-                out[row, n] = x.softmax(0) @ torch.stack([v[at] for at in place])
-    return out
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor) -> None:
@@ -338,10 +322,16 @@ def test_installed_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     wrappers = []
     package = ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: wrappers.append(args)
+    package.BatchDecodeWithPagedKVCacheWrapper = stand_in_flash
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: (size, dtype, device))
-    load_kernels("FLASHINFER", replace(NEEDS, mixers=DIM_64)).prefill.make_wrapper()
-    assert wrappers == [((128 << 20, torch.uint8, H200.torch), "HND")]
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: (size, dtype, device))
+    kernels = load_kernels("FLASHINFER", replace(NEEDS, mixers=DIM_64))
+    kernels.prefill.make_wrapper()
+    workspace = 128 << 20, torch.uint8, H200.torch
+    assert wrappers == [(workspace, "HND")]
+    assert kernels.planned is kernels.decode is kernels.prefill.decode
+    assert (kernels.decode.make_wrapper, kernels.decode.workspace) == (stand_in_flash, workspace)
+    assert load_kernels("FLASHINFER", replace(NEEDS, mixers=DIM_64, drafts=True)).decode is None
 
 
 DIM_64 = tuple(replace(mixer, head_dim=64) for mixer in NEEDS.mixers)
@@ -443,6 +433,22 @@ def test_auto_takes_what_was_measured_on_the_chip_for_the_heads(monkeypatch: pyt
     assert [load_kernels(AUTO, other).decode for other in others] == [None] * 4
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
     assert load_kernels(AUTO, NEEDS).decode is None, "not installed"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_auto_takes_flashinfer_for_decodes_without_drafts(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = replace(NEEDS, mixers=DIM_64, drafts=drafts)
+    heads = heads_key(64, 2, torch.bfloat16)
+    table = {"sm_90": {heads: {"decode": "FLASHINFER", "prefill": "FLASHINFER"}}}
+    monkeypatch.setattr(backend, "load_table", lambda: table)
+    package = ModuleType("flashinfer")
+    package.BatchPrefillWithPagedKVCacheWrapper = package.BatchDecodeWithPagedKVCacheWrapper = stand_in_flash
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: (size, dtype, device))
+    kernels = load_kernels(AUTO, needs)
+    assert isinstance(kernels.prefill, flashinfer.FlashInfer)
+    assert kernels.planned is kernels.decode is kernels.prefill.decode, "one workspace"
+    assert (kernels.decode is None) == drafts
 
 
 def test_the_table_names_backends() -> None:

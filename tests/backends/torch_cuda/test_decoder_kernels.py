@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from support.torch_cuda_model import TorchCudaModel
 
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.weight_only import pack
+from pagoda.backends.torch_cuda.memory import cache
 from pagoda.common.models.mixers import Attention, BlockIndexer, GatedDelta, Indexer, LatentAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
@@ -139,3 +143,22 @@ def test_kernels_read_packed_matrices(scheme: str) -> None:
     want = make(random_weights(spec)).both(TOKENS, OTHER)
     actual = make(random_weights(spec), device=device).both(TOKENS, OTHER)
     torch.testing.assert_close(actual, want, atol=3e-5, rtol=1e-5)
+
+
+def test_what_layers_prepare_goes_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second cache, as after memory was measured: layers write to it and keep nothing of the first."""
+    keys: list[weakref.ref[torch.Tensor]] = []
+    allocate = cache.allocate
+
+    def watched(*args: Any) -> dict[int, cache.CudaCache]:
+        caches = allocate(*args)
+        keys.append(weakref.ref(caches[0].keys))
+        return caches
+
+    monkeypatch.setattr(cache, "allocate", watched)
+    spec = tiny_spec()
+    model = TorchCudaModel(spec, random_weights(spec), 16, device=Interpreted(CPU.torch, CPU.chip, CPU.name))
+    first, second = (model.both(TOKENS, OTHER) for _ in range(2))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    gc.collect()
+    assert [each() for each in keys] == [None, None]

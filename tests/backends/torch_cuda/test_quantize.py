@@ -16,6 +16,7 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.kernels import activation, scaled_linear
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
 from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
 from pagoda.backends.torch_cuda.kernels.quantize_rows import quantize_rows_reference
 from pagoda.backends.torch_cuda.kernels.weight_only import FEW, pack, unpack
@@ -101,7 +102,7 @@ def test_norms_and_activations_round_what_a_product_reads(method: str, monkeypat
     spec, prompt = SPECS["dense"], [(7 * at + at * at) % 96 for at in range(FEW + 6)]
     counts: Counter[str] = Counter()
 
-    def counted(module: ModuleType, name: str) -> None:
+    def counted(module: ModuleType | type, name: str) -> None:
         function = getattr(module, name)
 
         def call(*args: Any, **how: Any) -> Any:
@@ -111,7 +112,7 @@ def test_norms_and_activations_round_what_a_product_reads(method: str, monkeypat
         monkeypatch.setattr(module, name, call)
 
     for module, name in (
-        (parts, "norm_quantised"),
+        (RowNorm, "quantised"),
         (activation, "gated_quantised"),
         (scaled_linear, "quantize_rows"),
     ):
@@ -128,7 +129,7 @@ def test_norms_and_activations_round_what_a_product_reads(method: str, monkeypat
     np.testing.assert_array_equal(fused, tokens())
     layers = len(spec.layers)
     assert counts == {"quantize_rows": 4 * layers}
-    of_fp8 = {"norm_quantised": 2 * layers, "gated_quantised": layers, "quantize_rows": layers}
+    of_fp8 = {"quantised": 2 * layers, "gated_quantised": layers, "quantize_rows": layers}
     assert of_fused == (of_fp8 if method == "fp8" else counts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda.benchmarks.gpu import model
-from pagoda.benchmarks.gpu.step_cost import PROGRAM, Step, decodes, main
+from pagoda.benchmarks.gpu.step_cost import BOUND_US, LAUNCH_US, PROGRAM, Step, decodes, main
 
 
 def test_a_prompt_has_the_models_flop() -> None:
@@ -36,7 +36,9 @@ def test_the_host_launches_a_short_prompt_at_once() -> None:
     short, long = Step(prompt=512), Step(prompt=8192)
     kernels = list(short.kernels())
     assert short.host_ms(kernels) < 0.1 * Step(prompt=512, captured=False).host_ms(kernels)
-    assert long.host_ms(kernels) == pytest.approx(11 / 18 * Step(prompt=8192, captured=False).host_ms(kernels))
+    assert long.host_ms(kernels) == pytest.approx(
+        BOUND_US / LAUNCH_US * Step(prompt=8192, captured=False).host_ms(kernels)
+    )
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, get_args
 
 import torch
@@ -134,11 +135,11 @@ def quantised_constants(width):
 
 
 def gated(both, name, clamped=None, limit=None):
-    return _elementwise(both, name, both.shape[1] // 2, True, limits(clamped, limit))
+    return _elementwise(both, _launch_of(both.shape[1] // 2, name, True, clamped, limit))
 
 
 def plain(x, name):
-    return _elementwise(x, name, x.shape[1], False, limits())
+    return _elementwise(x, _launch_of(x.shape[1], name, False, None, None))
 
 
 def limits(clamped=None, limit=None):
@@ -148,13 +149,19 @@ def limits(clamped=None, limit=None):
     return {"LIMIT": limit or 0.0, "ALPHA": 0.0}
 
 
-def _elementwise(x, name, width, gated, constants):
+@cache
+def _launch_of(width, name, gated, clamped, limit):
+    """Return the columns of results, programs per row, and the launch with these constants."""
+    constants = {"NAME": name, "GATED": gated, **limits(clamped, limit), "BLOCK": BLOCK, "num_warps": 4}
+    return width, divided(width, BLOCK), _ACTIVATION_KERNEL.fixed(width, **constants)
+
+
+def _elementwise(x, launch_of):
+    width, blocks, launch = launch_of
     rows = x.shape[0]
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    out = x.new_empty((rows, width))
     if rows:
-        grid = rows, divided(width, BLOCK)
-        constants = {"NAME": name, "GATED": gated, **constants}
-        _ACTIVATION_KERNEL[grid](x, out, row_stride(x), width, **constants, BLOCK=BLOCK, num_warps=4)
+        launch((rows, blocks), x, out, row_stride(x))
     return out
 
 

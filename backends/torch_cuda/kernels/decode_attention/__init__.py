@@ -11,7 +11,7 @@ from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 from pagoda.backends.torch_cuda.kernels.work_list import WorkList, pieces_for
 
-__all__ = ["choose_pieces", "choose_splits", "decode_attention"]
+__all__ = ["PagedDecode", "choose_pieces", "choose_splits", "decode_attention"]
 
 MAX_QUERY_LEN = 8
 PROGRAMS = 3
@@ -28,6 +28,80 @@ MAX_WAVES = 8
 
 GOOD_OCCUPANCY = 0.95
 """Fraction of the best occupancy that suffices: the fewest splits that reach it are chosen."""
+
+
+class PagedDecode:
+    """Attention of sequences with `query_len` new tokens each, 1 to 8, over one cache.
+
+    keys [P, K, B, H] and values [P, K, B, V], each page contiguous, B a power of two; in the queries' type `dtype`, or
+    float8_e4m3fn scaled by `rules.k_scale` and `v_scale`. `group`: query heads per KV head; head n reads KV head n //
+    group. Cache, sinks, slopes and scales stay where they are. Raise ValueError for other shapes or types.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rules: ScoreRules,
+        *,
+        dtype: torch.dtype,
+        group: int,
+        query_len: int = 1,
+        use_kernel: bool,
+        chip: Chip,
+        chosen: kernel.DecodeBlockSizes | None = None,
+    ) -> None:
+        """`chosen`: block sizes on trial."""
+        _check_caches(keys, values)
+        if not 1 <= query_len <= MAX_QUERY_LEN:
+            raise ValueError(f"query_len is {query_len}, not 1 to {MAX_QUERY_LEN}")
+        heads = group * keys.shape[1]
+        if rules.sinks is not None and rules.sinks.shape != (heads,):
+            raise ValueError(f"sinks have shape {tuple(rules.sinks.shape)}, not one per head")
+        self.keys, self.values, self.rules, self._query_len = keys, values, rules, query_len
+        self._shape = heads, keys.shape[3]
+        self._launch: kernel.DecodeLaunch | None = None
+        if use_kernel:
+            self._launch = kernel.DecodeLaunch(keys, values, rules, dtype, group, query_len, chip, chosen)
+
+    def __call__(
+        self,
+        q: Tensor,
+        tables: Tensor,
+        kv_lens: Tensor,
+        out: Tensor,
+        *,
+        query_counts: Tensor | None = None,
+        splits: int = 1,
+        work: WorkList | None = None,
+    ) -> Tensor:
+        """Write the attention of each token to its sequence up to itself to `out` [T, N, V], contiguous; return it.
+
+        q [T, N, H], T = S * query_len: tokens of sequence s are s * query_len + j, at positions kv_lens[s] - query_len
+        + j, whose K and V are in the cache already. query_counts int32 [S]: how many of a sequence's tokens, the last
+        ones, are not padding (default: all); what only padding would see is not read, and its rows are finite. tables
+        int32 [S, W], kv_lens int32 [S], at most W * B: read on the device; table entries and cache slots that no token
+        sees are not read. kv_len 0 is padding: zeros. splits: programs per sequence's keys (`choose_splits`); `work`:
+        pieces of the sequences in its place, which plain torch does not need. Raise ValueError for other shapes or
+        types.
+        """
+        seqs = kv_lens.shape[0]
+        if q.shape != (seqs * self._query_len, *self._shape) or tables.shape[0] != seqs:
+            shapes = f"q is {tuple(q.shape)}, tables {tuple(tables.shape)}"
+            raise ValueError(f"{shapes}, not {self._query_len} tokens as wide as keys and a row for each of {seqs}")
+        if not (q.is_contiguous() and out.is_contiguous() and kv_lens.is_contiguous() and tables.stride(1) == 1):
+            raise ValueError("q, out, a row of tables and kv_lens must be contiguous")
+        if tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
+            raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not int32")
+        if splits < 1:
+            raise ValueError(f"splits is {splits}")
+        if work is not None and work.merges.shape[0] != seqs:
+            raise ValueError(f"the work list has {len(work.merges)} sequences, kv_lens {seqs}")
+        if self._launch is None:
+            arrays = q, self.keys, self.values, tables, kv_lens, self._query_len, query_counts, self.rules
+            return out.copy_(decode_attention_reference(*arrays))
+        self._launch(q, tables, kv_lens, query_counts, splits, work, out)
+        return out
 
 
 def decode_attention(
@@ -54,54 +128,31 @@ def decode_attention(
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
-    """Return the attention [T, N, V], in q's type, of each token to its sequence up to itself.
-
-    q [T, N, H], T = S * query_len: tokens of sequence s are s * query_len + j, at positions kv_lens[s] - query_len + j;
-    query_len 1 to 8. query_counts int32 [S]: how many of a sequence's tokens, the last ones, are not padding (default:
-    all); what only padding would see is not read, and its rows are finite. Head n reads KV head n // (N / K). keys
-    [P, K, B, H] and values [P, K, B, V], each page contiguous, B a power of two, those of these tokens included; in q's
-    type, or float8_e4m3fn scaled by k_scale and v_scale (float32, one element). tables int32 [S, W], kv_lens int32 [S],
-    at most W * B: read on the device; table entries and cache slots that no token sees are not read. kv_len 0 is
-    padding: zeros. scale multiplies q.k. window: a token sees itself and the window - 1 before it. chunk: it sees
-    those from `lookback` before the last multiple of `chunk` on. softcap: scores become
-    softcap * tanh(score / softcap). sinks [N]: a logit per head that takes part in the softmax and has no value.
-    slopes float32 [N]: scores -= slope * distance of query and key, with `root` its square root, after the softcap.
-    splits: programs per sequence's keys (`choose_splits`); `work`: pieces of the sequences in its place, which plain
-    torch, with use_kernel False, does not need. Raise ValueError for other shapes or types.
-    """
-    _check(q, keys, values, tables, kv_lens, query_len, sinks)
-    if splits < 1:
-        raise ValueError(f"splits is {splits}")
-    if work is not None and len(work.merges) != len(kv_lens):
-        raise ValueError(f"the work list has {len(work.merges)} sequences, kv_lens {len(kv_lens)}")
-    rules = ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root)
-    if not use_kernel:
-        return decode_attention_reference(q, keys, values, tables, kv_lens, query_len, query_counts, rules)
-    return kernel.launch(q, keys, values, tables, kv_lens, query_len, query_counts, rules, splits, chip, work=work)
+    """Return the attention [T, N, V] of q [T, N, H] by `PagedDecode` over a cache used once; see `ScoreRules`."""
+    if q.shape[1] % keys.shape[1]:
+        raise ValueError(f"{q.shape[1]} heads do not share {keys.shape[1]} KV heads evenly")
+    attend = PagedDecode(
+        keys,
+        values,
+        ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root),
+        dtype=q.dtype,
+        group=q.shape[1] // keys.shape[1],
+        query_len=query_len,
+        use_kernel=use_kernel,
+        chip=chip,
+    )
+    out = q.new_empty(*q.shape[:2], values.shape[3])
+    return attend(q, tables, kv_lens, out, query_counts=query_counts, splits=splits, work=work)
 
 
-def _check(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, kv_lens: Tensor, query_len: int, sinks: Tensor | None
-) -> None:
-    if not 1 <= query_len <= MAX_QUERY_LEN:
-        raise ValueError(f"query_len is {query_len}, not 1 to {MAX_QUERY_LEN}")
-    if q.shape[0] != len(kv_lens) * query_len or tables.shape[0] != len(kv_lens):
-        raise ValueError(f"q has {q.shape[0]} tokens, tables {tables.shape[0]} rows for {len(kv_lens)} sequences")
-    if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype or keys.shape[-1] != q.shape[-1]:
-        raise ValueError(f"keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}, q {q.shape}")
+def _check_caches(keys: Tensor, values: Tensor) -> None:
     page = keys.shape[2]
-    if not q.is_contiguous() or tables.stride(-1) != 1 or not kv_lens.is_contiguous():
-        raise ValueError("q, a row of tables and kv_lens must be contiguous")
+    if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
+        raise ValueError(f"keys {keys.dtype} {tuple(keys.shape)}, values {values.dtype} {tuple(values.shape)}")
     if any(x.stride()[1:] != (page * x.shape[3], x.shape[3], 1) for x in (keys, values)):
         raise ValueError(f"keys have strides {keys.stride()}, values {values.stride()}: pages are not contiguous")
     if page & (page - 1):
         raise ValueError(f"pages have {page} tokens, not a power of two")
-    if q.shape[1] % keys.shape[1]:
-        raise ValueError(f"{q.shape[1]} heads do not share {keys.shape[1]} KV heads evenly")
-    if tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
-        raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not int32")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks have shape {tuple(sinks.shape)}, not one per head")
 
 
 def choose_pieces(seqs: int, kv_heads: int, chip: Chip) -> int:

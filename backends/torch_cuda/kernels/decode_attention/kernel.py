@@ -268,8 +268,6 @@ def _store_partial(partial, tops, sums, place, acc, top, weight, real, written, 
 )  # fmt: skip
 def attend(
     q,
-    keys,
-    values,
     tables,
     kv_lens,
     query_counts,
@@ -279,13 +277,15 @@ def attend(
     tops,
     sums,
     sinks,
+    table_stride,
+    keys,
+    values,
     slopes,
     k_scale,
     v_scale,
     scale,
     page_stride,
     value_page_stride,
-    table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERY_LEN: tl.constexpr,
@@ -486,72 +486,81 @@ def reduce(
 _REDUCE: Final = BoundKernel(reduce)
 
 
-def launch(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    kv_lens: Tensor,
-    query_len: int,
-    query_counts: Tensor | None,
-    rules: ScoreRules,
-    splits: int,
-    chip: Chip,
-    chosen: DecodeBlockSizes | None = None,
-    work: WorkList | None = None,
-) -> Tensor:
-    """Return the attention [T, N, V]. `chosen`: block sizes on trial, in place of the tuned ones."""
-    tokens, heads, dim = q.shape
-    kv_heads, page = keys.shape[1], keys.shape[2]
-    shape = DecodeShape(dim, heads // kv_heads, query_len, keys.dtype, values.shape[3])
-    use = blocks(shape, chip) if chosen is None else chosen
-    if keys.dtype == torch.float8_e4m3fn and not chip.float8:
-        keys, values = keys.view(torch.int8), values.view(torch.int8)
-    common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
-    common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
-    out = torch.empty(tokens, heads, shape.values, dtype=q.dtype, device=q.device)
-    slots = len(kv_lens) * splits if work is None else work.num_slots
-    several = splits > 1 or work is not None
-    partial, tops, sums = scratch(slots if several else 0, query_len, heads, shape.values, q.device)
-    blocks_of_rows = kv_heads * -(-shape.group * query_len // use.ROWS)
-    _ATTEND[(blocks_of_rows, splits, len(kv_lens)) if work is None else (blocks_of_rows, len(work.items), 1)](
-        q,
-        keys,
-        values,
-        tables,
-        kv_lens,
-        query_counts,
-        None if work is None else work.items,
-        out,
-        partial,
-        tops,
-        sums,
-        rules.sinks if work is not None or not several else None,
-        rules.slopes,
-        rules.k_scale,
-        rules.v_scale,
-        factor(rules.scale, rules.softcap),
-        keys.stride(0),
-        None if keys.stride(0) == values.stride(0) and dim == shape.values else values.stride(0),
-        tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=shape.group,
-        H=dim,
-        WIDTH=shape.width,
-        ROWS=use.ROWS,
-        SOFTCAP=rules.softcap or 0.0,
-        ROOT=rules.root,
-        PRODUCT8=multiplies8(shape, q.dtype, use.TILE, chip),
-        NATIVE=native(chip, keys),
-        num_warps=use.num_warps,
-        num_stages=use.num_stages,
-        **common,
-    )
-    if several:
-        merges = None if work is None else work.merges
-        arrays = partial, tops, sums, kv_lens, query_counts, merges, rules.sinks, out
-        _REDUCE[heads, tokens](*arrays, splits, HEADS=heads, CHUNK=CHUNK, **common)
-    return out
+class DecodeLaunch:
+    """Launches over one cache for queries of a type: `group` heads per KV head, `query_len` tokens per sequence.
+
+    `chosen`: block sizes on trial, in place of the tuned ones.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rules: ScoreRules,
+        queries: torch.dtype,
+        group: int,
+        query_len: int,
+        chip: Chip,
+        chosen: DecodeBlockSizes | None = None,
+    ) -> None:
+        kv_heads, page, dim = keys.shape[1:]
+        shape = DecodeShape(dim, group, query_len, keys.dtype, values.shape[3])
+        use = blocks(shape, chip) if chosen is None else chosen
+        if keys.dtype == torch.float8_e4m3fn and not chip.float8:
+            keys, values = keys.view(torch.int8), values.view(torch.int8)
+        common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
+        common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
+        self._sinks, self._heads = rules.sinks, kv_heads * group
+        self._partial = query_len, self._heads, shape.values
+        self._blocks = kv_heads * -(-group * query_len // use.ROWS)
+        self._attend = _ATTEND.fixed(
+            keys,
+            values,
+            rules.slopes,
+            rules.k_scale,
+            rules.v_scale,
+            factor(rules.scale, rules.softcap),
+            keys.stride(0),
+            None if keys.stride(0) == values.stride(0) and dim == shape.values else values.stride(0),
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            H=dim,
+            WIDTH=shape.width,
+            ROWS=use.ROWS,
+            SOFTCAP=rules.softcap or 0.0,
+            ROOT=rules.root,
+            PRODUCT8=multiplies8(shape, queries, use.TILE, chip),
+            NATIVE=native(chip, keys),
+            num_warps=use.num_warps,
+            num_stages=use.num_stages,
+            **common,
+        )
+        self._reduce = _REDUCE.fixed(HEADS=self._heads, CHUNK=CHUNK, **common)
+
+    def __call__(
+        self,
+        q: Tensor,
+        tables: Tensor,
+        kv_lens: Tensor,
+        query_counts: Tensor | None,
+        splits: int,
+        work: WorkList | None,
+        out: Tensor,
+    ) -> None:
+        """Write the attention to `out` [T, N, V]."""
+        seqs, stride = kv_lens.shape[0], tables.stride(0)
+        if work is None and splits == 1:
+            grid, arrays = (self._blocks, 1, seqs), (q, tables, kv_lens, query_counts, None, out)
+            self._attend(grid, *arrays, None, None, None, self._sinks, stride)
+            return
+        items, merges, direct_sinks = None, None, None
+        grid, slots = (self._blocks, splits, seqs), seqs * splits
+        if work is not None:
+            items, merges, direct_sinks = work.items, work.merges, self._sinks
+            grid, slots = (self._blocks, items.shape[0], 1), work.num_slots
+        parts = scratch(slots, *self._partial, q.device)
+        self._attend(grid, q, tables, kv_lens, query_counts, items, out, *parts, direct_sinks, stride)
+        self._reduce((self._heads, q.shape[0]), *parts, kv_lens, query_counts, merges, self._sinks, out, splits)
 
 
 def scratch(
@@ -561,7 +570,7 @@ def scratch(
     if not slots:
         return None, None, None
     partial = torch.empty(slots, query_len, heads, channels, dtype=torch.float32, device=device)
-    tops, sums = torch.empty(2, slots, query_len, heads, dtype=torch.float32, device=device)
+    tops, sums = torch.empty(2, slots, query_len, heads, dtype=torch.float32, device=device).unbind()
     return partial, tops, sums
 
 

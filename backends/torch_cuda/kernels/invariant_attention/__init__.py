@@ -59,7 +59,9 @@ def _check(q: Tensor, out: Tensor, keys: Tensor, values: Tensor, rules: ScoreRul
     scaled = keys.dtype == torch.float8_e4m3fn
     if scaled == (rules.k_scale is None) or scaled == (rules.v_scale is None) or not (scaled or keys.dtype == q.dtype):
         raise ValueError(f"{keys.dtype} keys and values do not fit {q.dtype} queries, or lack scales")
-    check_caches(q, out, keys, values)
+    check_caches(keys, values)
+    if q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3] or out.shape != (*q.shape[:2], values.shape[3]):
+        raise ValueError(f"queries {tuple(q.shape)} or results {tuple(out.shape)} do not fit keys {tuple(keys.shape)}")
     if any(x.stride()[-2:] != (x.shape[-1], 1) for x in (q, out, keys, values)):
         raise ValueError("heads of q and out and tokens of a page must be contiguous")
 

@@ -4,74 +4,87 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model import ops
-from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
+from pagoda.backends.torch_cuda.kernels.fp8_convert import empty_rows, native, quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.norm import kernel
 from pagoda.common.models.primitives import Norm
 
-__all__ = ["norm", "norm_quantised"]
+__all__ = ["RowNorm"]
 
 Kind = Literal["rms", "layer"]
 MAX_WIDTH: Final = 32768
 """Maximum columns, which one program keeps in registers."""
 
 
-def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    kind: Kind,
-    unit_offset: bool = False,
-    residual: Tensor | None = None,
-    use_kernel: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return (normed, total), both [T, D] in x's dtype: the norm of total = x + residual (x without residual).
+class RowNorm:
+    """A norm with its weights [D], which stay where they are.
 
-    x, residual [T, D], any row stride; weight, bias [D]. `unit_offset`: multiply by 1 + weight. Computed in float32,
-    rounded where `backends.reference.ops.norm` rounds. Raise ValueError for other shapes or types.
+    `unit_offset`: multiply by 1 + weight. Computed in float32, rounded where `backends.reference.ops.norm` rounds.
+    `chip` selects the float8 conversion. Raise ValueError for other shapes or types.
     """
-    _check(x, weight, bias, residual, kind)
-    if not use_kernel:
-        return norm_reference(x, weight, bias, eps, kind, unit_offset, residual)
-    return kernel.norm(x, weight, bias, eps, kind, unit_offset, residual)
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: Kind,
+        unit_offset: bool = False,
+        use_kernel: bool,
+        chip: Chip = CHIPS["sm_80"],
+    ) -> None:
+        _check_weights(weight, bias, kind)
+        self.weight, self.bias = weight, bias
+        self._how = eps, kind, unit_offset
+        self._launch: kernel.NormLaunch | None = None
+        self._launch_quantised: kernel.NormLaunch | None = None
+        if use_kernel:
+            self._launch = kernel.NormLaunch(weight, bias, *self._how)
+            self._launch_quantised = kernel.NormLaunch(weight, bias, *self._how, native(chip, weight))
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (normed, total), both [T, D] in x's dtype: the norm of total = x + residual (x without residual).
+
+        x, residual [T, D], any row stride.
+        """
+        self._check(x, residual)
+        if self._launch is None:
+            return norm_reference(x, self.weight, self.bias, *self._how, residual)
+        normed = torch.empty_like(x)
+        return normed, self._launch(x, residual, normed)
+
+    def quantised(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): the norm as stored * scale, by row."""
+        self._check(x, residual)
+        if self._launch_quantised is None:
+            return norm_quantised_reference(x, self.weight, self.bias, *self._how, residual)
+        bits, scale = empty_rows(x, x.shape[1])
+        total = self._launch_quantised(x, residual, bits, scale)
+        return bits.view(torch.float8_e4m3fn), scale, total
+
+    def _check(self, x: Tensor, residual: Tensor | None) -> None:
+        shape = x.shape
+        if len(shape) != 2 or x.stride(1) != 1:
+            raise ValueError(f"x is {tuple(shape)} with strides {x.stride()}, not rows [T, D]")
+        if shape[1:] != self.weight.shape:
+            raise ValueError(f"weight is {tuple(self.weight.shape)}, not {tuple(shape[1:])}")
+        if residual is not None and (residual.shape != shape or residual.dtype != x.dtype or residual.stride(1) != 1):
+            raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, not {x.dtype} {tuple(shape)}")
 
 
-def norm_quantised(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    kind: Kind,
-    unit_offset: bool = False,
-    residual: Tensor | None = None,
-    use_kernel: bool,
-    chip: Chip = CHIPS["sm_80"],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): `norm` as stored * scale, row by row."""
-    _check(x, weight, bias, residual, kind)
-    if not use_kernel:
-        return norm_quantised_reference(x, weight, bias, eps, kind, unit_offset, residual)
-    return kernel.norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip)
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: Kind) -> None:
-    if x.ndim != 2 or x.stride(1) != 1:
-        raise ValueError(f"x is {tuple(x.shape)} with strides {x.stride()}, not rows [T, D]")
-    if x.shape[1] > MAX_WIDTH:
-        raise ValueError(f"rows of {x.shape[1]} are wider than {MAX_WIDTH}")
+def _check_weights(weight: Tensor, bias: Tensor | None, kind: Kind) -> None:
     for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None and (vector.shape != x.shape[1:] or not vector.is_contiguous()):
-            raise ValueError(f"{name} is {tuple(vector.shape)}, not {tuple(x.shape[1:])}")
+        if vector is not None and (vector.shape != weight.shape or vector.ndim != 1 or not vector.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(vector.shape)}, not contiguous or not {tuple(weight.shape[-1:])}")
+    if weight.shape[0] > MAX_WIDTH:
+        raise ValueError(f"rows of {weight.shape[0]} are wider than {MAX_WIDTH}")
     if bias is not None and kind != "layer":
         raise ValueError("only a layer norm has a bias")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, not {x.dtype} {tuple(x.shape)}")
 
 
 def norm_reference(

@@ -17,13 +17,13 @@ from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, power_of_two
 def norm_kernel(
     x_ptr,
     residual_ptr,
-    weight_ptr,
-    bias_ptr,
     normed_ptr,
     scale_ptr,
     total_ptr,
     x_stride,
     residual_stride,
+    weight_ptr,
+    bias_ptr,
     width,
     eps,
     BLOCK: tl.constexpr,
@@ -71,46 +71,41 @@ def norm_kernel(
 _NORM_KERNEL: Final = BoundKernel(norm_kernel)
 
 
-def norm(x, weight, bias, eps, kind, unit_offset, residual):
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return normed, _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, None, False)
+class NormLaunch:
+    """Launches over these weights, after an addition or not. `native`: see float8.native; None: without rounding."""
 
-
-def norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip):
-    bits, scale = float8.empty_rows(x, x.shape[1])
-    native = float8.native(chip, x)
-    total = _launch(x, weight, bias, eps, kind, unit_offset, residual, bits, scale, native)
-    return bits.view(torch.float8_e4m3fn), scale, total
-
-
-def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, native):
-    """Fill `normed` and `scale`; return the total."""
-    total = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
-    rows, width = x.shape
-    block = power_of_two(width)
-    if rows:
-        _NORM_KERNEL[(rows,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            weight if bias is None else bias,
-            normed,
-            normed if scale is None else scale,
-            total,
-            row_stride(x),
-            0 if residual is None else row_stride(residual),
-            width,
-            eps,
-            BLOCK=block,
-            LAYER=kind == "layer",
-            UNIT_OFFSET=unit_offset,
-            BIAS=bias is not None,
-            RESIDUAL=residual is not None,
-            QUANTISED=scale is not None,
-            NATIVE=native,
-            num_warps=row_warps(block),
+    def __init__(self, weight, bias, eps, kind, unit_offset, native=None):
+        block = power_of_two(weight.shape[0])
+        self._without, self._with = (
+            _NORM_KERNEL.fixed(
+                weight,
+                weight if bias is None else bias,
+                weight.shape[0],
+                eps,
+                BLOCK=block,
+                LAYER=kind == "layer",
+                UNIT_OFFSET=unit_offset,
+                BIAS=bias is not None,
+                RESIDUAL=added,
+                QUANTISED=native is not None,
+                NATIVE=bool(native),
+                num_warps=row_warps(block),
+            )
+            for added in (False, True)
         )
-    return total
+
+    def __call__(self, x, residual, normed, scale=None):
+        """Fill `normed` and `scale`; return the total."""
+        rows = x.shape[0]
+        total = x if residual is None else torch.empty_like(residual)
+        if not rows:
+            return total
+        scale, stride = normed if scale is None else scale, row_stride(x)
+        if residual is None:
+            self._without((rows,), x, x, normed, scale, total, stride, 0)
+        else:
+            self._with((rows,), x, residual, normed, scale, total, stride, row_stride(residual))
+        return total
 
 
 # Specialisations compiled ahead of time: every kind of norm, for common row widths.

@@ -8,12 +8,72 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
-from pagoda.backends.torch_cuda.kernels.launch import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
 from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import make_tiles, query_tile
 from pagoda.backends.torch_cuda.kernels.work_list import NO_SEQUENCE
 
-__all__ = ["make_tiles", "prefill_attention", "query_tile"]
+__all__ = ["PagedPrefill", "make_tiles", "prefill_attention", "query_tile"]
+
+
+class PagedPrefill:
+    """Attention of many query tokens per sequence over one cache: keys [P, K, B, H] and values [P, K, B, V].
+
+    Cache, sinks, slopes and scales stay where they are. `group`: query heads per KV head; head n reads KV head n //
+    group. `tile`: tokens of the tiles. `dtype`: of queries, that of the cache unless it is float8; plain torch takes
+    any, e.g. float64. Raise ValueError for caches that do not fit.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rules: ScoreRules,
+        *,
+        dtype: torch.dtype,
+        group: int,
+        tile: int | None = None,
+        use_kernel: bool,
+        chip: Chip,
+        chosen: Settings | None = None,
+    ) -> None:
+        """`tile`: default `query_tile`. `chosen`: settings on trial."""
+        check_caches(keys, values)
+        if any(x.stride()[-2:] != (x.shape[-1], 1) for x in (keys, values)):
+            raise ValueError("tokens of a page must be contiguous")
+        scaled = keys.dtype == torch.float8_e4m3fn
+        if scaled == (rules.k_scale is None) or scaled == (rules.v_scale is None):
+            raise ValueError(f"{keys.dtype} keys and values {'need' if scaled else 'have no'} k_scale and v_scale")
+        self.keys, self.values, self.rules = keys, values, rules
+        self._heads = group * keys.shape[1], keys.shape[3]
+        self._results = group * keys.shape[1], values.shape[3]
+        self._dtype = dtype
+        self._launch: kernel.PrefillLaunch | None = None
+        if use_kernel:
+            if keys.dtype != dtype and not scaled:
+                raise ValueError(f"queries are {dtype}, keys {keys.dtype}")
+            tile = query_tile(group, keys.shape[3], dtype, chip) if tile is None else tile
+            self._launch = kernel.PrefillLaunch(keys, values, rules, dtype, group, tile, chip, chosen)
+
+    def __call__(
+        self, q: Tensor, tables: Tensor, query_start: Tensor, kv_lens: Tensor, tiles: Tensor, out: Tensor
+    ) -> Tensor:
+        """Write softmax attention of q [T, N, H] to `out` [T, N, V] and return it.
+
+        Token j of sequence s is q[query_start[s] + j], at position kv_lens[s] - (its query tokens) + j. tables int32
+        [S, W]; query_start int32 [S+1]; kv_lens int32 [S], query tokens included, whose K and V are in the cache
+        already. tiles int32 [n, 2]: from `make_tiles`, unused ones -1. Sequences without a tile are not computed: their
+        rows, and rows of no sequence, are unchanged. Raise ValueError for other types or shapes.
+        """
+        if q.shape[1:] != self._heads or out.shape[1:] != self._results or q.dtype != self._dtype:
+            raise ValueError(f"{q.dtype} queries {tuple(q.shape)} or results {tuple(out.shape)} do not fit the cache")
+        if q.stride()[1:] != (self._heads[1], 1) or out.stride()[1:] != (self._results[1], 1):
+            raise ValueError("heads of q and out must be contiguous")
+        if self._launch is None:
+            inputs = tables, query_start, kv_lens, tiles
+            return prefill_attention_reference(q, self.keys, self.values, *inputs, out, self.rules)
+        self._launch(q, tables, query_start, kv_lens, tiles, out)
+        return out
 
 
 def prefill_attention(
@@ -40,47 +100,31 @@ def prefill_attention(
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
-    """Return softmax attention [T, N, V] of q [T, N, H] over the cached keys [P, K, B, H] and values [P, K, B, V].
+    """Return attention [T, N, V] of q [T, N, H] by `PagedPrefill` over caches that are used once; see `ScoreRules`.
 
-    Token j of sequence s is q[query_start[s] + j], at position kv_lens[s] - (its query tokens) + j; it sees positions
-    up to its own, with `window` only the last `window` of them, with `chunk` only those from `lookback` before the
-    last multiple of it on. Head n reads KV head n // (N/K). tables int32 [S, W]; query_start int32 [S+1]; kv_lens
-    int32 [S], query tokens included, whose K and V are in the cache already. tiles int32 [n, 2]: from `make_tiles` for
-    `tile` tokens (default: `query_tile`), unused ones -1. Sequences without a tile are not computed: their rows, and
-    rows of no sequence, are unchanged in `out` [T, N, V] (undefined by default). softcap: scores become cap *
-    tanh(score / cap); sinks [N]: a logit per head that takes part in the softmax and has no value;
-    slopes float32 [N]: scores -= slope * distance of query and key, with `root` its square root, after the softcap;
-    k_scale, v_scale float32 [1], for float8_e4m3fn keys and values: value = stored * scale. Plain torch takes any type
-    of query, e.g. float64. Raise ValueError for other types or shapes.
+    `out` [T, N, V]: rows that are not computed are unchanged in it, undefined by default.
     """
     out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device) if out is None else out
-    _check(q, out, keys, values)
-    scaled = keys.dtype == torch.float8_e4m3fn
-    if scaled == (k_scale is None) or scaled == (v_scale is None):
-        raise ValueError(f"{keys.dtype} keys and values {'need' if scaled else 'have no'} k_scale and v_scale")
     rules = ScoreRules(scale, window, softcap, sinks, slopes, k_scale, v_scale, chunk, lookback, root)
-    if not use_kernel:
-        return prefill_attention_reference(q, keys, values, tables, query_start, kv_lens, tiles, out, rules)
-    if keys.dtype != q.dtype and not scaled:
-        raise ValueError(f"queries are {q.dtype}, keys {keys.dtype}")
-    size = query_tile(q.shape[1] // keys.shape[1], q.shape[2], q.dtype, chip) if tile is None else tile
-    return kernel.launch(q, keys, values, tables, query_start, kv_lens, tiles, out, rules, size, chip)
+    attend = PagedPrefill(
+        keys,
+        values,
+        rules,
+        dtype=q.dtype,
+        group=q.shape[1] // keys.shape[1],
+        tile=tile,
+        use_kernel=use_kernel,
+        chip=chip,
+    )
+    return attend(q, tables, query_start, kv_lens, tiles, out)
 
 
-def _check(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
-    check_caches(q, out, keys, values)
-    if any(x.stride()[-2:] != (x.shape[-1], 1) for x in (q, out, keys, values)):
-        raise ValueError("heads of q and out and tokens of a page must be contiguous")
-
-
-def check_caches(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raise ValueError if the shapes or types of queries, results, keys and values do not fit each other."""
+def check_caches(keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError if keys and values do not fit each other."""
     if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
         raise ValueError("keys and values differ in heads, pages or type")
     if keys.shape == values.shape and keys.stride() != values.stride():
         raise ValueError("keys and values differ in strides")
-    if q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3] or out.shape != (*q.shape[:2], values.shape[3]):
-        raise ValueError(f"queries {tuple(q.shape)} or results {tuple(out.shape)} do not fit keys {tuple(keys.shape)}")
 
 
 def prefill_attention_reference(

@@ -8,8 +8,7 @@ Keys and values are gathered token by token through the block table, so pages an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -188,9 +187,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_PER_STEP)
 def prefill_attention(
-    q, keys, values, tables, query_start, kv_lens, tiles, sinks, slopes, k_scale, v_scale, out,
-    scale, softcap, window, chunk, lookback, q_stride, out_stride, table_stride, page_stride, value_page_stride,
-    head_stride, value_head_stride,
+    q, tables, query_start, kv_lens, tiles, out, q_stride, out_stride, table_stride,
+    keys, values, sinks, slopes, k_scale, v_scale, scale, softcap, window, chunk, lookback,
+    page_stride, value_page_stride, head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, ROOT: tl.constexpr,
     PRODUCT8: tl.constexpr, NATIVE: tl.constexpr,
@@ -295,58 +294,57 @@ def prefill_attention(
 _PREFILL_ATTENTION: Final = BoundKernel(prefill_attention)
 
 
-def launch(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    query_start: torch.Tensor,
-    kv_lens: torch.Tensor,
-    tiles: torch.Tensor,
-    out: torch.Tensor,
-    rules: ScoreRules,
-    tile: int,
-    chip: Chip,
-    chosen: Settings | None = None,
-) -> torch.Tensor:
-    """Write and return `out` [T, N, V], for tiles of `tile` tokens.
+class PrefillLaunch:
+    """Launches over one cache [P, K, B, H] for queries of a type with `group` heads per KV head, `tile` tokens each.
 
     `chosen`: settings on trial, in place of the tuned ones.
     """
-    _, heads, head_dim = q.shape
-    _, kv_heads, page, _ = keys.shape
-    group = heads // kv_heads
-    float8 = keys.dtype == torch.float8_e4m3fn
-    value_dim = values.shape[3]
-    if chosen is None:
-        block_sizes = _tuned_sizes(head_dim, value_dim, tile * group, q.dtype, chip, float8)
-    else:
-        block_sizes = constants(head_dim, value_dim, tile * group, chosen)
-    if float8:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
-    if count := tiles.shape[0]:
-        _PREFILL_ATTENTION[(count, kv_heads)](
-            q, keys, values, tables, query_start, kv_lens, tiles, rules.sinks, rules.slopes, rules.k_scale,
-            rules.v_scale, out, *base2(rules.scale, rules.softcap), rules.window, rules.chunk, rules.lookback or None,
-            q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), value_strides[0], keys.stride(1),
-            value_strides[1], GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page, TILE=tile,
-            ROOT=rules.root, PRODUCT8=multiplies8(head_dim, q.dtype, chip, float8=float8), NATIVE=native(chip, keys),
-            **block_sizes,
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rules: ScoreRules,
+        queries: torch.dtype,
+        group: int,
+        tile: int,
+        chip: Chip,
+        chosen: Settings | None = None,
+    ) -> None:
+        _, self._kv_heads, page, head_dim = keys.shape
+        float8, value_dim = keys.dtype == torch.float8_e4m3fn, values.shape[3]
+        if chosen is None:
+            chosen = tuned(head_dim, queries, chip, float8=float8, value_dim=value_dim)
+        if float8:
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
+        self._launch = _PREFILL_ATTENTION.fixed(
+            keys, values, rules.sinks, rules.slopes, rules.k_scale, rules.v_scale,
+            *base2(rules.scale, rules.softcap), rules.window, rules.chunk, rules.lookback or None,
+            keys.stride(0), value_strides[0], keys.stride(1), value_strides[1],
+            GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page, TILE=tile, ROOT=rules.root,
+            PRODUCT8=multiplies8(head_dim, queries, chip, float8=float8), NATIVE=native(chip, keys),
+            **constants(head_dim, value_dim, tile * group, chosen),
         )  # fmt: skip
-    return out
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        tables: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_lens: torch.Tensor,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write to `out` [T, N, V]."""
+        if count := tiles.shape[0]:
+            strides = q.stride(0), out.stride(0), tables.stride(0)
+            self._launch((count, self._kv_heads), q, tables, query_start, kv_lens, tiles, out, *strides)
 
 
 def multiplies8(head_dim: int, queries: torch.dtype, chip: Chip, *, float8: bool) -> bool:
     """Return whether queries and keys of a cache, in `float8` or not, are multiplied as float8."""
     return float8 and queries.itemsize == 2 and chip.float8 and padded(head_dim) >= MIN_DOT_8
-
-
-@cache
-def _tuned_sizes(
-    head_dim: int, value_dim: int, rows: int, dtype: torch.dtype, chip: Chip, float8: bool
-) -> Mapping[str, int]:
-    return constants(head_dim, value_dim, rows, tuned(head_dim, dtype, chip, float8=float8, value_dim=value_dim))
 
 
 def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:

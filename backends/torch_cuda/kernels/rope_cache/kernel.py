@@ -102,6 +102,7 @@ def rope_cache_kernel(
     positions_ptr,
     slots_ptr,
     q_ptr,
+    qkv_stride,
     keys_ptr,
     values_ptr,
     cos_sin_ptr,
@@ -110,7 +111,6 @@ def rope_cache_kernel(
     v_weight_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    qkv_stride,
     q_eps,
     k_eps,
     v_eps,
@@ -235,46 +235,48 @@ def constants(heads, kv_heads, head_dim, value_dim, page, rotated):
     }
 
 
-def rope_and_cache(
-    qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale,
-    values_are_keys, chip,
-):  # fmt: skip
-    tokens, head_dim, value_dim, page = qkv.shape[0], keys.shape[3], values.shape[3], keys.shape[2]
-    q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    if not tokens:
+class RopeCacheLaunch:
+    """Launches over one cache with the weights of one layer."""
+
+    def __init__(
+        self, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale,
+        values_are_keys, chip,
+    ):  # fmt: skip
+        head_dim, value_dim, page = keys.shape[3], values.shape[3], keys.shape[2]
+        self._heads = heads, head_dim
+        if keys.dtype == torch.float8_e4m3fn:
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
+        self._parts = divided(heads, shapes["HEADS_BLOCK"]) + 2 * divided(kv_heads, shapes["HEADS_BLOCK"])
+        self._launch = _ROPE_CACHE_KERNEL.fixed(
+            keys,
+            values,
+            keys if cos_sin is None else cos_sin,
+            keys if q_norm is None else q_norm.weight,
+            keys if k_norm is None else k_norm.weight,
+            None if v_norm is None else v_norm.weight,
+            keys if k_scale is None else k_scale,
+            keys if v_scale is None else v_scale,
+            0.0 if q_norm is None else q_norm.eps,
+            0.0 if k_norm is None else k_norm.eps,
+            None if v_norm is None else v_norm.eps,
+            **shapes,
+            Q_NORM=q_norm is not None,
+            K_NORM=k_norm is not None,
+            Q_UNIT_OFFSET=q_norm is not None and q_norm.unit_offset,
+            K_UNIT_OFFSET=k_norm is not None and k_norm.unit_offset,
+            V_START=(heads if values_are_keys else heads + kv_heads) * head_dim,
+            SCALED=k_scale is not None,
+            NATIVE=float8.native(chip, keys),
+            num_warps=WARPS,
+        )
+
+    def __call__(self, qkv, positions, slots):
+        tokens = qkv.shape[0]
+        q = qkv.new_empty((tokens, *self._heads))
+        if tokens:
+            self._launch((tokens, self._parts), qkv, positions, slots, q, row_stride(qkv))
         return q
-    if keys.dtype == torch.float8_e4m3fn:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
-    parts = divided(heads, shapes["HEADS_BLOCK"]) + 2 * divided(kv_heads, shapes["HEADS_BLOCK"])
-    _ROPE_CACHE_KERNEL[(tokens, parts)](
-        qkv,
-        positions,
-        slots,
-        q,
-        keys,
-        values,
-        positions if cos_sin is None else cos_sin,
-        qkv if q_norm is None else q_norm.weight,
-        qkv if k_norm is None else k_norm.weight,
-        None if v_norm is None else v_norm.weight,
-        positions if k_scale is None else k_scale,
-        positions if v_scale is None else v_scale,
-        row_stride(qkv),
-        0.0 if q_norm is None else q_norm.eps,
-        0.0 if k_norm is None else k_norm.eps,
-        None if v_norm is None else v_norm.eps,
-        **shapes,
-        Q_NORM=q_norm is not None,
-        K_NORM=k_norm is not None,
-        Q_UNIT_OFFSET=q_norm is not None and q_norm.unit_offset,
-        K_UNIT_OFFSET=k_norm is not None and k_norm.unit_offset,
-        V_START=(heads if values_are_keys else heads + kv_heads) * head_dim,
-        SCALED=k_scale is not None,
-        NATIVE=float8.native(chip, qkv),
-        num_warps=WARPS,
-    )
-    return q
 
 
 def rope_queries(x, positions, heads, cos_sin, q_norm):
@@ -289,6 +291,7 @@ def rope_queries(x, positions, heads, cos_sin, q_norm):
         positions,
         positions,
         q,
+        row_stride(x),
         q,
         q,
         positions if cos_sin is None else cos_sin,
@@ -297,7 +300,6 @@ def rope_queries(x, positions, heads, cos_sin, q_norm):
         None,
         positions,
         positions,
-        row_stride(x),
         0.0 if q_norm is None else q_norm.eps,
         0.0,
         None,
@@ -334,18 +336,29 @@ _VALUE_DIM: Final = {"64x8x192-partial-values-128": 128}
 """Channels of value heads where they are not those of key heads."""
 
 
+_FIXED: Final = (
+    "keys_ptr",
+    "values_ptr",
+    "cos_sin_ptr",
+    "q_weight_ptr",
+    "k_weight_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+)
+
+
 def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by heads, type and cache."""
+    """Return the launches by heads, type and cache. What a layer has not, is the cache."""
     return {
         f"{name}-{dtype}-{cache}": Launch(
             rope_cache_kernel,
             {
                 **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),
-                **dict.fromkeys(("keys_ptr", "values_ptr"), "*u8" if cache == "float8" else f"*{dtype}"),
-                **dict.fromkeys(("qkv_ptr", "q_ptr", "q_weight_ptr", "k_weight_ptr"), f"*{dtype}"),
+                **dict.fromkeys(_FIXED, "*u8" if cache == "float8" else f"*{dtype}"),
+                **dict.fromkeys(("qkv_ptr", "q_ptr", *(("q_weight_ptr", "k_weight_ptr") if norm else ())), f"*{dtype}"),
                 **({"v_weight_ptr": f"*{dtype}", "v_eps": "fp32"} if name in _VALUES else {}),
-                "cos_sin_ptr": "*fp32" if rotated else "*i32",
-                **dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if cache == "float8" else "*i32"),
+                **({"cos_sin_ptr": "*fp32"} if rotated else {}),
+                **dict.fromkeys(("k_scale_ptr", "v_scale_ptr") if cache == "float8" else (), "*fp32"),
                 "qkv_stride": "i32:16",
                 "q_eps": "fp32",
                 "k_eps": "fp32",

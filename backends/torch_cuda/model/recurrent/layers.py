@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels import activation
-from pagoda.backends.torch_cuda.kernels.norm import norm
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
 from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution import ConvolutionWeights, causal_convolution
 from pagoda.backends.torch_cuda.kernels.recurrent.channel_delta import channel_delta
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta import DeltaWeights, gated_delta
@@ -214,11 +214,21 @@ class CudaMamba:
         rate, offset, skip = (params[f"{prefix}.{name}"] for name in ("decay_rate", "step_offset", "skip"))
         self.weights = SelectiveWeights(rate, offset, skip)
         self.parts = [spec.step_rank, spec.state_dim, spec.state_dim]
-        self.norms: list[Tensor] = []
+        self.norms: list[RowNorm] = []
         if (part_norm := spec.part_norm) is not None:
             ones = rate.new_ones(max(self.parts), dtype=params["embed"].dtype)
             names = zip(("step_a", "b", "c"), self.parts)
-            self.norms = [params[f"{prefix}.{name}_norm"] if part_norm.scale else ones[:size] for name, size in names]
+            weights = (params[f"{prefix}.{name}_norm"] if part_norm.scale else ones[:size] for name, size in names)
+            self.norms = [
+                RowNorm(
+                    weight,
+                    eps=part_norm.eps,
+                    kind=part_norm.kind,
+                    unit_offset=part_norm.unit_offset,
+                    use_kernel=self.use_kernels,
+                )
+                for weight in weights
+            ]
 
     def __call__(self, x: Tensor, step: StateStep) -> Tensor:
         """Return [T, D] of x [T, D]; replace the states."""
@@ -230,20 +240,8 @@ class CudaMamba:
 
     def _selected(self, v: Tensor) -> list[Tensor]:
         """Return the low-rank size, b and c of v [T, C], normalised."""
-        parts, spec = list(self.selection(v).split(self.parts, -1)), self.spec.part_norm
-        if spec is None:
-            return parts
-        return [
-            norm(
-                part,
-                weight,
-                eps=spec.eps,
-                kind=spec.kind,
-                unit_offset=spec.unit_offset,
-                use_kernel=self.use_kernels,
-            )[0]
-            for part, weight in zip(parts, self.norms)
-        ]
+        parts = list(self.selection(v).split(self.parts, -1))
+        return [norm(part)[0] for norm, part in zip(self.norms, parts)] if self.norms else parts
 
 
 class CudaShortConvolution:

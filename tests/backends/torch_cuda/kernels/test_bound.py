@@ -121,12 +121,51 @@ def test_what_triton_would_compile_anew_is_launched_by_triton(change: dict[str, 
     assert [number for number, _, _ in kernel.launched] == [1, 2]
 
 
+def test_last_arguments_and_constants_may_be_fixed():
+    kernel = Kernel()
+    launcher = BoundKernel(kernel)
+    other = on_gpu(dtype=torch.int32)
+    first, second = (launcher.fixed(y, 5, 0.5, SIZE=16, FLAG=True) for y in (Y, other))
+    first((3,), X)
+    again = on_gpu()
+    for launch in (first, second):
+        launch((4, 2), again)
+    values = [(1, (4, 2, 1), (again.data_ptr(), y.data_ptr(), 5, 0.5, None, None)) for y in (Y, other)]
+    assert kernel.launched == values, "layers share the program"
+    assert len(kernel.compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "constants"),
+    [
+        (on_gpu(dtype=torch.float16), (Y, 5, 0.5), {}),
+        (on_gpu(offset=1), (Y, 5, 0.5), {}),
+        (X, (on_gpu(dtype=torch.int32, offset=1), 5, 0.5), {}),
+        (X, (None, 5, 0.5), {}),
+        (X, (Y, 1, 0.5), {}),
+        (X, (Y, 5, 0.5), {"SIZE": 32}),
+        (X, (Y, 5, 0.5), {"num_warps": 8}),
+    ],
+    ids=str,
+)
+def test_what_is_fixed_otherwise_is_compiled_anew(first: torch.Tensor, last: tuple, constants: dict[str, Any]):
+    kernel = Kernel()
+    launcher = BoundKernel(kernel)
+    usual = {"SIZE": 16, "FLAG": True}
+    launcher.fixed(Y, 5, 0.5, **usual)((1,), X)
+    launcher.fixed(*last, **usual | constants)((1,), first)
+    assert not kernel.launched
+    assert len(kernel.compiled) == 2
+
+
 def test_arguments_by_keyword_are_refused():
     launcher = BoundKernel(Kernel())
     with pytest.raises(TypeError, match=r"fn has 3 arguments by position, but needs .*eps"):
         launcher[(1,)](X, Y, 5, eps=0.5, SIZE=16, FLAG=True)
     with pytest.raises(TypeError, match="fn has 5 arguments"):
         launcher[(1,)](X, Y, 5, 0.5, 16, FLAG=True)
+    with pytest.raises(TypeError, match="fn has 3 arguments"):
+        launcher.fixed(5, eps=0.5, SIZE=16, FLAG=True)((1,), X, Y)
 
 
 COST = """
@@ -141,15 +180,20 @@ driver.set_active(AbsentGpu())
 CompiledKernel._init_handles = lambda self: setattr(self, "_run", lambda *args: None)
 torch.Tensor.get_device = lambda self: 0
 x = torch.zeros(4, 64, dtype=torch.bfloat16)
-args = (*[x] * 7, 64, 0, 64, 1e-5)
+args, last = (*[x] * 5, 64, 0), (x, x, 64, 1e-5)
 constants = dict.fromkeys(("LAYER", "UNIT_OFFSET", "BIAS", "RESIDUAL", "QUANTISED", "NATIVE"), False) | {"BLOCK": 64}
+fixed = _NORM_KERNEL.fixed(*last, **constants, num_warps=1)
 costs = []
-for launcher in (norm_kernel, _NORM_KERNEL):
+for launch in (
+    lambda: norm_kernel[(4,)](*args, *last, **constants, num_warps=1),
+    lambda: _NORM_KERNEL[(4,)](*args, *last, **constants, num_warps=1),
+    lambda: fixed((4,), *args),
+):
     for _ in range(20):
-        launcher[(4,)](*args, **constants, num_warps=1)
+        launch()
     begin = time.process_time()
     for _ in range(400):
-        launcher[(4,)](*args, **constants, num_warps=1)
+        launch()
     costs.append((time.process_time() - begin) / 400 * 1e6)
 print(json.dumps(costs))
 """
@@ -162,5 +206,6 @@ def test_a_launch_costs_the_host_less_than_half():
     environment["PYTHONPATH"] = os.pathsep.join((environment.get("PYTHONPATH", ""), tests))
     done = subprocess.run([sys.executable, "-c", COST], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    of_triton, of_bound = json.loads(done.stdout.splitlines()[-1])
+    of_triton, of_bound, of_fixed = json.loads(done.stdout.splitlines()[-1])
     assert of_bound < 0.6 * of_triton
+    assert of_fixed < 0.45 * of_triton

@@ -21,6 +21,7 @@ from pagoda.backends.torch_cuda.kernels.decode_attention import (
     MAX_WAVES,
     MIN_SPLIT_TOKENS,
     PROGRAMS,
+    PagedDecode,
     choose_splits,
     decode_attention,
 )
@@ -30,7 +31,6 @@ from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import (
     DecodeShape,
     blocks,
     candidates,
-    launch,
     multiplies8,
     shared_bytes,
 )
@@ -195,7 +195,9 @@ def test_pieces_may_end_within_a_tile(page: int):
     sizes = DecodeBlockSizes(16, 128, 4, 2)
     work = work_list(case.lens, 7)
     assert work.items[:, 1].tolist().count(64), "a piece begins in the middle of a tile"
-    out = launch(*case.arrays(), 1, None, rules, 1, NATIVE, sizes, work)
+    q, keys, values, *step = case.arrays()
+    how = {"dtype": q.dtype, "group": q.shape[1] // keys.shape[1], "use_kernel": True, "chip": NATIVE, "chosen": sizes}
+    out = PagedDecode(keys, values, rules, **how)(q, *step, torch.empty_like(q), work=work)
     torch.testing.assert_close(out, case.run(use_kernel=False), rtol=0, atol=3e-6)
 
 

@@ -10,7 +10,7 @@ import torch
 from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention
-from pagoda.backends.torch_cuda.kernels.rope_cache import rope_and_cache
+from pagoda.backends.torch_cuda.kernels.rope_cache import RopeCache
 
 HEADS, KV_HEADS, PAGE, HEAD_DIM = 4, 2, 4, 16
 PAGES = 5
@@ -98,8 +98,8 @@ def test_keys_and_values_are_written_to_far_pages(dtype: torch.dtype) -> None:
     facts = {"heads": HEADS, "kv_heads": KV_HEADS, "cos_sin": random(3, 2, HEAD_DIM // 2), "use_kernel": True}
     facts |= {"q_norm": None, "k_norm": None, **scales(dtype)}
     before = keys.clone()
-    rope_and_cache(qkv, positions, slots, keys, values, **facts)
-    rope_and_cache(qkv, positions, slots + FAR * PAGE, far_keys.near, far_values.near, **facts)
+    RopeCache(keys, values, **facts)(qkv, positions, slots)
+    RopeCache(far_keys.near, far_values.near, **facts)(qkv, positions, slots + FAR * PAGE)
     assert not torch.equal(keys.float(), before.float())
     assert torch.equal(far_keys.far.float(), keys.float())
     assert torch.equal(far_values.far.float(), values.float())

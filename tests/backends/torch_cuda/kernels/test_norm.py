@@ -2,9 +2,17 @@ import pytest
 import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import row_stride
-from pagoda.backends.torch_cuda.kernels.norm import norm, norm_quantised
+from pagoda.backends.torch_cuda.kernels.norm import RowNorm
 
 KINDS = [("rms", False, False), ("rms", True, False), ("layer", False, True), ("layer", True, False)]
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias=None, *, residual=None, **how) -> tuple[torch.Tensor, ...]:
+    return RowNorm(weight, bias, **how)(x, residual)
+
+
+def norm_quantised(x: torch.Tensor, weight: torch.Tensor, bias=None, *, residual, **how) -> tuple[torch.Tensor, ...]:
+    return RowNorm(weight, bias, **how).quantised(x, residual)
 
 
 def _inputs(dtype: torch.dtype, width: int, bias: bool, residual: bool) -> tuple[torch.Tensor | None, ...]:

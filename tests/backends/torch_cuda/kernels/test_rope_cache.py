@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rope_and_cache
+from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, RopeCache
 
 NAN = float("nan")
 SHAPES = {
@@ -16,6 +16,10 @@ SHAPES = {
     "narrow values": (4, 2, 20, 6, 4),
 }
 VALUE_DIM = {"narrow values": 13}
+
+
+def rope_and_cache(qkv, positions, slots, keys, values, **layer) -> torch.Tensor:
+    return RopeCache(keys, values, **layer)(qkv, positions, slots)
 
 
 def _case(shape: str, dtype: torch.dtype, cache: torch.dtype, normed: bool):

@@ -55,17 +55,22 @@ def test_an_error_of_five_percent_is_wrong():
 def test_a_trial_calls_the_kernel_as_the_api_does(monkeypatch: pytest.MonkeyPatch):
     load = Load(**{**vars(ERRORS["float8"]), "seqs": 2, "sinks": True, "window": 9})
     inputs = make(load, CPU)
-    calls = []
-    launches = inspect.signature(kernel.launch)
-    monkeypatch.setattr(kernel, "launch", lambda *a, **how: calls.append(launches.bind(*a, **how).arguments))
+    made, calls, steps = inspect.signature(kernel.DecodeLaunch), [], []
+
+    def make_launch(*args):
+        calls.append(made.bind(*args).arguments)
+        return lambda *step: steps.append(step)
+
+    monkeypatch.setattr(kernel, "DecodeLaunch", make_launch)
     inputs.call(splits=2, use_kernel=True, chip=CPU.chip)
     chosen = blocks(load.shape, CPU.chip)
     attend(Recorded(CPU.device, CPU.chip), inputs, 0, splits=2, chosen=chosen)
-    assert calls[1].pop("chosen") == chosen
-    assert calls[0].pop("work") is None
+    assert (calls[0].pop("chosen"), calls[1].pop("chosen")) == (None, chosen)
     assert calls[0].keys() == calls[1].keys()
     for name, one in calls[0].items():
         assert _equal(one, calls[1][name])
+    for one, other in list(zip(*steps))[:-1]:
+        assert _equal(one, other), "all but the results"
 
 
 def _equal(one, other) -> bool:
