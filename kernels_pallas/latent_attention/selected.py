@@ -248,6 +248,7 @@ def _variant(
         decode=decode,
         layout=layout,
         load=load_latents,
+        quarters=False,
         writes=False,
         blocks=AttentionBlockSizes(size, pages, pass_tokens(DECODE_PASS if decode else MIXED_PASS, pages, layout), 1),
         rows=tiled.shape[3],

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State, load
+from pagoda.kernels_pallas.ragged_paged_attention.attend import BYTES, SUBLANES, Stage, State, load_float8
+from pagoda.kernels_pallas.ragged_paged_attention.attend import load as load_words
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, AttentionKernelBody
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout, PageLayout
 from pagoda.kernels_pallas.ragged_paged_attention.plan import (
@@ -64,7 +65,7 @@ def attention_kernel(
         batch.cleaned(),
         knobs,
         layout=layout,
-        load=load,
+        load=load_words,
         decode_only=decode_only,
         rules=rules,
         batch_invariant=batch_invariant,
@@ -167,7 +168,7 @@ def variant(
     interpret: Any,
     chip: ChipInfo,
     out_dtype: Any,
-    load: LoadPass = load,
+    load: LoadPass = load_words,
     rules: StaticRules = NO_RULES,
 ) -> tuple[jax.Array, jax.Array]:
     """Run one pallas_call over rows [T, lane heads, rows, W] (decode: [S, ...]); return their outputs and the cache.
@@ -177,13 +178,15 @@ def variant(
     count, heads, group, _ = rows.shape
     max_pages = batch.page_table.shape[1]
     blocks = choose_block_sizes(chip, layout, group, max_pages, count, decode=decode, batch_invariant=batch_invariant)
+    quarters = decode and load is load_words and "float8" in layout.dtype and blocks.tokens % (BYTES * SUBLANES) == 0
     tiles = -(-count // blocks.queries)
     rows = jnp.pad(rows, [(0, tiles * blocks.queries - count)] + [(0, 0)] * 3)
     tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
     static = Static(
         decode=decode,
         layout=layout,
-        load=load,
+        load=load_float8 if quarters else load,
+        quarters=quarters,
         writes=words is not None,
         blocks=blocks,
         rows=tiled.shape[3],

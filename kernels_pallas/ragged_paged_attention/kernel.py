@@ -160,7 +160,7 @@ class AttentionKernelBody:
         chunk, lookback = self.plan.static.rules.chunk, self.plan.static.rules.lookback
         low = None if chunk is None else self.plan.chunk_start(span.position)
         if self.plan.static.decode:
-            return Mask(start, span.position, 1, window, chunk, low, lookback)
+            return Mask(start, span.position, 1, window, chunk, low, lookback, self.plan.static.quarters)
         return Mask(
             start,
             span.position + self.plan.first_token(pl.program_id(0)) - span.low,

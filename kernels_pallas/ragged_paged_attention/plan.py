@@ -247,6 +247,7 @@ class Static:
     decode: bool
     layout: PageLayout
     load: LoadPass  # of K and V of one pass
+    quarters: bool  # `load` is `attend.load_float8`
     writes: bool  # the call has new K and V
     blocks: AttentionBlockSizes
     rows: int  # M: rows of one matmul, queries x heads of a lane head, padded

@@ -253,6 +253,7 @@ def select(
         decode=decode,
         layout=layout,
         load=load_latents,
+        quarters=False,
         writes=False,
         blocks=AttentionBlockSizes(size, pages, tokens, 1),
         rows=tiled.shape[3],

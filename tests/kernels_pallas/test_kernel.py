@@ -32,7 +32,7 @@ SHAPES = {
     "e4m3": ("float8_e4m3fn", 1, 2, 64, 8, ("window",), 3e-2),
     "e5m2": ("float8_e5m2", 3, 1, 128, 16, (), 3e-2),
 }
-FEW = ["fp32-hd64", "window-softcap", "slopes of roots", "narrow values, chunks and those before"]
+FEW = ["fp32-hd64", "window-softcap", "slopes of roots", "narrow values, chunks and those before", "e4m3"]
 RULES = {
     "chunks": plan.StaticRules(11, lookback=11),
     "chunks of pages": plan.StaticRules(24),
@@ -46,7 +46,8 @@ VALUES = {name: 128 for name in SHAPES if name.startswith("narrow")} | {"narrow 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     class Table(dict):
         def get(self, key, default=None):
-            return SMALL | ({"queries": 2} if "decode" in key else {})
+            quarters = {"fetch": 32, "tokens": 32} if "decode" in key and "float8" in key else {}
+            return SMALL | ({"queries": 2} if "decode" in key else {}) | quarters
 
     monkeypatch.setattr(plan, "_table", lambda: Table())
 
