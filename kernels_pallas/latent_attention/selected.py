@@ -247,6 +247,7 @@ def _variant(
     static = Static(
         decode=decode,
         layout=layout,
+        cores=1,
         load=load_latents,
         quarters=False,
         writes=False,

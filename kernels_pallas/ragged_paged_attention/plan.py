@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout, PageLayout, next_power_of_two
@@ -177,12 +178,20 @@ def choose_block_sizes(
     decode: bool,
     batch_invariant: bool = False,
 ) -> AttentionBlockSizes:
-    """Return block sizes for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`.
+    """Return block sizes of a core for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`.
 
     `batch_invariant`: passes begin at multiples of their size, also where a window begins at any page.
     """
-    entry = block_entry(chip, layout, group_rows, decode=decode).settings
+    entry, layout = block_entry(chip, layout, group_rows, decode=decode).settings, core_layout(chip, layout)
     return fit_blocks(entry, layout, group_rows, max_pages, max_tokens, decode=decode, batch_invariant=batch_invariant)
+
+
+def core_layout(chip: ChipInfo, layout: PageLayout) -> PageLayout:
+    """Return the layout of the heads of one TensorCore: half of the device's if it has two cores, where that divides.
+
+    Halves share neither pages' rows nor semaphores, so that each core fetches, writes and attends on its own.
+    """
+    return (layout.halved() if chip.cores == 2 else None) or layout
 
 
 def fit_blocks(
@@ -195,7 +204,7 @@ def fit_blocks(
     decode: bool,
     batch_invariant: bool = False,
 ) -> AttentionBlockSizes:
-    """Return the block sizes for `settings`, within the bounds of `choose_block_sizes`."""
+    """Return the block sizes for `settings` and a core's layout, within the bounds of `choose_block_sizes`."""
     entry = dict(settings)
     if batch_invariant:
         entry["tokens"] = min(entry["tokens"], layout.page_size)
@@ -243,7 +252,7 @@ class BlockEntry:
 
 def block_entry(chip: ChipInfo, layout: PageLayout, group_rows: int, *, decode: bool) -> BlockEntry:
     """Return the entry of tuning.json for these heads, else that for their width, else the formula."""
-    formula, table = block_formula(layout, group_rows, decode=decode), _table()
+    formula, table = block_formula(core_layout(chip, layout), group_rows, decode=decode), _table()
     keys = {
         BlockSource.TUNED: tuning_key(chip, layout, group_rows, decode=decode),
         BlockSource.WIDTH: _width_key(chip, layout, decode=decode),
@@ -255,10 +264,11 @@ def block_entry(chip: ChipInfo, layout: PageLayout, group_rows: int, *, decode: 
 
 
 def tuning_key(chip: ChipInfo, layout: PageLayout, group_rows: int, *, decode: bool) -> str:
-    """Return the key of tuning.json: chip, variant, stored type, and lane heads x rows of each x width.
+    """Return the key of tuning.json: chip, variant, stored type, and lane heads of a core x rows of each x width.
 
     Head shapes that give the same matrices share a key: 32 heads on 8 of 64 are 4 lane heads of 8 rows and 128 lanes.
     """
+    layout = core_layout(chip, layout)
     values = "" if layout.value_width == layout.width else f"v{layout.value_width}"
     sizes = f"{layout.lane_heads}x{group_rows}x{layout.width}{values}"
     return f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/{sizes}"
@@ -269,7 +279,7 @@ def _width_key(chip: ChipInfo, layout: PageLayout, *, decode: bool) -> str:
 
 
 def block_formula(layout: PageLayout, group_rows: int, *, decode: bool) -> Settings:
-    """Return block sizes for heads that have not been tuned."""
+    """Return block sizes for heads of a core that have not been tuned."""
     if decode:
         return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
     rows = MIXED_ROWS if layout.lane_heads > 3 else 2 * MIXED_ROWS  # few heads: large passes hide the group's end
@@ -307,7 +317,8 @@ class Static:
     """The static configuration of one compiled variant."""
 
     decode: bool
-    layout: PageLayout
+    layout: PageLayout  # of one core
+    cores: int  # that divide the lane heads
     load: LoadPass  # of K and V of one pass
     quarters: bool  # `load` is `attend.load_float8`
     writes: bool  # the call has new K and V
@@ -357,6 +368,17 @@ class KernelPlan:
 
     static: Static
     scalars: Scalars
+
+    @property
+    def tile(self) -> Any:
+        """Return the running tile."""
+        return pl.program_id(self.static.cores - 1)
+
+    @property
+    def core_rows(self) -> Any:
+        """Return the rows of the running core in pages and in new K and V."""
+        rows = self.static.layout.rows_per_token
+        return slice(None) if self.static.cores == 1 else pl.ds(pl.program_id(0) * rows, rows)
 
     def sequences(self, tile: Any) -> tuple[Any, Any]:
         """Return the sequences [first, end) of a tile."""

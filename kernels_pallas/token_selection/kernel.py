@@ -252,6 +252,7 @@ def select(
     static = Static(
         decode=decode,
         layout=layout,
+        cores=1,
         load=load_latents,
         quarters=False,
         writes=False,
