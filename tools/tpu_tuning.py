@@ -52,6 +52,10 @@ class CandidateError(Exception):
     """The compiler refuses a candidate."""
 
 
+class UnreadableError(CandidateError):
+    """The candidate compiles, but the counter cannot read its schedule."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A variant of the kernel on a chip, for the heads of one device."""
@@ -115,7 +119,7 @@ class Figures:
 
 
 Measure: TypeAlias = Callable[[Problem, plan.Settings], Figures]
-"""Compile a candidate. Raise CandidateError if the compiler refuses it."""
+"""Compile a candidate. Raise CandidateError if the compiler refuses it, UnreadableError if its schedule is unknown."""
 
 
 def compile_schedule(problem: Problem, settings: plan.Settings) -> Figures:
@@ -128,7 +132,8 @@ def compile_schedule(problem: Problem, settings: plan.Settings) -> Figures:
     try:
         figures = measure(problem.chip, *heads, settings=pairs)
     except RuntimeError as error:
-        raise CandidateError(str(error).strip().splitlines()[-1][:200]) from error
+        reason = str(error).strip().splitlines()[-1][:200]
+        raise (UnreadableError if "misparsed" in reason else CandidateError)(reason) from error
     return Figures(figures["cycles"], figures["hbm_bytes"] / chip.hbm_bandwidth * chip.clock_hz)
 
 
@@ -153,7 +158,10 @@ class Results:
             self._known = {line["candidate"]: line for line in lines if line["sources"] == self.sources}
 
     def figures(self, problem: Problem, settings: plan.Settings, measure: Measure) -> Figures | None:
-        """Return the figures of a candidate, compiled now if they are not known; None if the compiler refuses it."""
+        """Return the figures of a candidate, compiled now if they are not known; None if the compiler refuses it.
+
+        Raise UnreadableError if it compiles to a schedule that cannot be read.
+        """
         candidate = f"{problem.key} {json.dumps(vars(problem.fitted(settings)))}"
         line = self._known.get(candidate)
         if line is None:
@@ -163,6 +171,8 @@ class Results:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"  {candidate}: {line.get('error') or round(max(line['core'], line['memory']))}", flush=True)
+        if line.get("unreadable"):
+            raise UnreadableError(line["error"])
         return Figures(line["core"], line["memory"]) if "error" not in line else None
 
     def _compile(self, problem: Problem, settings: plan.Settings, measure: Measure) -> dict[str, Any]:
@@ -172,7 +182,7 @@ class Results:
             figures = measure(problem, settings)
         except CandidateError as error:
             self.failed += 1
-            return {"error": str(error)}
+            return {"error": str(error), "unreadable": isinstance(error, UnreadableError)}
         self.compiled += 1
         return {"core": figures.core, "memory": figures.memory}
 
@@ -187,7 +197,10 @@ class Outcome:
 
 
 def search(problem: Problem, figures_of: Callable[[plan.Settings], Figures | None], gain: float) -> Outcome | None:
-    """Return the best settings, one block size varied after the other; None if nothing compiles."""
+    """Return the best settings, one block size varied after the other; None if nothing compiles.
+
+    Raise UnreadableError if the formula's schedule cannot be read: there is nothing to compare with.
+    """
     formula = problem.formula()
     before = figures_of(formula)
     settings, best = formula, before
@@ -195,7 +208,10 @@ def search(problem: Problem, figures_of: Callable[[plan.Settings], Figures | Non
         for name, values in problem.axes().items():
             for value in values:
                 candidate = {**settings, name: value}
-                figures = figures_of(candidate)
+                try:
+                    figures = figures_of(candidate)
+                except UnreadableError:
+                    continue
                 if figures is not None and (best is None or figures.cycles < best.cycles):
                     settings, best = candidate, figures
     if best is None:
@@ -271,6 +287,9 @@ def main(
         except LimitError:
             print(f"tpu_tuning: stopped after {args.limit} candidates; run again to continue")
             break
+        except UnreadableError as error:
+            print(f"{problem.key}: skipped, the formula's schedule cannot be read: {error}", file=sys.stderr)
+            continue
         if outcome is None:
             print(f"{problem.key}: nothing compiles", file=sys.stderr)
             continue

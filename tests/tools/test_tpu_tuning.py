@@ -98,6 +98,24 @@ def test_a_search_in_which_nothing_compiles_fails(table: Path, capsys: pytest.Ca
     assert run(table, refuse) == 1, "failures are known, too"
 
 
+@pytest.mark.parametrize("tokens", [512, 256])
+def test_a_schedule_that_cannot_be_read_is_no_reason_for_an_entry(table: Path, tokens: int) -> None:
+    compiler, before = Compiler(), entries(table)
+
+    def read(problem: Problem, settings: plan.Settings) -> Figures:
+        if settings["tokens"] == tokens:
+            raise tpu_tuning.UnreadableError("misparsed")
+        return compiler(problem, settings)
+
+    for _ in range(2):  # compiled, then from the results
+        if tokens == FORMULA["tokens"]:
+            assert run(table, read) == 1
+            assert entries(table) == before
+        else:
+            assert run(table, read) == 0
+            assert entries(table)[KEY] == FORMULA
+
+
 def test_heads_must_be_three_numbers(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(table, Compiler(), "--heads", "30,8,128") == 2
     assert "QUERY_HEADS,KV_HEADS,HEAD_DIM" in capsys.readouterr().err
