@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -280,12 +280,17 @@ def call(
     heads, width = q.shape[1] // static.cores, static.layout.value_width  # of one core
     shapes = state_shapes(static, heads, width)
     out_shape = (*q.shape[:4], width) if static.decode else (*q.shape[:3], width, q.shape[3])
-    if static.cores == 1:
-        grid, order = (num_tiles,), ("arbitrary",)
-        at_tile, at_core = lambda i, step, *_: (step[3] + i, 0, 0, 0, 0), lambda i, *_: (0, 0, 0)
-    else:
-        grid, order = (static.cores, num_tiles), ("parallel", "arbitrary")
-        at_tile, at_core = lambda c, i, step, *_: (step[3] + i, c, 0, 0, 0), lambda c, i, *_: (c, 0, 0)
+    halved = static.cores > 1  # Mosaic gives the halves of a leading parallel dimension to the two cores
+    grid: tuple[Any, ...] = (static.cores, num_tiles) if halved else (num_tiles,)
+    order: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary") if halved else ("arbitrary",)
+
+    def at_tile(*indices: Any) -> tuple[Any, ...]:
+        core, tile, step = indices[:3] if halved else (0, *indices[:2])
+        return step[3] + tile, core, 0, 0, 0
+
+    def at_core(*indices: Any) -> tuple[Any, ...]:
+        return indices[0] if halved else 0, 0, 0
+
     tile, out_tile = (pl.BlockSpec((1, heads, *shape[2:]), at_tile) for shape in (q.shape, out_shape))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     inputs = [q, *terms]
