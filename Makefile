@@ -11,7 +11,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters test-matrix lint types unit bench bench-peers gpu-carry performance-table docs format clean
+.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters test-matrix lint types unit bench bench-peers gpu-carry performance-table tpu-tune docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -126,6 +126,11 @@ gpu-carry: $(VENV)/.dev $(MODEL)
 # Measures the expected figures of tests/performance and writes their tables; the diff is for a reviewer. KINDS: some of them.
 performance-table: $(VENV)/.dev
 	$(BIN)/python tests/performance/write.py $(KINDS)
+
+# Block sizes of the TPU attention kernel by the compiler's schedule, hours for everything; continues where it stopped.
+# TUNE: flags of the tool, such as TUNE="--chip v6e --heads 32,8,128 --limit 100".
+tpu-tune: $(VENV)/.dev
+	$(BIN)/python tools/tpu_tuning.py $(TUNE)
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/docs.py

@@ -326,6 +326,10 @@ class JaxBackend:
 
     def warmup(self) -> None:
         """Compile every program, so that none is compiled while serving."""
+        if untuned := self.model.untuned_attention:
+            logger.info(
+                "attention kernel: block sizes not tuned for these heads (make tpu-tune): %s", ", ".join(untuned)
+            )
         logger.info("%s", self.prepare())
         if self._profiler_port is not None and self._profiler_server is None:
             self._profiler_server = start_server(self._profiler_port)

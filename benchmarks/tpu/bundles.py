@@ -160,7 +160,9 @@ class _Machine:
                 target = self.listing.labels[region[1]] if on and region else target
             elif on:
                 result = self.execute(op)
-                if result is not None:
+                if result is not None and op.name.startswith("inlined_call_operand"):
+                    written.insert(0, (op.out, result))  # if dead, an instruction of the bundle may have its register
+                elif result is not None:
                     written.append((op.out, result))
         self.registers.update(written)
         return target

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 DMA_LATENCY_S = 2e-6
 PAGE = 128
@@ -27,6 +27,9 @@ PAGES = 1024  # of the cache: enough that XLA leaves it in HBM
 SEQS = 8
 STEP = 256
 """Tokens of every step with --batch-invariant, by default."""
+
+
+Settings: TypeAlias = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,13 @@ def kernel_cycles(
 ) -> Figures:
     """Return the figures of one call of `ragged_paged_attention` on one device. Takes about 20 s; cached per process.
 
-    chip: v5e, v5p or v6e. dtype: of the cache, in pages of 128 tokens. libtpu compiles the kernel for the chip in a
-    subprocess and dumps the final bundles; their scalar instructions are executed on the batch's scalar operands (page
-    table, lengths), which determines every branch and trip count. A batch with prompts runs both variants. hbm_bytes:
-    sizes of the executed DMAs, with q, output and new K and V counted once. The kernel uses one TensorCore, also on
-    devices with two (v5p). Time on the device is at least max(cycles / chip.clock_hz, hbm_bytes / chip.hbm_bandwidth),
-    without the wait for the first fetch (about 2 us) and for busy matrix units.
+    chip: v5e, v5p, v6e or v7x. dtype: of the cache, in pages of 128 tokens. libtpu compiles the kernel for the chip in
+    a subprocess and dumps the final bundles; their scalar instructions are executed on the batch's scalar operands
+    (page table, lengths), which determines every branch and trip count. A batch with prompts runs both variants.
+    hbm_bytes: sizes of the executed DMAs, with q, output and new K and V counted once. On devices with two TensorCores
+    (v5p) the figures are those of the first one, which has half of the heads if they can be halved, else all. Time on
+    the device is at least max(cycles / chip.clock_hz, hbm_bytes / chip.hbm_bandwidth) with half of its bandwidth for
+    each core, without the wait for the first fetch (about 2 us) and for busy matrix units.
     Raise RuntimeError if the compiler failed or dumped nothing.
     """
     figures = measure(chip, heads, kv_heads, case, head_dim, dtype)
@@ -90,12 +94,17 @@ def measure(
     dtype: str = "bfloat16",
     *,
     invariant: bool = False,
+    settings: Settings | None = None,
 ) -> dict:
-    """Return all figures of a call by name; see `kernel_cycles`. `invariant`: as with --batch-invariant."""
+    """Return all figures of a call by name; see `kernel_cycles`.
+
+    invariant: as with --batch-invariant. settings: block sizes by name in place of those of tuning.json, as pairs; of
+    a batch with prompts the mixed variant alone is then counted.
+    """
     dump = Path(tempfile.mkdtemp(prefix="llo-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
     environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
-    request = json.dumps([str(dump), chip, heads, kv_heads, case.seqs, head_dim, dtype, invariant])
+    request = json.dumps([str(dump), chip, heads, kv_heads, case.seqs, head_dim, dtype, invariant, settings])
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--worker", request], env=environment, capture_output=True, text=True
@@ -108,17 +117,24 @@ def measure(
 
 
 def run_worker(
-    dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str, invariant: bool
-) -> dict:
+    dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str, invariant: bool,
+    settings: Any,
+) -> dict:  # fmt: skip
     """In a process whose libtpu dumps: compile the variants the batch runs and count."""
+    from pagoda.kernels_pallas.ragged_paged_attention import plan
     from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 
+    if settings is not None:
+        fixed = plan.BlockEntry(dict(settings), plan.BlockSource.TUNED)
+        plan.block_entry = lambda *_, **__: fixed  # of this process alone
     case = Case(tuple(map(tuple, seqs)))
     layout = PagedKvLayout(kv_heads, head_dim, dtype, PAGE)
     kinds = [False] if invariant else [True] if case.decodes else [True, False]
+    if settings is not None:
+        kinds = kinds[-1:]
     variants = [variant(Path(dump), chip, heads, layout, case, decode=decode, invariant=invariant) for decode in kinds]
     total = {name: sum(each[name] for each in variants) for name in ("cycles", "hbm_bytes", "mxu", "spill")}
-    return total | {name: variants[-1][name] for name in ("blocks", "vmem_mib")}
+    return total | {name: variants[-1][name] for name in ("blocks", "vmem_mib", "cores")}
 
 
 def variant(
@@ -133,7 +149,7 @@ def variant(
     from pagoda.kernels_pallas.aot import facts, one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.ragged_paged_attention import call
-    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes, make_knobs
+    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes, core_layout, make_knobs
 
     sharding, chip = one_chip(chip_name), CHIPS[chip_name]
     group = heads // layout.kv_heads * layout.heads_per_row
@@ -176,6 +192,7 @@ def variant(
         "mxu": use["MXU"],
         "spill": use["FILL"] + use["SPILL"],
         "blocks": asdict(blocks),
+        "cores": layout.lane_heads // core_layout(chip, layout).lane_heads,
         "vmem_mib": facts(compiled).vmem / (1 << 20),
     }
 
@@ -208,18 +225,19 @@ MORE = [("8B", "decode 64 x 1024", "int8"), ("8B", "decode 64 x 1024", "float8_e
 def row(
     chip_name: str, size: str, case_name: str, dtype: str = "bfloat16", *, invariant: bool = False
 ) -> dict[str, Any]:
-    """Return one row of the table: the call against the HBM and MXU rooflines of one core."""
+    """Return one row of the table: the call against the HBM and MXU rooflines of one core, for its heads."""
     from pagoda.kernels_pallas.chips import CHIPS
 
     chip, case, (heads, kv_heads) = CHIPS[chip_name], CASES[case_name], HEADS[size]
     figures = measure(chip_name, heads, kv_heads, case, dtype=dtype, invariant=invariant)
     memory = figures["hbm_bytes"] / chip.hbm_bandwidth * chip.clock_hz
-    needed = 4 * heads * 128 * case.pairs / chip.flops_per_cycle
+    needed = 4 * heads * 128 * case.pairs / (chip.flops_per_cycle * figures["cores"])
     least = max(figures["cycles"], memory) + DMA_LATENCY_S * chip.clock_hz
     return {
         "heads": f"{size}: {heads} on {kv_heads} of 128",
         "case": case_name,
         "cache": dtype,
+        "cores": figures["cores"],
         "cycles of the core": figures["cycles"],
         "cycles of the memory at peak": round(memory),
         "cycles of the necessary FLOP at peak": round(needed),

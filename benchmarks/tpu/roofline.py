@@ -18,8 +18,9 @@ Collectives have no estimate either and are charged as `pagoda compile` does (ah
 ring in which the halves of the array travel in both directions, so a link carries (n - 1) / n of it, in 2 (n - 1) hops.
 What the schedule computes meanwhile is deducted. The roofline covers HBM and MXU only.
 
-A v5p device has two TensorCores. XLA counts cycles in which both work; the kernel runs on one of them with half of the
-device's bandwidth. The roofline is that of both.
+A v5p device has two TensorCores. XLA counts cycles in which both work. The kernel's figures are those of one core, with
+half of the device's bandwidth: it has half of the KV heads, or all where they cannot be halved, while the other is
+idle. The roofline is that of both.
 """
 
 from __future__ import annotations

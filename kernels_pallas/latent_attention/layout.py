@@ -85,6 +85,9 @@ class LatentLayout:
         """Return the rows of 128 words that hold a token, a shared one included."""
         return -(-self.width // LANES // self.packing)
 
+    def halved(self) -> None:
+        """Return None: there is one lane head."""
+
     @property
     def word_dtype(self) -> jnp.dtype:
         """Return the cache array's dtype: float32, or uint32 words."""

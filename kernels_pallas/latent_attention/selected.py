@@ -247,7 +247,9 @@ def _variant(
     static = Static(
         decode=decode,
         layout=layout,
+        cores=1,
         load=load_latents,
+        quarters=False,
         writes=False,
         blocks=AttentionBlockSizes(size, pages, pass_tokens(DECODE_PASS if decode else MIXED_PASS, pages, layout), 1),
         rows=tiled.shape[3],

@@ -67,8 +67,8 @@ def ragged_paged_attention(
     Static: which of these options are None; rules (see `plan.StaticRules`); decode_only (all sequences have one token:
     the mixed variant is not built); batch_invariant (decode sequences are computed as all others are, in passes that
     begin at multiples of their size: with T, S and max_pages constant a token's result depends on its sequence alone);
-    use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams); chip to compile for (the kernel
-    uses one TensorCore).
+    use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams); chip to compile for (two
+    TensorCores of a device divide the lane heads, where their number is even).
 
     Return (out [T, N, V] of q's dtype, cache). Tokens beyond query_start[counts[1]] and sequences beyond counts are
     padding: ignored even if NaN, with zero outputs and no cache writes.

@@ -24,6 +24,7 @@ from pagoda.kernels_pallas.ragged_paged_attention.plan import div, rem
 
 MASKED = -1e30  # finite: inf - inf would be NaN
 SUBLANES = 8
+BYTES = 4  # of a word
 COLUMNS = 256  # queries of one independent chain of the column arrangement
 
 
@@ -74,10 +75,14 @@ class Mask:
     chunk: int | None = None
     low: Any = None  # with a chunk: where that of the first query of the sequence begins
     lookback: int = 0
+    quarters: bool = False  # keys are in the order of `load_float8`
 
     def positions(self, shape: tuple[int, ...], key_axis: int, first: int = 0) -> tuple[Any, Any]:
         """Return the positions of keys and queries of logits of `shape`; `first` is their first index on the M axis."""
-        key = jax.lax.broadcasted_iota(jnp.int32, shape, key_axis) + self.start
+        key = jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
+        if self.quarters:
+            key = rem(key, BYTES) * (shape[key_axis] // BYTES) + div(key, BYTES)
+        key = key + self.start
         query = self.position
         if self.queries > 1:
             index = jax.lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis) + first
@@ -148,6 +153,37 @@ def load(
     return join(k), join(v)
 
 
+def load_float8(
+    kv: Any, layout: PagedKvLayout, tokens: int, pass_index: Any, head: Any, part: int
+) -> tuple[jax.Array, jax.Array]:
+    """Load as `load` does, K and V as they are stored: the matrix unit takes float8 for its stationary operand.
+
+    Only bytes move: a word of the four quarters of the pass each becomes a word of K and one of V. Key p is token
+    p % 4 * tokens / 4 + p // 4 of the pass.
+    """
+    chunks, values = layout.width // LANES, layout.value_width // LANES
+    row = (div(jnp.int32(head), 2) + part // 2) * chunks
+    parts = [load_rows(kv, layout, tokens, pass_index, row + c) for c in range(chunks)]
+    halves = [quarter_halves(words, high=part % 2 == 1) for words in parts]
+    low, high = jnp.uint32(0x00FF00FF), jnp.uint32(0xFF00FF00)
+    k = [(a & low) | ((b & low) << 8) for a, b in halves]
+    v = [((a >> 8) & low) | (b & high) for a, b in halves[:values]]
+
+    def join(words: list[jax.Array]) -> jax.Array:
+        both = [pltpu.bitcast(x, jnp.dtype(layout.dtype)) for x in words]
+        return both[0] if len(both) == 1 else jnp.concatenate(both, axis=-1)
+
+    return join(k), join(v)
+
+
+def quarter_halves(words: jax.Array, *, high: bool) -> tuple[jax.Array, jax.Array]:
+    """Pack a half of the words [4 n, 128] of the first and third quarter, and of the second and fourth: [n, 128]."""
+    size = words.shape[0] // BYTES
+    a, b, c, d = (words[i * size : (i + 1) * size] for i in range(BYTES))
+    pack = high_halves if high else low_halves
+    return pack(a, c), pack(b, d)
+
+
 def load_rows(
     kv: Any, layout: PageLayout, tokens: int, pass_index: Any, row: Any, start: int = 0, step: int = 1
 ) -> jax.Array:
@@ -176,7 +212,7 @@ def attend_rows(
     decay = jnp.exp2(old - new)
     state.top[h] = new
     state.total[h] = state.total[h] * decay + sum_lanes(weights)
-    state.acc[h] = state.acc[h] * widen_lanes(decay, v.shape[1]) + dot(weights.astype(v.dtype), v, ((1,), (0,)))
+    state.acc[h] = state.acc[h] * widen_lanes(decay, v.shape[1]) + dot(weights.astype(q.dtype), v, ((1,), (0,)))
 
 
 def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, alibi: Alibi | None, mask: Mask | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State, load
+from pagoda.kernels_pallas.ragged_paged_attention.attend import BYTES, SUBLANES, Stage, State, load_float8
+from pagoda.kernels_pallas.ragged_paged_attention.attend import load as load_words
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, AttentionKernelBody
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout, PageLayout
 from pagoda.kernels_pallas.ragged_paged_attention.plan import (
@@ -24,6 +25,7 @@ from pagoda.kernels_pallas.ragged_paged_attention.plan import (
     Static,
     StaticRules,
     choose_block_sizes,
+    core_layout,
     divided,
 )
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
@@ -64,7 +66,7 @@ def attention_kernel(
         batch.cleaned(),
         knobs,
         layout=layout,
-        load=load,
+        load=load_words,
         decode_only=decode_only,
         rules=rules,
         batch_invariant=batch_invariant,
@@ -167,7 +169,7 @@ def variant(
     interpret: Any,
     chip: ChipInfo,
     out_dtype: Any,
-    load: LoadPass = load,
+    load: LoadPass = load_words,
     rules: StaticRules = NO_RULES,
 ) -> tuple[jax.Array, jax.Array]:
     """Run one pallas_call over rows [T, lane heads, rows, W] (decode: [S, ...]); return their outputs and the cache.
@@ -177,13 +179,17 @@ def variant(
     count, heads, group, _ = rows.shape
     max_pages = batch.page_table.shape[1]
     blocks = choose_block_sizes(chip, layout, group, max_pages, count, decode=decode, batch_invariant=batch_invariant)
+    quarters = decode and load is load_words and "float8" in layout.dtype and blocks.tokens % (BYTES * SUBLANES) == 0
     tiles = -(-count // blocks.queries)
     rows = jnp.pad(rows, [(0, tiles * blocks.queries - count)] + [(0, 0)] * 3)
     tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
+    core = core_layout(chip, layout)
     static = Static(
         decode=decode,
-        layout=layout,
-        load=load,
+        layout=core,
+        cores=layout.lane_heads // core.lane_heads,
+        load=load_float8 if quarters else load,
+        quarters=quarters,
         writes=words is not None,
         blocks=blocks,
         rows=tiled.shape[3],
@@ -196,7 +202,7 @@ def variant(
         rules=rules,
     )
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
-    terms = [head_rows(x, static, group) for x in (knobs.sinks, knobs.slopes) if x is not None]
+    terms = [head_rows(x, static, heads, group) for x in (knobs.sinks, knobs.slopes) if x is not None]
     out, cache = call(static, scalars, num_tiles, tiled, terms, words, cache, interpret=interpret, out_dtype=out_dtype)
     out = out[:, :, :, :group].transpose(0, 2, 1, 3, 4) if decode else _untile(out, blocks.queries)
     return out.reshape(-1, heads, group, layout.value_width)[:count], cache
@@ -221,11 +227,9 @@ def _untile(out: jax.Array, queries: int) -> jax.Array:
     return out.reshape(tiles, heads, width, rows // queries, queries).transpose(0, 4, 1, 3, 2)
 
 
-def head_rows(terms: jax.Array, static: Static, group: int) -> jax.Array:
+def head_rows(terms: jax.Array, static: Static, heads: int, group: int) -> jax.Array:
     """Arrange a number per head [N], times log2(e), like the running maximum: [lane heads, M, 128 or 8, M]."""
-    layout = static.layout
-    terms = jnp.pad(terms * LOG2E, (0, layout.lane_heads * group - terms.shape[0]))
-    terms = terms.reshape(layout.lane_heads, group)
+    terms = jnp.pad(terms * LOG2E, (0, heads * group - terms.shape[0])).reshape(heads, group)
     if static.decode:
         terms = jnp.pad(terms, ((0, 0), (0, static.rows - group)))
         return jnp.broadcast_to(terms[:, :, None], (*terms.shape, LANES))
@@ -273,15 +277,24 @@ def call(
     `terms`: sinks and slopes, as far as there are, from `head_rows`.
     """
     prefetch = tuple(vars(scalars).values())
-    heads, width = q.shape[1], static.layout.value_width
+    heads, width = q.shape[1] // static.cores, static.layout.value_width  # of one core
     shapes = state_shapes(static, heads, width)
     out_shape = (*q.shape[:4], width) if static.decode else (*q.shape[:3], width, q.shape[3])
-    tile, out_tile = (
-        pl.BlockSpec((1, *shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for shape in (q.shape, out_shape)
-    )
+    halved = static.cores > 1  # Mosaic gives the halves of a leading parallel dimension to the two cores
+    grid: tuple[Any, ...] = (static.cores, num_tiles) if halved else (num_tiles,)
+    order: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary") if halved else ("arbitrary",)
+
+    def at_tile(*indices: Any) -> tuple[Any, ...]:
+        core, tile, step = indices[:3] if halved else (0, *indices[:2])
+        return step[3] + tile, core, 0, 0, 0
+
+    def at_core(*indices: Any) -> tuple[Any, ...]:
+        return indices[0] if halved else 0, 0, 0
+
+    tile, out_tile = (pl.BlockSpec((1, heads, *shape[2:]), at_tile) for shape in (q.shape, out_shape))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     inputs = [q, *terms]
-    specs = [tile, *(pl.BlockSpec(term.shape, lambda i, *_: (0, 0, 0)) for term in terms)]
+    specs = [tile, *(pl.BlockSpec((heads, *term.shape[1:]), at_core) for term in terms)]
     if words is None:  # a ref that no copy reads
         words = jnp.zeros((static.layout.rows_per_token, SUBLANES, LANES), cache.dtype)
     inputs += [words, cache]
@@ -308,11 +321,11 @@ def call(
         out_shape=[jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=(num_tiles,),
+            grid=grid,
             in_specs=[*specs, anywhere, anywhere],
             out_specs=[out_tile, anywhere],
             scratch_shapes=[
-                pltpu.VMEM((2, static.blocks.pages, *cache.shape[2:]), cache.dtype),
+                pltpu.VMEM((2, static.blocks.pages, cache.shape[2] // static.cores, *cache.shape[3:]), cache.dtype),
                 *(pltpu.VMEM(shape, jnp.float32) for shape in shapes),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -321,7 +334,7 @@ def call(
         ),
         input_output_aliases={len(prefetch) + len(inputs) - 1: 1},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=order,
             disable_bounds_checks=True,
             vmem_limit_bytes=vmem_bytes(static, q, out_dtype),
         ),
@@ -342,7 +355,8 @@ def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     """Return the VMEM limit: all declared buffers, and space for the compiler."""
-    heads, sub, rows, width = q.shape[1:]
+    _, heads, sub, rows, width = q.shape
+    heads //= static.cores
     tile, value_width = heads * sub * rows, static.layout.value_width
     kv = 2 * static.blocks.pages * static.layout.bytes_per_page
     state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, value_width))

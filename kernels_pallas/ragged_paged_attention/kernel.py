@@ -11,8 +11,8 @@ any sequences. Within a tile the kernel visits each sequence, and for each the K
 `transfers` has the DMAs, `attend` the arithmetic of one pass, `PassStream` the order of passes of the mixed variant.
 
 New K and V are copied from HBM to their pages by DMA, one tile ahead of the reads. All heads of a group are rows of one
-matmul. The kernel uses one TensorCore, also on devices with two (v5p): tiles must run in order, because fetches and
-writes run ahead from tile to tile.
+matmul. On devices with two TensorCores (v5p) each runs all tiles for half of the lane heads: within a core tiles must
+run in order, because fetches and writes run ahead from tile to tile.
 The idea of a decode and a mixed specialisation in one ragged call is from Ragged Paged Attention (arXiv 2604.15464);
 layout, schedule and code are our own. The body uses no `ref.reshape` and no `ref.bitcast`, which
 `pltpu.InterpretParams` does not support.
@@ -63,7 +63,7 @@ class AttentionKernelBody:
 
     def run(self) -> None:
         """Compute one tile."""
-        tile = pl.program_id(0)
+        tile = self.plan.tile
 
         def begin() -> None:
             self.slot[0] = 0
@@ -160,10 +160,10 @@ class AttentionKernelBody:
         chunk, lookback = self.plan.static.rules.chunk, self.plan.static.rules.lookback
         low = None if chunk is None else self.plan.chunk_start(span.position)
         if self.plan.static.decode:
-            return Mask(start, span.position, 1, window, chunk, low, lookback)
+            return Mask(start, span.position, 1, window, chunk, low, lookback, self.plan.static.quarters)
         return Mask(
             start,
-            span.position + self.plan.first_token(pl.program_id(0)) - span.low,
+            span.position + self.plan.first_token(self.plan.tile) - span.low,
             self.plan.static.blocks.queries,
             window,
             chunk,
@@ -203,7 +203,7 @@ class AttentionKernelBody:
             result = result * self.plan.scalars.numbers[1]
         if part is not None:
             token = rem(jax.lax.broadcasted_iota(jnp.int32, result.shape, 1), self.plan.static.blocks.queries)
-            token = token + self.plan.first_token(pl.program_id(0))
+            token = token + self.plan.first_token(self.plan.tile)
             own = jnp.logical_and(token >= part.low, token < part.high)
             result = jnp.where(own, result, self.out[0, h, index].astype(jnp.float32))
         self.out[0, h, index] = result.astype(self.out.dtype)

@@ -23,7 +23,7 @@ only those with values are read as V; float32, which has rows of V alone, has no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -70,6 +70,10 @@ class PageLayout(Protocol):
 
     @property
     def bytes_per_page(self) -> int: ...
+    def halved(self) -> PageLayout | None:
+        """Return the layout of half of the lane heads, with half of a page's rows; None if they cannot be split."""
+        ...
+
     @property
     def word_dtype(self) -> jnp.dtype: ...
     @property
@@ -150,6 +154,13 @@ class PagedKvLayout:
     def sections(self) -> int:
         """Return 1: all tokens of a page are in the same rows."""
         return 1
+
+    def halved(self) -> PagedKvLayout | None:
+        """Return the layout of half of the lane heads; None if their number is odd, or a half's words are shared."""
+        heads = self.lane_heads // 2
+        if self.lane_heads % 2 or (self.packing == 4 and heads % 2):
+            return None
+        return replace(self, kv_heads=heads * self.heads_per_row)
 
     @property
     def word_dtype(self) -> jnp.dtype:

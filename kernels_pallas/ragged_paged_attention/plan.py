@@ -1,25 +1,30 @@
 """The plan of a call: checked arguments, block sizes, static configuration, scalars, and the tokens of each tile.
 
-Block sizes come from a measured table, else from a formula. There are two sizes for KV: pages per fetch, many because
-of the DMA latency, and tokens per pass of the arithmetic, few because of the registers.
+Block sizes come from tuning.json (tools/tpu_tuning.py), else from a formula. There are two sizes for KV: pages per
+fetch, many because of the DMA latency, and tokens per pass of the arithmetic, few because of the registers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from importlib import resources
 from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout, PageLayout, next_power_of_two
 
 Scalar: TypeAlias = float | int | jax.Array
+
+Settings: TypeAlias = Mapping[str, int]
+"""Block sizes by name: queries, fetch and tokens (both in tokens), heads. See `AttentionBlockSizes`."""
 
 LoadPass: TypeAlias = Callable[[Any, Any, int, Any, Any, int], tuple[jax.Array, jax.Array]]
 """See `attend.load`."""
@@ -173,12 +178,34 @@ def choose_block_sizes(
     decode: bool,
     batch_invariant: bool = False,
 ) -> AttentionBlockSizes:
-    """Return block sizes for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`.
+    """Return block sizes of a core for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`.
 
     `batch_invariant`: passes begin at multiples of their size, also where a window begins at any page.
     """
-    key = f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
-    entry = {**_formula(layout, group_rows, decode=decode), **_table().get(key, {})}
+    entry, layout = block_entry(chip, layout, group_rows, decode=decode).settings, core_layout(chip, layout)
+    return fit_blocks(entry, layout, group_rows, max_pages, max_tokens, decode=decode, batch_invariant=batch_invariant)
+
+
+def core_layout(chip: ChipInfo, layout: PageLayout) -> PageLayout:
+    """Return the layout of the heads of one TensorCore: half of the device's if it has two cores, where that divides.
+
+    Halves share neither pages' rows nor semaphores, so that each core fetches, writes and attends on its own.
+    """
+    return (layout.halved() if chip.cores == 2 else None) or layout
+
+
+def fit_blocks(
+    settings: Settings,
+    layout: PageLayout,
+    group_rows: int,
+    max_pages: int,
+    max_tokens: int,
+    *,
+    decode: bool,
+    batch_invariant: bool = False,
+) -> AttentionBlockSizes:
+    """Return the block sizes for `settings` and a core's layout, within the bounds of `choose_block_sizes`."""
+    entry = dict(settings)
     if batch_invariant:
         entry["tokens"] = min(entry["tokens"], layout.page_size)
         entry["queries"] = min(entry["queries"], max(16, INVARIANT_ROWS // next_power_of_two(group_rows)))
@@ -207,7 +234,52 @@ def pass_tokens(wanted: int, pages: int, layout: PageLayout) -> int:
     return page_size * next(n for n in range(min(wanted // page_size, pages), 0, -1) if pages % n == 0)
 
 
-def _formula(layout: PageLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
+class BlockSource(Enum):
+    """Where block sizes come from."""
+
+    TUNED = "tuned"  # by the schedule of these heads
+    WIDTH = "tuned for other heads of the same width"
+    FORMULA = "formula"
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """Block sizes before they are fitted to a call's bounds, and their source."""
+
+    settings: Settings
+    source: BlockSource
+
+
+def block_entry(chip: ChipInfo, layout: PageLayout, group_rows: int, *, decode: bool) -> BlockEntry:
+    """Return the entry of tuning.json for these heads, else that for their width, else the formula."""
+    formula, table = block_formula(core_layout(chip, layout), group_rows, decode=decode), _table()
+    keys = {
+        BlockSource.TUNED: tuning_key(chip, layout, group_rows, decode=decode),
+        BlockSource.WIDTH: _width_key(chip, layout, decode=decode),
+    }
+    for source, key in keys.items():
+        if (entry := table.get(key)) is not None:
+            return BlockEntry({**formula, **entry}, source)
+    return BlockEntry(formula, BlockSource.FORMULA)
+
+
+def tuning_key(chip: ChipInfo, layout: PageLayout, group_rows: int, *, decode: bool) -> str:
+    """Return the key of tuning.json: chip, variant, stored type, and lane heads of a core x rows of each x width.
+
+    Head shapes that give the same matrices share a key: 32 heads on 8 of 64 are 4 lane heads of 8 rows and 128 lanes.
+    """
+    layout = core_layout(chip, layout)
+    values = "" if layout.value_width == layout.width else f"v{layout.value_width}"
+    sizes = f"{layout.lane_heads}x{group_rows}x{layout.width}{values}"
+    return f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/{sizes}"
+
+
+def _width_key(chip: ChipInfo, layout: PageLayout, *, decode: bool) -> str:
+    return f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
+
+
+def block_formula(layout: PageLayout, group_rows: int, *, decode: bool) -> Settings:
+    """Return block sizes for heads of a core that have not been tuned."""
     if decode:
         return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
     rows = MIXED_ROWS if layout.lane_heads > 3 else 2 * MIXED_ROWS  # few heads: large passes hide the group's end
@@ -245,8 +317,10 @@ class Static:
     """The static configuration of one compiled variant."""
 
     decode: bool
-    layout: PageLayout
+    layout: PageLayout  # of one core
+    cores: int  # that divide the lane heads
     load: LoadPass  # of K and V of one pass
+    quarters: bool  # `load` is `attend.load_float8`
     writes: bool  # the call has new K and V
     blocks: AttentionBlockSizes
     rows: int  # M: rows of one matmul, queries x heads of a lane head, padded
@@ -294,6 +368,17 @@ class KernelPlan:
 
     static: Static
     scalars: Scalars
+
+    @property
+    def tile(self) -> Any:
+        """Return the running tile."""
+        return pl.program_id(self.static.cores - 1)
+
+    @property
+    def core_rows(self) -> Any:
+        """Return the rows of the running core in pages and in new K and V."""
+        rows = self.static.layout.rows_per_token
+        return slice(None) if self.static.cores == 1 else pl.ds(pl.program_id(0) * rows, rows)
 
     def sequences(self, tile: Any) -> tuple[Any, Any]:
         """Return the sequences [first, end) of a tile."""

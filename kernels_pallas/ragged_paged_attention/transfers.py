@@ -22,7 +22,7 @@ class Transfers:
     plan: KernelPlan
     new: Any  # [R, T, 128] HBM
     cache: Any  # [L, P, R, B, 128] HBM
-    kv: Any  # [2, pages of a fetch, R, B, 128] VMEM
+    kv: Any  # [2, pages of a fetch, R of one core, B, 128] VMEM
     fetched: Any  # DMA semaphores [2]
     written: Any  # DMA semaphore
 
@@ -42,7 +42,9 @@ class Transfers:
                 token = span.low + start - span.position
                 count = stop - start
                 target = self.target(seq, page, start - page * size, count)
-                pltpu.make_async_copy(self.new.at[:, pl.ds(token, count)], target, self.written).start()
+                pltpu.make_async_copy(
+                    self.new.at[self.plan.core_rows, pl.ds(token, count)], target, self.written
+                ).start()
 
             pieces = 1 if self.plan.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
             jax.lax.fori_loop(0, pieces, piece, None)
@@ -55,7 +57,7 @@ class Transfers:
         layer, layout = self.plan.scalars.step[0], self.plan.static.layout
         whole = self.cache.at[layer, self.plan.page(seq, page)]
         if layout.sections == 1:
-            return whole.at[:, pl.ds(first, count)]
+            return whole.at[self.plan.core_rows, pl.ds(first, count)]
         size = layout.page_size // 2
         section, rows = div(first, size), layout.rows_per_token
         return whole.at[pl.ds(section * (rows - 1), rows), pl.ds(first - section * size, count)]
@@ -70,7 +72,7 @@ class Transfers:
             if self.plan.static.decode
             else self.plan.span(tile, end - 1).high - self.plan.span(tile, first).low
         )
-        rows = self.new.at[:, pl.ds(0, tokens)]
+        rows = self.new.at[self.plan.core_rows, pl.ds(0, tokens)]
         pltpu.make_async_copy(rows, rows, self.written).wait()
 
     def fetch(self, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
@@ -81,7 +83,8 @@ class Transfers:
 
         def page(i: Any, _: Any) -> None:
             real = jnp.minimum(tokens - i * size, size)
-            source, target = self.cache.at[layer, self.plan.page(seq, start + i)], self.kv.at[slot, i]
+            number = self.plan.page(seq, start + i)
+            source, target = self.cache.at[layer, number, self.plan.core_rows], self.kv.at[slot, i]
 
             def copy(rows: Any) -> None:
                 pltpu.make_async_copy(source.at[*rows], target.at[*rows], self.fetched.at[slot]).start()

@@ -252,7 +252,9 @@ def select(
     static = Static(
         decode=decode,
         layout=layout,
+        cores=1,
         load=load_latents,
+        quarters=False,
         writes=False,
         blocks=AttentionBlockSizes(size, pages, tokens, 1),
         rows=tiled.shape[3],

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from support.ragged_batch import STRICT, Limits, attention, make_case, races_found
+from support.slow_matrix import some
 
+from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
@@ -32,7 +37,9 @@ SHAPES = {
     "e4m3": ("float8_e4m3fn", 1, 2, 64, 8, ("window",), 3e-2),
     "e5m2": ("float8_e5m2", 3, 1, 128, 16, (), 3e-2),
 }
-FEW = ["fp32-hd64", "window-softcap", "slopes of roots", "narrow values, chunks and those before"]
+CHUNKS = "narrow values, chunks and those before"
+FEW = ["fp32-hd64", "window-softcap", "slopes of roots", CHUNKS, "e4m3"]
+TWO_CORES = replace(STRICT, num_cores_or_threads=2)
 RULES = {
     "chunks": plan.StaticRules(11, lookback=11),
     "chunks of pages": plan.StaticRules(24),
@@ -46,12 +53,13 @@ VALUES = {name: 128 for name in SHAPES if name.startswith("narrow")} | {"narrow 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     class Table(dict):
         def get(self, key, default=None):
-            return SMALL | ({"queries": 2} if "decode" in key else {})
+            quarters = {"fetch": 32, "tokens": 32} if "decode" in key and "float8" in key else {}
+            return SMALL | ({"queries": 2} if "decode" in key else {}) | quarters
 
     monkeypatch.setattr(plan, "_table", lambda: Table())
 
 
-def run(name: str, seqs: list[tuple[int, int]], seed: int) -> None:
+def run(name: str, seqs: list[tuple[int, int]], seed: int, **static) -> None:
     """Kernel and reference agree with each other and with the definition over one batch."""
     dtype, heads, group, width, page, wanted, tolerance = SHAPES[name]
     layout = PagedKvLayout(heads, width, dtype, page, VALUES.get(name, 0))
@@ -60,12 +68,12 @@ def run(name: str, seqs: list[tuple[int, int]], seed: int) -> None:
     knobs = {"window": 7, "softcap": 2.0, "sinks": sinks, "slopes": slopes, "k_scale": 1.0, "v_scale": 1.0}
     knobs = {key: knobs[key] for key in wanted}
     bent = {key: x for key, x in knobs.items() if "scale" not in key}
-    static = {"rules": RULES.get(name, plan.NO_RULES)}
-    case = make_case(layout, group, seqs, limits=LIMITS, seed=seed, **bent, **static)
-    out, cache = compiled(name, layout)(case.arrays, knobs)
+    rules = {"rules": RULES.get(name, plan.NO_RULES)}
+    case = make_case(layout, group, seqs, limits=LIMITS, seed=seed, **bent, **rules)
+    out, cache = compiled(name, layout, **static)(case.arrays, knobs)
     assert not races_found()
     np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=tolerance)
-    defined, written = attention(layout, use_kernel=False, **static)(case.arrays, knobs)
+    defined, written = attention(layout, use_kernel=False, **rules)(case.arrays, knobs)
     np.testing.assert_allclose(np.asarray(defined, np.float32), case.expected, atol=tolerance)
     np.testing.assert_array_equal(np.asarray(cache).view(np.uint32), np.asarray(written).view(np.uint32))
 
@@ -73,9 +81,10 @@ def run(name: str, seqs: list[tuple[int, int]], seed: int) -> None:
 CALLS: dict = {}
 
 
-def compiled(name: str, layout: PagedKvLayout):
+def compiled(name: str, layout: PagedKvLayout, interpret: pltpu.InterpretParams = STRICT, **static):
     """One traced call per shape: examples differ in values only."""
-    return CALLS.setdefault(name, attention(layout, interpret=STRICT, rules=RULES.get(name, plan.NO_RULES)))
+    call = attention(layout, interpret=interpret, rules=RULES.get(name, plan.NO_RULES), **static)
+    return CALLS.setdefault((name, interpret, *static), call)
 
 
 MIXED = [(1, 0), (1, 15), (1, 40), (5, 0), (9, 23), (1, 30), (21, 3)]
@@ -90,6 +99,30 @@ def test_a_mixed_batch(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in FEW])
 def test_a_mixed_batch_of_every_type(name: str) -> None:
     run(name, MIXED, seed=1)
+
+
+@pytest.mark.parametrize("name", some(["bf16", "slopes", "e5m2", CHUNKS], ["bf16"]))
+def test_two_cores_divide_the_heads(name: str) -> None:
+    """Each core of a v5p runs all tiles for half of the lane heads, at the same time as the other."""
+    run(name, [(1, 15), (1, 20), (5, 3), (19, 7)], seed=3, chip=CHIPS["v5p"], interpret=TWO_CORES)
+
+
+@pytest.mark.parametrize("name", some(["bf16", "slopes", "e5m2", CHUNKS], ["bf16"]))
+def test_the_cores_may_run_in_any_order(name: str) -> None:
+    run(name, MIXED, seed=3, chip=CHIPS["v5p"])
+
+
+def test_heads_that_cannot_be_halved_use_one_core() -> None:
+    def cores(kv_heads: int, head_dim: int, dtype: str, chip: str = "v5p") -> int:
+        layout = PagedKvLayout(kv_heads, head_dim, dtype, 128)
+        half = plan.core_layout(CHIPS[chip], layout)
+        assert half.rows_per_token * (layout.lane_heads // half.lane_heads) == layout.rows_per_token
+        return layout.lane_heads // half.lane_heads
+
+    assert (cores(8, 128, "bfloat16"), cores(8, 128, "bfloat16", "v6e")) == (2, 1)
+    assert (cores(1, 128, "bfloat16"), cores(3, 128, "float32"), cores(2, 256, "float32")) == (1, 1, 2)
+    assert (cores(2, 64, "bfloat16"), cores(4, 64, "bfloat16")) == (1, 2), "two heads share a row"
+    assert (cores(2, 128, "int8"), cores(4, 128, "int8"), cores(6, 128, "int8")) == (1, 2, 1), "two share a word"
 
 
 @pytest.mark.parametrize("seqs", [[(1, 8), (1, 47), (1, 0)], [(48, 0)], [(17, 31)], []], ids=str)

@@ -105,6 +105,8 @@ def legend(report: Report) -> Iterator[str]:
         load = f"prompts of {PROMPT} tokens" if pools else "contexts that fill the cache"
         yield f"kernels: a lower bound on the cycles of Pallas kernels, with {load}; links: exchanges between devices"
         yield "roofline: the minimum time for the necessary bytes and FLOP, as a share of cycles + kernels + links"
+        if not pools and (untuned := report.program_set.model.untuned_attention):
+            yield f"attention kernel: block sizes not tuned for these heads (make tpu-tune): {', '.join(untuned)}"
         if loops := sum(each.schedule.data_loops for each in report.programs if each.schedule is not None):
             yield f"{loops} loops run as often as the batch says; they are counted once per row"
 

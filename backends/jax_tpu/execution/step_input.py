@@ -29,7 +29,14 @@ from pagoda.kernels_pallas.latent_attention.expanded import (
     scratch_pages,
 )
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
-from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch, StaticRules, make_knobs
+from pagoda.kernels_pallas.ragged_paged_attention.plan import (
+    BlockSource,
+    RaggedBatch,
+    StaticRules,
+    block_entry,
+    make_knobs,
+    tuning_key,
+)
 from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
 
@@ -47,6 +54,18 @@ class KernelChoice:
     def kv_layout(self, kv_heads: int, head_dim: int, value_dim: int) -> PagedKvLayout:
         """Return the cache layout for `kv_heads` heads on one device."""
         return PagedKvLayout(kv_heads, head_dim, self.cache_dtype, self.page_size, value_dim)
+
+    def untuned(self, heads: int, kv_heads: int, spec: Attention) -> tuple[str, ...]:
+        """Return the keys that the attention kernel's tuning.json lacks for heads of one device, and what is used."""
+        if not self.use_kernel:
+            return ()
+        layout = self.kv_layout(kv_heads, spec.head_dim, spec.value_width)
+        rows, missing = heads // kv_heads * layout.heads_per_row, []
+        for decode in (False,) if self.batch_invariant else (True, False):
+            source = block_entry(self.chip, layout, rows, decode=decode).source
+            if source is not BlockSource.TUNED:
+                missing.append(f"{tuning_key(self.chip, layout, rows, decode=decode)} ({source.value})")
+        return tuple(missing)
 
     def latent_layout(self, rank: int, rope_dim: int) -> LatentLayout:
         """Return the cache layout of latents."""

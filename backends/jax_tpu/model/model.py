@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import Caches
-from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
+from pagoda.backends.jax_tpu.model.layout import CacheIndex, HeadLayout, build_cache_index
 from pagoda.backends.jax_tpu.model.lora import slot_axis
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
@@ -128,6 +128,16 @@ class StepModel(ABC):
     def dtype(self) -> jnp.dtype:
         """Return the dtype of weights and activations."""
         return self.leaves[0].dtype
+
+    @property
+    def untuned_attention(self) -> tuple[str, ...]:
+        """Return what tuning.json of the attention kernel lacks for this model's heads on this chip."""
+        keys: dict[str, None] = {}
+        for mixer in dict.fromkeys(mixer for mixer in self.spec.mixers if isinstance(mixer, Attention)):
+            heads = HeadLayout.of(mixer, self.tensor)
+            slots = heads.slots // self.tensor
+            keys |= dict.fromkeys(self.kernel.untuned(slots * heads.group, slots, mixer))
+        return tuple(keys)
 
     @property
     def matmul_precision(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from operator import mul
 
 import pytest
@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from support.hub_configs import GENERATORS
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, times_of
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report, legend, times_of
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Exchange, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
@@ -33,6 +33,7 @@ from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
+from pagoda.kernels_pallas.ragged_paged_attention import plan
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu has the compiler")
 
@@ -360,6 +361,26 @@ def test_a_full_batch_fills_its_shape() -> None:
     assert full_step(StepShape(8, 8, 4, 1, True), 16, 1000) == BatchLoad(512, 512)
     assert full_step(StepShape(8, 8, 4, 1, True), 16, 10) == BatchLoad(160, 160)
     assert full_step(StepShape(100, 8, 4, 1, False), 16, 1000) == BatchLoad(100, 64 * 65 // 2 + 36 * 37 // 2)
+
+
+@needs_libtpu
+def test_untuned_heads_of_attention_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = find_target("v6e:2x2")
+    tuned = {"v6e/decode/bfloat16/2x4x128": {"tokens": 256}, "v6e/mixed/bfloat16/w128": {"heads": 8}}
+    monkeypatch.setattr(plan, "_table", lambda: tuned)
+    model = model_on(target, LLAMA_8B, 4)
+    mixed = "v6e/mixed/bfloat16/2x4x128 (tuned for other heads of the same width)"
+    assert model.untuned_attention == (mixed,)
+    tuned["v6e/mixed/bfloat16/2x4x128"] = {}
+    assert model.untuned_attention == ()
+    assert model_on(target, LLAMA_8B, 2).untuned_attention[0] == "v6e/decode/bfloat16/4x4x128 (formula)"
+    assert model_on(find_target("cpu"), LLAMA_8B, 1).untuned_attention == ()
+    program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), (BLOCKS,), LIMITS.max_num_seqs)
+    report = partial(Report, target, program_set, LIMITS, (), seconds=0, budget=None)
+    assert not any("tpu-tune" in line for line in legend(report()))
+    del tuned["v6e/mixed/bfloat16/2x4x128"]
+    (line,) = [line for line in legend(report()) if "tpu-tune" in line]
+    assert mixed in line
 
 
 def test_budget_limits() -> None:

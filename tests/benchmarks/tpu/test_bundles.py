@@ -14,12 +14,13 @@ from bundles import Listing
 
 OPERAND = "inlined_call_operand.vmem [shape: s32[2], index: 1, kind: input] /* operand 1 */"
 WINDOW = "inlined_call_operand.vmem [shape: bf16[4,8], index: 2, kind: input] /* window */"
+UNREAD = "inlined_call_operand.hbm [shape: s32[8], index: 3, kind: input] /* dead: its register is taken */"
 EMPTY = "  0x1   :  {}"
 LISTING = f"""
 LH: loop header
      0   :  {{ %s1_s0 = inlined_call_operand.<no> [shape: s32[], index: 0, kind: input]  ;;  %s2_s1 = {OPERAND} }}
   0x1   :  {{ %s3_s2 = sshll.u32 %s2_s1, 4  ;;  %s9_s9 = {WINDOW} }}
-  0x2   :  {{ %s4_s3 = smov.u32 [#allocation5] }}
+  0x2   :  {{ %s4_s3 = smov.u32 [#allocation5]  ;;  %s20_s3 = {UNREAD} }}
   0x3   :  {{ %5 = dma.vmem_to_smem /*vmem=*/%s3_s2, /*size_in_granules=*/16, /*smem=*/%s4_s3, /*flag=*/[#a] }}
   0x4   :  {{ %s6_s4 = smov.u32 0 }} /* Start region 1 */
   0x5 LB: > {{ %s7_s5 = sld [smem:[#allocation5 + %s8_s4]]  ;;  %s8_s4 = sphi %s6_s4, %s10_s4 }} /* Start region 2 */
