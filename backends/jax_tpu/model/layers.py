@@ -425,8 +425,8 @@ class JaxRotation:
     sin: jax.Array  # float32 [T, 1, dim/2]
     dim: int
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Rotate x [T, n, H].
+    def __call__(self, x: jax.Array, *, columns: bool = False) -> jax.Array:
+        """Rotate x [T, ..., H]. `columns`: tokens are its columns in memory (`tokens_are_columns`).
 
         Halves are swapped by a matmul with a signed permutation: exact, and cheap on the matrix unit. Slicing halves of
         the TPU's 128 lanes would copy x to another layout and back.
@@ -434,8 +434,17 @@ class JaxRotation:
         unrotated = x.shape[-1] - self.dim
         cos = jnp.pad(jnp.concatenate([self.cos, self.cos], -1), [(0, 0), (0, 0), (0, unrotated)], constant_values=1)
         sin = jnp.pad(jnp.concatenate([self.sin, self.sin], -1), [(0, 0), (0, 0), (0, unrotated)])
-        swapped = jnp.einsum("tnh,hg->tng", x, _swap_matrix(x, self.dim), preferred_element_type=jnp.float32)
-        return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+        cos, sin = (each.reshape(len(x), *[1] * (x.ndim - 2), x.shape[-1]) for each in (cos, sin))
+        return (x.astype(jnp.float32) * cos + _swapped(x, self.dim, columns=columns) * sin).astype(x.dtype)
+
+
+def _swapped(x: jax.Array, dim: int, *, columns: bool) -> jax.Array:
+    """X [T, ..., H] -> [-second half, first half, 0] of each head, in float32."""
+    matrix = _swap_matrix(x, dim)
+    if not columns:
+        return jnp.einsum("t...h,hg->t...g", x, matrix, preferred_element_type=jnp.float32)
+    swapped = jnp.einsum("...ht,hg->...gt", jnp.moveaxis(x, 0, -1), matrix, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(swapped, -1, 0)
 
 
 def _swap_matrix(x: jax.Array, dim: int) -> jax.Array:
