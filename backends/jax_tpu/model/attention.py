@@ -19,6 +19,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     local_part,
     normalise,
     query_growth,
+    reduced,
     scale_norm,
 )
 from pagoda.backends.jax_tpu.model.layout import (
@@ -112,7 +113,7 @@ class JaxAttention(nnx.Module):
         out = project(attended, self.out, step)
         if self.lora_out is not None and step.adapter_mask is not None:
             out = out + self.lora_out(attended, step.adapter_mask)[0]
-        out = all_reduce(out)
+        out = reduced(out, step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
 
     def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, jax.Array]:
