@@ -216,15 +216,23 @@ def attend_rows(
 
 
 def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, alibi: Alibi | None, mask: Mask | None) -> None:
-    """First half of a pass: write logits of q [M, W] (a ref) over k [tokens, W] and their maximum to `stage`."""
-    width = column_width(q.shape[0])
-    for i in range(0, q.shape[0], width):
+    """First half of a pass: write logits of q [parts, W, n] (a ref) over k [tokens, W] and their maximum to `stage`."""
+    count = q.shape[0] * q.shape[2]
+    width = column_width(count)
+    for i in range(0, count, width):
         chain = pl.ds(i, width)
-        x = apply_softcap(dot(k, q[chain, :], ((1,), (1,))), softcap)
+        x = apply_softcap(dot(k, columns(q, i, width), ((1,), (0,))), softcap)
         x = x if alibi is None else alibi.apply_columns(x, i)
         x = x if mask is None else mask.apply(x, key_axis=0, first=i)
         stage.logits[:, chain] = x
         stage.peak[:, chain] = fold_max(x)
+
+
+def columns(parts: Any, first: int, count: int) -> jax.Array:
+    """Load columns first .. first + count of a ref [parts, W, n], as if its parts lay side by side -> [W, count]."""
+    size = min(count, parts.shape[2])
+    loaded = [parts[i // parts.shape[2], :, pl.ds(i % parts.shape[2], size)] for i in range(first, first + count, size)]
+    return loaded[0] if len(loaded) == 1 else jnp.concatenate(loaded, axis=1)
 
 
 def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:

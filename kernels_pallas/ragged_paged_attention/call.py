@@ -182,7 +182,7 @@ def variant(
     quarters = decode and load is load_words and "float8" in layout.dtype and blocks.tokens % (BYTES * SUBLANES) == 0
     tiles = -(-count // blocks.queries)
     rows = jnp.pad(rows, [(0, tiles * blocks.queries - count)] + [(0, 0)] * 3)
-    tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
+    tiled = to_decode_tiles(rows, tiles) if decode else to_columns(rows, tiles)
     core = core_layout(chip, layout)
     static = Static(
         decode=decode,
@@ -192,7 +192,7 @@ def variant(
         quarters=quarters,
         writes=words is not None,
         blocks=blocks,
-        rows=tiled.shape[3],
+        rows=tiled.shape[3] if decode else group * blocks.queries,
         max_pages=max_pages,
         windowed=knobs.window is not None,
         softcapped=knobs.softcap is not None,
@@ -204,7 +204,7 @@ def variant(
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
     terms = [head_rows(x, static, heads, group) for x in (knobs.sinks, knobs.slopes) if x is not None]
     out, cache = call(static, scalars, num_tiles, tiled, terms, words, cache, interpret=interpret, out_dtype=out_dtype)
-    out = out[:, :, :, :group].transpose(0, 2, 1, 3, 4) if decode else _untile(out, blocks.queries)
+    out = out[:, :, :, :group].transpose(0, 2, 1, 3, 4) if decode else _from_columns(out, group)
     return out.reshape(-1, heads, group, layout.value_width)[:count], cache
 
 
@@ -221,10 +221,27 @@ def to_mixed_tiles(rows: jax.Array, tiles: int) -> jax.Array:
     return rows.reshape(tiles, heads, 1, -1, width)
 
 
-def _untile(out: jax.Array, queries: int) -> jax.Array:
-    """[tiles, heads, 1, W, rows * n] -> [tiles, n, heads, rows, W]."""
+def to_columns(rows: jax.Array, tiles: int) -> jax.Array:
+    """Arrange [tiles * n, heads, rows, W] so that tokens are columns: [heads, rows, W, tiles * n].
+
+    XLA computes projections in this order, so that nothing is moved. Tiles that do not divide the lanes are put apart:
+    [tiles, heads, 1, W, rows * n].
+    """
+    count, heads, group, width = rows.shape
+    queries = count // tiles
+    if queries % LANES == 0:
+        return rows.transpose(1, 2, 3, 0)
+    rows = rows.reshape(tiles, queries, heads, group, width).transpose(0, 2, 4, 3, 1)
+    return rows.reshape(tiles, heads, 1, width, group * queries)
+
+
+def _from_columns(out: jax.Array, group: int) -> jax.Array:
+    """Invert `to_columns`: -> [tiles * n, heads, rows, V]."""
+    if out.ndim == 4:
+        return out.transpose(3, 0, 1, 2)
     tiles, heads, _, width, rows = out.shape
-    return out.reshape(tiles, heads, width, rows // queries, queries).transpose(0, 4, 1, 3, 2)
+    out = out.reshape(tiles, heads, width, group, rows // group).transpose(0, 4, 1, 3, 2)
+    return out.reshape(-1, heads, group, width)
 
 
 def head_rows(terms: jax.Array, static: Static, heads: int, group: int) -> jax.Array:
@@ -272,26 +289,25 @@ def call(
     interpret: Any,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the pallas_call on q [tiles, lane heads, n, M, W]. A mixed call starts at the tile of its first token.
+    """Run the pallas_call on q [tiles, lane heads, n, M, W], or of the mixed variant on what `to_columns` returns.
+
+    A mixed call starts at the tile of its first token.
 
     `terms`: sinks and slopes, as far as there are, from `head_rows`.
     """
     prefetch = tuple(vars(scalars).values())
-    heads, width = q.shape[1] // static.cores, static.layout.value_width  # of one core
+    heads, width = static.layout.lane_heads, static.layout.value_width  # of one core
     shapes = state_shapes(static, heads, width)
-    out_shape = (*q.shape[:4], width) if static.decode else (*q.shape[:3], width, q.shape[3])
+    channels = q.ndim - (1 if static.decode else 2)  # the axis of W
+    out_shape = (*q.shape[:channels], width, *q.shape[channels + 1 :])
     halved = static.cores > 1  # Mosaic gives the halves of a leading parallel dimension to the two cores
     grid: tuple[Any, ...] = (static.cores, num_tiles) if halved else (num_tiles,)
     order: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary") if halved else ("arbitrary",)
 
-    def at_tile(*indices: Any) -> tuple[Any, ...]:
-        core, tile, step = indices[:3] if halved else (0, *indices[:2])
-        return step[3] + tile, core, 0, 0, 0
-
     def at_core(*indices: Any) -> tuple[Any, ...]:
         return indices[0] if halved else 0, 0, 0
 
-    tile, out_tile = (pl.BlockSpec((1, heads, *shape[2:]), at_tile) for shape in (q.shape, out_shape))
+    tile, out_tile = (_tile_spec(static, shape) for shape in (q.shape, out_shape))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     inputs = [q, *terms]
     specs = [tile, *(pl.BlockSpec((heads, *term.shape[1:]), at_core) for term in terms)]
@@ -345,6 +361,30 @@ def call(
     return out, cache
 
 
+def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
+    """Return one core's block of a tile of q or of the output: [1, heads, n, M, W], if mixed [heads, parts, W, n].
+
+    The M columns of the mixed variant are in one part, or in one per row of `to_columns`.
+    """
+    heads, halved = static.layout.lane_heads, static.cores > 1
+
+    def at_tile(*indices: Any) -> tuple[Any, Any]:
+        core, tile, step = indices[:3] if halved else (0, *indices[:2])
+        return core, step[3] + tile
+
+    def by_columns(*indices: Any) -> tuple[Any, ...]:
+        core, tile = at_tile(*indices)
+        return core, 0, 0, tile
+
+    def by_tiles(*indices: Any) -> tuple[Any, ...]:
+        core, tile = at_tile(*indices)
+        return tile, core, 0, 0, 0
+
+    if len(shape) == 4:
+        return pl.BlockSpec((heads, *shape[1:3], static.blocks.queries), by_columns)
+    return pl.BlockSpec((1 if static.decode else None, heads, *shape[2:]), by_tiles)
+
+
 def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the arrays of `attend.State`, and, for the mixed variant, of the two `attend.Stage`."""
     rows, tokens = static.rows, static.blocks.tokens
@@ -355,24 +395,23 @@ def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     """Return the VMEM limit: all declared buffers, and space for the compiler."""
-    _, heads, sub, rows, width = q.shape
-    heads //= static.cores
-    tile, value_width = heads * sub * rows, static.layout.value_width
-    kv = 2 * static.blocks.pages * static.layout.bytes_per_page
-    state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, value_width))
-    tiles = 2 * tile * (width * q.dtype.itemsize + value_width * jnp.dtype(out_dtype).itemsize)
+    layout, heads, rows = static.layout, static.layout.lane_heads, static.rows
+    tile = heads * rows * (static.blocks.queries if static.decode else 1)
+    kv = 2 * static.blocks.pages * layout.bytes_per_page
+    state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, layout.value_width))
+    tiles = 2 * tile * (layout.width * q.dtype.itemsize + layout.value_width * jnp.dtype(out_dtype).itemsize)
     terms = 2 * heads * rows * LANES * 4 * (static.has_sinks + static.has_slopes)
     return kv + state + tiles + terms + (16 << 20)
 
 
 def cost(static: Static, q: jax.Array, cache: jax.Array) -> pl.CostEstimate:
     """Return the cost estimate for XLA's scheduler, with half of the page table in use."""
-    rows = q.size // q.shape[-1]
-    context = static.max_pages * static.layout.page_size // 2
-    page_bytes = static.layout.bytes_per_page
-    visits = q.shape[0] * q.shape[2]
+    layout = static.layout
+    rows = q.size // layout.width
+    context = static.max_pages * layout.page_size // 2
+    visits = rows // (layout.lane_heads * static.rows)
     return pl.CostEstimate(
-        flops=2 * rows * context * (q.shape[-1] + static.layout.value_width),
-        bytes_accessed=2 * q.size * q.dtype.itemsize + visits * static.max_pages * page_bytes // 2,
+        flops=2 * rows * context * (layout.width + layout.value_width),
+        bytes_accessed=2 * q.size * q.dtype.itemsize + visits * static.max_pages * layout.bytes_per_page // 2,
         transcendentals=rows * context,
     )

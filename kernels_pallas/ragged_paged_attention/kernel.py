@@ -38,6 +38,7 @@ from pagoda.kernels_pallas.ragged_paged_attention.attend import (
     attend_rows,
     column_logits,
     column_softmax,
+    columns,
 )
 from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Static, TileSpan, ceil_div, div, rem
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
@@ -52,10 +53,10 @@ class AttentionKernelBody:
     """The kernel body over its refs; `run` is one grid step."""
 
     plan: KernelPlan
-    q: Any  # [1, heads, sub, M, W] VMEM
+    q: Any  # [1, heads, sub, M, W] VMEM; mixed: [heads, parts, W, n], M = parts * n
     sinks: Any  # as state.top, VMEM, or None
     slopes: Any  # as state.top, VMEM, or None
-    out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
+    out: Any  # as q
     transfers: Transfers
     state: State
     stages: Any  # two `Stage`s, None in the decode variant
@@ -205,10 +206,15 @@ class AttentionKernelBody:
             token = rem(jax.lax.broadcasted_iota(jnp.int32, result.shape, 1), self.plan.static.blocks.queries)
             token = token + self.plan.first_token(self.plan.tile)
             own = jnp.logical_and(token >= part.low, token < part.high)
-            result = jnp.where(own, result, self.out[0, h, index].astype(jnp.float32))
-        self.out[0, h, index] = result.astype(self.out.dtype)
-        if not decode:
-            self.state.clear(h)
+            result = jnp.where(own, result, columns(self.out.at[h], 0, result.shape[1]).astype(jnp.float32))
+        result = result.astype(self.out.dtype)
+        if decode:
+            self.out[0, h, index] = result
+            return
+        size = self.out.shape[3]
+        for i in range(self.out.shape[1]):
+            self.out[h, i] = result[:, i * size : (i + 1) * size]
+        self.state.clear(h)
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,7 @@ class PassStream:
     static: Static
     transfers: Transfers
     span: TileSpan
-    q: Any  # [1, heads, 1, M, W]
+    q: Any  # [heads, parts, W, n]
     state: State
     stages: tuple[Stage, Stage]
     softcap: Any
@@ -296,7 +302,7 @@ class PassStream:
         start, h, k, _ = self.load(position, part)
         mask = self.mask(start)
         alibi = self.alibi(h, mask)
-        column_logits(self.q.at[0, h, 0], k, self.stages[part % 2], self.softcap, alibi, mask if masked else None)
+        column_logits(self.q.at[h], k, self.stages[part % 2], self.softcap, alibi, mask if masked else None)
 
     def softmax(self, position: PassPosition, part: int) -> None:
         """Run the second half of pair number `part` after `position`."""

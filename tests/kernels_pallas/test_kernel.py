@@ -130,6 +130,20 @@ def test_batches_of_one_kind(seqs: list[tuple[int, int]]) -> None:
     run("bf16", seqs, seed=2)
 
 
+@pytest.mark.parametrize("terms", [(), ("sinks", "slopes")], ids=["plain", "sinks and slopes"])
+def test_tiles_of_whole_lanes(monkeypatch: pytest.MonkeyPatch, terms: tuple[str, ...]) -> None:
+    """Tiles of 128 tokens are columns of one array, of which a tile has a part per query head of a KV head."""
+    monkeypatch.setitem(SMALL, "queries", 128)
+    monkeypatch.setitem(SMALL, "fetch", 128)
+    monkeypatch.setitem(SMALL, "tokens", 64)
+    layout, limits = PagedKvLayout(2, 64, "float32", 64), Limits(tokens=300, seqs=4, pages=16, max_pages=4)
+    knobs = {name: np.linspace(0.05, 1, 6).astype(np.float32) for name in terms}
+    case = make_case(layout, 3, [(1, 70), (150, 30), (1, 5), (110, 0)], limits=limits, seed=3, **knobs)
+    out, _ = attention(layout, interpret=STRICT)(case.arrays, knobs)
+    assert not races_found()
+    np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=3e-5)
+
+
 @st.composite
 def batches(draw):
     """Sequences that fit `LIMITS` at page size 8: decode rows first."""

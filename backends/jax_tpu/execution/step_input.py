@@ -215,6 +215,7 @@ class StepInput:
     adapter_slots: jax.Array | None = None  # int32 [S], or NO_ADAPTER; None: no sequence has an adapter
     adapter_mask: jax.Array | None = None  # bool [T, A], see `slot_mask`
     guess_counts: jax.Array | None = None  # int32 [S]: guesses after each sequence; None: no drafter model
+    scattered: bool = False  # between mixers and feed-forward blocks each device has T / tensor of the tokens
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
@@ -492,6 +493,7 @@ class PoolInput:
     shape: PoolShape
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
     adapter_mask: None = None  # pooling models have no adapters
+    scattered: bool = False  # as of StepInput
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: PoolShape, kernel: KernelChoice) -> PoolInput:

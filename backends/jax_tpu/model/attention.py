@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     local_part,
     normalise,
     query_growth,
+    reduced,
     scale_norm,
 )
 from pagoda.backends.jax_tpu.model.layout import (
@@ -24,7 +27,7 @@ from pagoda.backends.jax_tpu.model.layout import (
     slot_parts,
 )
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
-from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project, tokens_are_columns
 from pagoda.common.models.mixers import (
     Attention,
 )
@@ -110,7 +113,7 @@ class JaxAttention(nnx.Module):
         out = project(attended, self.out, step)
         if self.lora_out is not None and step.adapter_mask is not None:
             out = out + self.lora_out(attended, step.adapter_mask)[0]
-        out = all_reduce(out)
+        out = reduced(out, step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
 
     def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, jax.Array]:
@@ -135,7 +138,6 @@ class JaxAttention(nnx.Module):
 
         `v` [T, K, V]: values that are not among the heads.
         """
-        tokens, slots, _, dim = heads.shape
         q, k = heads[:, :, : self.layout.group], None
         if self.spec.shares_cache_of is None:
             k = heads[:, :, self.layout.group]
@@ -144,13 +146,12 @@ class JaxAttention(nnx.Module):
                 v = normalise(v, self.spec.value_norm, None)
         if not self.spec.qk_norm_after_rope:
             q, k = self._normalise(q, k)
-        q = q.reshape(tokens, -1, dim)
         if rotation is not None:
-            q, k = rotation(q), None if k is None else rotation(k)
+            rotate = partial(rotation, columns=tokens_are_columns(len(q)))
+            q, k = rotate(q), None if k is None else rotate(k)
         if self.spec.qk_norm_after_rope:
-            q, k = self._normalise(q.reshape(tokens, slots, -1, dim), k)
-            q = q.reshape(tokens, -1, dim)
-        return q, k, v
+            q, k = self._normalise(q, k)
+        return q.reshape(len(q), -1, q.shape[-1]), k, v
 
     def _terms(self) -> JaxHeadTerms:
         """Return the sinks and ALiBi slopes of this device's heads."""

@@ -7,7 +7,7 @@ repeats. Runs inside `shard_map`: every array is a device's local piece.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from pagoda.backends.jax_tpu.model.layers import (
     MoeFfn,
     Rotations,
     apply_norm,
+    gathered,
+    local_part,
     lookup,
     make_ffn,
     make_norm,
@@ -95,6 +97,9 @@ def make_mixer(spec: Mixer, width: int, build: JaxBuildContext) -> MixerLayer:
         case _:
             raise unsupported_mixer(spec)
 
+
+_SCATTERED_TOKENS: Final = 16
+"""Least tokens of a device in a scattered step: rows of a tile of 16-bit numbers."""
 
 MixerLayer = (
     JaxAttention
@@ -196,6 +201,8 @@ class JaxDecoder(nnx.Module):
         rotations: Rotations = {None: None}
         for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
+        if kept_inputs is None and self._scatters(len(x)):
+            step, x = replace(step, scattered=True), local_part(x, len(x) // self.tensor)
         parts = None if self.parts is None else self.parts(token_ids, x)
         x = x if self.stream_ends is None else self.stream_ends.split(x)
         read = BlockInputs(x, tuple(unstacked(block) for block in self.blocks))
@@ -204,7 +211,16 @@ class JaxDecoder(nnx.Module):
             x = self._blended(segment.first, x, kept)
             x, caches, kept_inputs = segment(x, caches, rotations, step, parts, read, kept_inputs)
         x = x if self.stream_ends is None else self.stream_ends.join(x)
-        return apply_norm(self.final_norm, x), caches, kept_inputs
+        return gathered(apply_norm(self.final_norm, x), step), caches, kept_inputs
+
+    def _scatters(self, tokens: int) -> bool:
+        """Whether each device computes residuals and norms for its part of a step's tokens only.
+
+        Sums over devices are then scattered, and norms gathered: as many bytes on the links as when sums are shared.
+        """
+        streams = self.parts is None and self.stream_ends is None and not self.blocks and not self.spec.blended
+        plain = streams and all(layer.side_moe is None and layer.shortcut is None for layer in self.spec.layers)
+        return plain and self.tensor > 1 and tokens % (_SCATTERED_TOKENS * self.tensor) == 0
 
     def _blended(self, index: int, x: jax.Array, kept: dict[int, jax.Array]) -> jax.Array:
         """X [T, D] -> the input of layer `index`. `kept`: those that later layers blend in, which this adds to."""
@@ -418,7 +434,8 @@ class JaxDecoderLayer(nnx.Module):
         """Run mixers and feed-forward block; arguments as of `__call__`. `added` [T, D]: to the mixers' input."""
         if not self.mixers:
             return (x if self.ffn is None else self._feed(x, repeat, step)), caches
-        normed = apply_norm(self.before_mixer, x if added is None else x + added)
+        own = apply_norm(self.before_mixer, x if added is None else x + added)
+        normed = gathered(own, step)
         updates, stacks = [], list(caches)
         for number, (mixer, own) in enumerate(zip(self.mixers, arrays)):
             taken = tuple(stacks[array] for array in own)
@@ -427,22 +444,22 @@ class JaxDecoderLayer(nnx.Module):
             updates.append(mixed)
             for array, cache in zip(own, taken):
                 stacks[array] = cache
-        residual = normed if self.spec.norm_residual else x
+        residual = own if self.spec.norm_residual else x
         y = self._add(residual, sum(updates[1:], start=updates[0]), self.after_mixer)
         if self.low_rank is not None:
-            y = (y + self.low_rank(normed)) * 2**-0.5
+            y = (y + self.low_rank(own)) * 2**-0.5
         if self.ffn is None:
             return y, tuple(stacks)
         if not self.spec.parallel:
             return self._feed(y, repeat, step), tuple(stacks)
         if self.before_ffn is not None:
-            normed = apply_norm(self.before_ffn, x)
+            normed = gathered(apply_norm(self.before_ffn, x), step)
         return self._add(y, self._fed(normed, repeat, step), self.after_ffn), tuple(stacks)
 
     def _feed(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
         """X [T, D] -> [T, D], after the feed-forward block."""
         normed = apply_norm(self.before_ffn, x)
-        fed = self._fed(normed, repeat, step)
+        fed = self._fed(gathered(normed, step), repeat, step)
         fed = fed if self.side is None else self.side(fed, x, repeat, step)
         return self._add(normed if self.spec.norm_residual else x, fed, self.after_ffn)
 

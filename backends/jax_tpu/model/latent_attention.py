@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.execution.step_input import PoolInput
-from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce, query_growth
+from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, query_growth, reduced
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
@@ -145,7 +145,7 @@ class JaxLatentAttention(nnx.Module):
                 attended * jax.nn.sigmoid(adapted(project(x, self.gate[...]), self.gate_lora, x, step))[..., None]
             )
         attended = attended.reshape(len(x), -1)
-        out = all_reduce(adapted(project(attended, self.out, step), self.lora_out, attended, step))
+        out = reduced(adapted(project(attended, self.out, step), self.lora_out, attended, step), step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
 
     def _attend_selected(

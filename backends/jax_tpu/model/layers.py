@@ -56,6 +56,18 @@ def all_reduce(x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, MODEL)
 
 
+def reduced(x: jax.Array, step: AnyStep) -> jax.Array:
+    """Sum x [T, D] over the tensor-parallel devices, each of which gets all tokens, or its part of a scattered step."""
+    if step.scattered:
+        return jax.lax.psum_scatter(x, MODEL, scatter_dimension=0, tiled=True)
+    return all_reduce(x)
+
+
+def gathered(x: jax.Array, step: AnyStep) -> jax.Array:
+    """Return all tokens [T, D] of a scattered step's parts, or x as it is."""
+    return jax.lax.all_gather(x, MODEL, axis=0, tiled=True) if step.scattered else x
+
+
 def lookup(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Return the rows [T, n] of token_ids int32 [T]; the table's rows are sharded over the devices."""
     index = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
@@ -186,7 +198,7 @@ class MlpFfn(nnx.Module):
 
     def __call__(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
         """X [T, D] -> [T, D]. `added` [T, 2 or 1, F]: to gate and up."""
-        out = all_reduce(self.partial_sum(x, step, added))
+        out = reduced(self.partial_sum(x, step, added), step)
         return out if self.down_bias is None else out + self.down_bias[...]
 
     def partial_sum(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
@@ -269,7 +281,7 @@ class MoeFfn(nnx.Module):
         out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step, mask)
         out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32) * weights[:, :, None]
         mixed = out.sum(1) if self.shared is None else out.sum(1) + self._shared(self.shared, x, step)
-        return all_reduce(jnp.where(real[:, None], mixed, 0).astype(x.dtype))
+        return reduced(jnp.where(real[:, None], mixed, 0).astype(x.dtype), step)
 
     def _shared(self, mlp: MlpFfn, x: jax.Array, step: AnyStep) -> jax.Array:
         """X [T, D] -> this device's addend of the shared Mlp's output [T, D], times its gate."""
@@ -425,8 +437,8 @@ class JaxRotation:
     sin: jax.Array  # float32 [T, 1, dim/2]
     dim: int
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Rotate x [T, n, H].
+    def __call__(self, x: jax.Array, *, columns: bool = False) -> jax.Array:
+        """Rotate x [T, ..., H]. `columns`: tokens are its columns in memory (`tokens_are_columns`).
 
         Halves are swapped by a matmul with a signed permutation: exact, and cheap on the matrix unit. Slicing halves of
         the TPU's 128 lanes would copy x to another layout and back.
@@ -434,8 +446,17 @@ class JaxRotation:
         unrotated = x.shape[-1] - self.dim
         cos = jnp.pad(jnp.concatenate([self.cos, self.cos], -1), [(0, 0), (0, 0), (0, unrotated)], constant_values=1)
         sin = jnp.pad(jnp.concatenate([self.sin, self.sin], -1), [(0, 0), (0, 0), (0, unrotated)])
-        swapped = jnp.einsum("tnh,hg->tng", x, _swap_matrix(x, self.dim), preferred_element_type=jnp.float32)
-        return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+        cos, sin = (each.reshape(len(x), *[1] * (x.ndim - 2), x.shape[-1]) for each in (cos, sin))
+        return (x.astype(jnp.float32) * cos + _swapped(x, self.dim, columns=columns) * sin).astype(x.dtype)
+
+
+def _swapped(x: jax.Array, dim: int, *, columns: bool) -> jax.Array:
+    """X [T, ..., H] -> [-second half, first half, 0] of each head, in float32."""
+    matrix = _swap_matrix(x, dim)
+    if not columns:
+        return jnp.einsum("t...h,hg->t...g", x, matrix, preferred_element_type=jnp.float32)
+    swapped = jnp.einsum("...ht,hg->...gt", jnp.moveaxis(x, 0, -1), matrix, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(swapped, -1, 0)
 
 
 def _swap_matrix(x: jax.Array, dim: int) -> jax.Array:

@@ -32,6 +32,9 @@ SHARDED: Final = "KF"
 
 _SUBLANES: Final = 8  # 32-bit rows of a register
 
+_MXU_COLUMNS: Final = 256
+"""Of the matrix units from v6e on."""
+
 LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3b11fnuz": 28.0}
 """Largest value of each dtype of quantised numbers."""
 
@@ -235,8 +238,20 @@ def project(
 
 
 def _product(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    if tokens_are_columns(len(x)) and weight.ndim == 3 and weight.shape[1] < _MXU_COLUMNS:
+        columns = jax.lax.dot_general(weight, x, (((2,), (1,)), ((), ())), preferred_element_type=dtype)
+        return jnp.moveaxis(jax.lax.optimization_barrier(columns), -1, 0)
     contract_last = (((1,), (weight.ndim - 1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype)
+
+
+def tokens_are_columns(tokens: int) -> bool:
+    """Whether heads [T, n, H] of a step are kept in the order [n, H, T], as the attention kernel reads prompts.
+
+    XLA multiplies by each head apart, and heads are narrower than the matrix unit: half of it would idle. With tokens
+    as columns it is full, and nothing is moved between the projection and the kernel.
+    """
+    return tokens > _MXU_COLUMNS
 
 
 def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:

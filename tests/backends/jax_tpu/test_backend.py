@@ -18,6 +18,7 @@ from support.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, RecompileError
+from pagoda.backends.jax_tpu.model import parameters
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -70,6 +71,22 @@ def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
         assert result.token_ids[0] == want.argmax()
         tokens.append(int(result.token_ids[0]))
         _, result = d.step({3: [PREVIOUS]})
+
+
+@pytest.mark.parametrize("kind", ["full", "moe"])
+def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scattered = []
+    monkeypatch.setattr(parameters, "_MXU_COLUMNS", 15)
+    scatter = jax.lax.psum_scatter
+    monkeypatch.setattr(
+        jax.lax, "psum_scatter", lambda x, *args, **kw: scattered.append(len(x)) or scatter(x, *args, **kw)
+    )
+    spec, prompt = SPECS[kind], [(7 * i + i * i) % 96 for i in range(30)]
+    want = NaiveModel(spec, random_weights(spec)).logits(prompt).log_softmax(-1).numpy()
+    d = driver(spec, tensor=2)
+    _, result = d.step({1: prompt}, [d.start(1, prompt, EVERYTHING)])
+    assert set(scattered) == {64}, "tokens of a step, padding included"
+    np.testing.assert_allclose(by_token(result.prompt_logprobs[0]), want[:-1], atol=3e-5)
 
 
 @pytest.mark.parametrize("best", [0, 3])

@@ -31,6 +31,8 @@ def test_channels_rotate_in_pairs(dim: int) -> None:
     cos, sin = np.cos(angles(dim)), np.sin(angles(dim))
     wanted = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
     np.testing.assert_allclose(turn(dim)(jnp.asarray(x, jnp.float32)), wanted, atol=2e-6)
+    columns = turn(dim)(jnp.asarray(x[:, None], jnp.float32), columns=True)
+    np.testing.assert_allclose(columns, wanted[:, None], atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce
+from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
@@ -60,7 +60,7 @@ class JaxGatedDelta(nnx.Module):
         heads, states = gated_delta(inputs, caches[1], layer, batch, **options)
         gates = jax.nn.silu(gate.astype(jnp.float32)).reshape(len(x), -1, spec.value_dim)
         gated = (self.norm(heads.astype(x.dtype)) * gates).astype(x.dtype).reshape(len(x), -1)
-        return all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step)), (tails, states)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (tails, states)
 
     def _inputs(self, qkv: jax.Array, rates: jax.Array) -> DeltaInputs:
         """Qkv [T, K, channels] after the convolution, rates [T, K, 2 G] -> the rule's inputs."""

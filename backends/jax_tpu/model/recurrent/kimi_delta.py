@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, all_reduce
+from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
@@ -66,7 +66,7 @@ class JaxKimiDelta(nnx.Module):
         gates = adapted(project(low_rank[1], self.gate[...]), self.gate_lora, low_rank[1], step)
         gates = jax.nn.sigmoid(gates.astype(jnp.float32))
         gated = (self.norm(heads) * gates).astype(x.dtype).reshape(len(x), -1)
-        return all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step)), (tails, states)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (tails, states)
 
     def _low_rank(self, x: jax.Array, step: AnyStep) -> tuple[jax.Array, jax.Array]:
         """X [T, D] -> what the decay and the gate are projected from, [T, R] each, or x."""

@@ -17,6 +17,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     apply_norm,
     local_part,
     make_norm,
+    reduced,
     scale_norm,
 )
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
@@ -63,7 +64,7 @@ class JaxLightningAttention(nnx.Module):
         weight = None if self.norm is None else self.norm[...]
         normed = scale_norm(heads, mean[:, :, None], spec.norm, weight).astype(x.dtype)
         gated = (normed * jax.nn.sigmoid(gate)).reshape(len(x), -1)
-        return all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step)), (states,)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (states,)
 
     def _groups(self, slots: int) -> jax.Array:
         """Return float32 [slots, groups]: 1 for the group of each head of this device. Empty positions have none."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, apply_norm, make_norm
+from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, apply_norm, make_norm, reduced
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
@@ -61,7 +61,7 @@ class JaxMamba(nnx.Module):
         inputs = self._inputs(v, x.dtype)
         mixed, states = linear_recurrence(Selective(), inputs, caches[1], layer, batch, **options)
         gated = ((mixed + self.skip[...] * v) * jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
-        out = all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step))
+        out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
 
     def _inputs(self, v: jax.Array, dtype: jnp.dtype) -> RecurrenceInputs:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, local_part, scale_norm
+from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, local_part, reduced, scale_norm
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
@@ -70,7 +70,7 @@ class JaxMamba2(nnx.Module):
         heads, states = linear_recurrence(ScalarDecay(), inputs, caches[1], layer, batch, **options)
         heads = heads + jnp.repeat(self.skip[...], self.spec.head_dim, axis=1) * vbc[..., : self.values]
         mixed = self._gated(heads, jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
-        out = all_reduce(adapted(project(mixed, self.out, step), self.lora_out, mixed, step))
+        out = reduced(adapted(project(mixed, self.out, step), self.lora_out, mixed, step), step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
 
     def _step_sizes(self, x: jax.Array, step: AnyStep) -> jax.Array:

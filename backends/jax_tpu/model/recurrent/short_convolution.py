@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce
+from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, reduced
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
@@ -47,5 +47,5 @@ class JaxShortConvolution(nnx.Module):
         if self.taps_bias is not None:
             mixed = mixed + self.taps_bias[...]
         gated = (mixed * c).astype(x.dtype).reshape(len(x), -1)
-        out = all_reduce(adapted(project(gated, self.out, step), self.lora_out, gated, step))
+        out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails,)
