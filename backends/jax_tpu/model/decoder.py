@@ -434,8 +434,8 @@ class JaxDecoderLayer(nnx.Module):
         """Run mixers and feed-forward block; arguments as of `__call__`. `added` [T, D]: to the mixers' input."""
         if not self.mixers:
             return (x if self.ffn is None else self._feed(x, repeat, step)), caches
-        own = apply_norm(self.before_mixer, x if added is None else x + added)
-        normed = gathered(own, step)
+        part = apply_norm(self.before_mixer, x if added is None else x + added)  # of the tokens, in a scattered step
+        normed = gathered(part, step)
         updates, stacks = [], list(caches)
         for number, (mixer, own) in enumerate(zip(self.mixers, arrays)):
             taken = tuple(stacks[array] for array in own)
@@ -444,10 +444,10 @@ class JaxDecoderLayer(nnx.Module):
             updates.append(mixed)
             for array, cache in zip(own, taken):
                 stacks[array] = cache
-        residual = own if self.spec.norm_residual else x
+        residual = part if self.spec.norm_residual else x
         y = self._add(residual, sum(updates[1:], start=updates[0]), self.after_mixer)
         if self.low_rank is not None:
-            y = (y + self.low_rank(own)) * 2**-0.5
+            y = (y + self.low_rank(part)) * 2**-0.5
         if self.ffn is None:
             return y, tuple(stacks)
         if not self.spec.parallel:
