@@ -27,7 +27,8 @@ from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.mixers import Attention
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import LowRankResidual, ModelSpec
 
 SPECS = {
     "full": tiny_spec(),
@@ -73,7 +74,14 @@ def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
         _, result = d.step({3: [PREVIOUS]})
 
 
-@pytest.mark.parametrize("kind", ["full", "moe"])
+def norm_residual() -> ModelSpec:
+    """Updates are added to what the norms return; a low-rank residual beside them."""
+    spec = tiny_spec()
+    low_rank = LowRankResidual(6, Norm(1e-5))
+    return replace(spec, layers=tuple(replace(layer, norm_residual=True, low_rank=low_rank) for layer in spec.layers))
+
+
+@pytest.mark.parametrize("kind", ["full", "moe", "norm_residual"])
 def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scattered = []
     monkeypatch.setattr(parameters, "_MXU_COLUMNS", 15)
@@ -81,7 +89,8 @@ def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypat
     monkeypatch.setattr(
         jax.lax, "psum_scatter", lambda x, *args, **kw: scattered.append(len(x)) or scatter(x, *args, **kw)
     )
-    spec, prompt = SPECS[kind], [(7 * i + i * i) % 96 for i in range(30)]
+    spec = norm_residual() if kind == "norm_residual" else SPECS[kind]
+    prompt = [(7 * i + i * i) % 96 for i in range(30)]
     want = NaiveModel(spec, random_weights(spec)).logits(prompt).log_softmax(-1).numpy()
     d = driver(spec, tensor=2)
     _, result = d.step({1: prompt}, [d.start(1, prompt, EVERYTHING)])
