@@ -57,7 +57,9 @@ def run(spec: Moe, use_kernel: bool, form: MatrixFormat | None = None) -> np.nda
         for each in (ffn.router, ffn.correction, *biases(ffn), *shared, ffn.shared_gate):
             if each is not None:
                 each.set_value(each[...][LAYER])  # the scan of the decoder cuts these
-        step = SimpleNamespace(query_start=ends, kernel=kernel, adapter_mask=None)  # what a mixture reads of a step
+        step = SimpleNamespace(
+            query_start=ends, kernel=kernel, adapter_mask=None, scattered=False
+        )  # what a mixture reads of a step
         return ffn(x, jnp.int32(LAYER), step)
 
     everywhere = PartitionSpec()
