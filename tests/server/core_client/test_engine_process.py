@@ -76,8 +76,9 @@ async def test_an_engine_has_one_arena_of_memory_unless_its_operator_sets_their_
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     if arenas is not None:
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
-    pid = started.client().pid
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    client = started.client()
+    client.wait_ready()  # until then the file may be empty
+    variables = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")
     assert f"MALLOC_ARENA_MAX={arenas or 1}".encode() in variables
 
 
