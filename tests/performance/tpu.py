@@ -33,7 +33,11 @@ CONFIG: dict[str, Any] = {
 }
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
 CHIP, BLOCKS = "v6e:1x1", 600
-BUCKETS = {"decode of 8": StepShape(8, 8, 8, 1, True), "128 tokens of 8": StepShape(128, 8, 8, 1, False)}
+BUCKETS = {
+    "decode of 8": StepShape(8, 8, 8, 1, True),
+    "128 tokens of 8": StepShape(128, 8, 8, 1, False),
+    "1024 tokens of 8": StepShape(1024, 8, 8, 1, False),
+}
 
 
 def environment() -> dict[str, str]:
