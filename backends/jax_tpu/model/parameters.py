@@ -240,7 +240,7 @@ def project(
 def _product(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     if tokens_are_columns(len(x)) and weight.ndim == 3 and weight.shape[1] < _MXU_COLUMNS:
         columns = jax.lax.dot_general(weight, x, (((2,), (1,)), ((), ())), preferred_element_type=dtype)
-        return jnp.moveaxis(jax.lax.optimization_barrier(columns), -1, 0)
+        return jnp.moveaxis(jax.lax.optimization_barrier(columns), -1, 0)  # else XLA may exchange the factors again
     contract_last = (((1,), (weight.ndim - 1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype)
 
