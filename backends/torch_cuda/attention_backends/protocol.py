@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
 from pagoda.common.engine.step import Int32
 from pagoda.common.errors import ConfigError
@@ -144,6 +144,22 @@ class PrefillPart:
             batch.groups[cache.group].tables[first:],
             slice(begin, None),
         )
+
+
+def score_rules(spec: Attention, terms: HeadTerms, cache: CudaLayerCache) -> ScoreRules:
+    """Return how a layer's own kernels compute scores over a cache."""
+    return ScoreRules(
+        spec.scale,
+        spec.window,
+        spec.softcap,
+        terms.sinks,
+        terms.slopes,
+        cache.k_scale,
+        cache.v_scale,
+        spec.chunk,
+        spec.lookback,
+        spec.alibi_root,
+    )
 
 
 @dataclass(frozen=True, slots=True)

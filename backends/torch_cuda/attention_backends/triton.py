@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
+from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels, score_rules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
+from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
 from pagoda.backends.torch_cuda.kernels.latent_attention import latent_decode
 from pagoda.backends.torch_cuda.kernels.prefill_attention import PagedPrefill
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
@@ -39,22 +39,10 @@ class TritonAttn:
     def _over(
         self, cache: CudaLayerCache, spec: Attention, terms: HeadTerms, queries: Tensor, tile: int | None
     ) -> PagedPrefill:
-        rules = ScoreRules(
-            spec.scale,
-            spec.window,
-            spec.softcap,
-            terms.sinks,
-            terms.slopes,
-            cache.k_scale,
-            cache.v_scale,
-            spec.chunk,
-            spec.lookback,
-            spec.alibi_root,
-        )
         return PagedPrefill(
             cache.keys,
             cache.values,
-            rules,
+            score_rules(spec, terms, cache),
             dtype=queries.dtype,
             group=queries.shape[1] // cache.keys.shape[1],
             tile=tile,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import query_growth, sigmoid
-from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeAttention, PrefillAttention
+from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeAttention, PrefillAttention, score_rules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
@@ -119,26 +119,11 @@ class CudaPagedHeads:
             queries, tables, kv_lens, out, query_counts=batch.query_counts, splits=batch.splits, work=batch.work
         )
 
-    def _rules(self, cache: CudaLayerCache) -> ScoreRules:
-        spec, terms = self.spec, self.terms
-        return ScoreRules(
-            spec.scale,
-            spec.window,
-            spec.softcap,
-            terms.sinks,
-            terms.slopes,
-            cache.k_scale,
-            cache.v_scale,
-            spec.chunk,
-            spec.lookback,
-            spec.alibi_root,
-        )
-
     def _decode_over(self, cache: CudaLayerCache, queries: Tensor, query_len: int) -> PagedDecode:
         return PagedDecode(
             cache.keys,
             cache.values,
-            self._rules(cache),
+            score_rules(self.spec, self.terms, cache),
             dtype=queries.dtype,
             group=queries.shape[1] // cache.keys.shape[1],
             query_len=query_len,
