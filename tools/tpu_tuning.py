@@ -9,7 +9,7 @@ Block sizes that are not at least --gain faster than the formula's are not used:
 also records that these heads were searched.
 
 Results are appended to --results as they come, and read from there by the next run, unless the kernel or the compiler
-has changed. --limit ends a run after so many compilations; run again to continue.
+has changed. --limit: largest number of compilations of a run; the next run continues.
 """
 
 from __future__ import annotations

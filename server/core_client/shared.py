@@ -37,7 +37,7 @@ STATS_SECONDS: Final = 0.5
 """Interval at which a client without outputs gets the engine's statistics while it is busy."""
 
 OTHERS_SECONDS: Final = 0.1
-"""Interval at which a client is told what the others use: with hundreds of keys that takes part of a millisecond."""
+"""Interval at which the use of the other clients is sent: with hundreds of keys that takes part of a millisecond."""
 
 
 def output_address(address: str, client: int) -> str:
@@ -112,7 +112,7 @@ class ClientRouter:
             self._send(client, StepReply(step_outputs, self._others(client, now)))
 
     def _others(self, client: int, now: float) -> OtherUse | None:
-        """Return what the clients but one use; None if it was told that lately and they use something."""
+        """Return what all clients but one use; None if that is not zero and was sent less than OTHERS_SECONDS ago."""
         uses = [use for number, use in enumerate(self._uses) if number != client and use.callers]
         if not uses:
             self._told[client] = 0.0

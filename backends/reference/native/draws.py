@@ -13,6 +13,7 @@ Logits are multiplied by 1 / temperature here and divided by it in the definitio
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, Final
 
@@ -66,7 +67,7 @@ def best_kernel(width: int) -> Kernel:
     return _BestTokens(width, MOST_BEST).build()
 
 
-class _Search:
+class _Search(ABC):
     """A kernel over rows."""
 
     def __init__(self, width: int, most: int) -> None:
@@ -89,8 +90,9 @@ class _Search:
             e.builder.store(e.builder.load(self.count), e.at(self.counts, row))
         return Kernel(e.module)
 
+    @abstractmethod
     def row(self, row: Any) -> None:
-        raise NotImplementedError
+        """Emit the search of one row: its candidates to `tokens`, their number to `count`."""
 
     def scaled(self, at: Any) -> Any:
         """Return 16 logits over temperature."""

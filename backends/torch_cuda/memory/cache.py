@@ -32,7 +32,7 @@ class CudaLayerCache:
     k_scale: Tensor | None = None  # float32 [1]: value = stored * scale; 8-bit caches only
     v_scale: Tensor | None = None
     prepared: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What layers have prepared over this cache, by whoever uses it: launches with its address."""
+    """Kernel launches that layers have prepared with this cache's addresses, by the key of each user."""
 
 
 @dataclass(frozen=True, slots=True)

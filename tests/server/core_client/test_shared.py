@@ -29,7 +29,7 @@ from pagoda.server.ipc_messages import (
 
 @pytest.fixture(autouse=True)
 def always_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others use is told at every step, except where the interval is tested."""
+    """The use of other clients is sent at every step, except where the interval is tested."""
     if request.function is not test_what_others_use_is_told_now_and_then:
         monkeypatch.setattr(shared, "OTHERS_SECONDS", 0.0)
 
