@@ -31,6 +31,10 @@ PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
 
 READY, STOP, HURRY = b"r", b"s", b"h"
 
+_CAUSE_SECONDS: Final = 5.0
+"""How long API server processes have to fail their requests with the cause of the engine's death before they are told
+to stop: that message comes by another socket, and may overtake the cause."""
+
 _END_SECONDS: Final = 10.0
 """How long API server processes have to end after the engine has died or another of them has."""
 
@@ -75,6 +79,7 @@ class _Supervisor:
         self._info: EngineInfo | None = None
         self._ready = 0
         self._processes: list[_ApiServer] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     async def run(self, listener: socket.socket, watch_signals: WatchSignals, program: Sequence[str]) -> int:
         """See run_api_servers."""
@@ -93,6 +98,7 @@ class _Supervisor:
         finally:
             for process in self._processes:
                 await process.end()
+            self._context.destroy(linger=0)
 
     async def _watch(self, dead: asyncio.Future[Failed], stop: asyncio.Event, hurry: asyncio.Event) -> int:
         ends = [asyncio.ensure_future(process.wait()) for process in self._processes]
@@ -109,6 +115,8 @@ class _Supervisor:
             if not dead.done():  # a process may end first when the engine dies
                 await asyncio.wait({dead}, timeout=0.5)
             ended = next((end.result() for end in ends if end.done()), 1)
+            if dead.done() and not self._server.keep_alive_on_engine_death:
+                await asyncio.wait(ends, timeout=_CAUSE_SECONDS)
             self._tell(HURRY)
             await asyncio.wait(ends, timeout=_END_SECONDS)
             if dead.done():
@@ -129,16 +137,16 @@ class _Supervisor:
             self._report(message)
 
     def _report(self, failed: Failed) -> None:
-        """Tell the API server processes that the engine has died: it may not have been able to."""
-        context = zmq.Context()
+        """Tell the API server processes that the engine has died: it may not have been able to.
+
+        Does not wait for busy processes: they read it while `_context` lives.
+        """
         data = encode(failed)
         for index in range(self._server.api_server_count):
             for address in self._engine.addresses:
-                outputs = context.socket(zmq.PUSH)
+                outputs = self._context.socket(zmq.PUSH)
                 outputs.connect(output_address(address, index))
                 outputs.send(data)
-                outputs.close(linger=1000)
-        context.destroy(linger=1000)
 
     def _on_ready(self) -> None:
         self._ready += 1

@@ -116,10 +116,10 @@ class ServerState:
 
     def llm(self) -> AsyncLLM:
         """Return the engine, ready for a request. Raise UnavailableError, or EngineDeadError with the cause."""
-        if self.draining:
-            raise UnavailableError("the server is shutting down")
         if self._llm.errored:
             raise self._llm.dead_error
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
         if not self._llm.is_running:
             raise UnavailableError("the model is still loading")
         self._llm.raise_if_unavailable()

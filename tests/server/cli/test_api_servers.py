@@ -246,7 +246,9 @@ def test_cut_requests_get_errors_and_the_exit_status_says_so(tmp_path: Path, sig
         assert "Traceback" not in server.process.stderr.read()
 
 
-def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suspended", [False, True])
+def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Path, suspended: bool) -> None:
+    """`suspended`: the API server processes do not run meanwhile, so that all they are told awaits them."""
     with api_servers("fake:endless", tmp_path, TRACKED) as server:
         children, apis = server.children(), server.api_processes()
         (engine,) = set(children) - set(apis)
@@ -254,7 +256,12 @@ def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Pa
         with ThreadPoolExecutor(30) as pool:
             answers = [pool.submit(server.completion, 60_000, True) for _ in range(30)]
             eventually(lambda: server.running() == 30)
+            for pid in apis * suspended:
+                os.kill(pid, signal.SIGSTOP)
             os.kill(engine, signal.SIGKILL)
+            time.sleep(1.5 * suspended)
+            for pid in apis * suspended:
+                os.kill(pid, signal.SIGCONT)
             began = time.monotonic()
             assert all(b"killed by SIGKILL" in each.result()[1] for each in answers)
             assert time.monotonic() - began < 5  # a second on a machine with nothing else to do
