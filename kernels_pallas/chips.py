@@ -34,6 +34,7 @@ class ChipInfo:
     multiplies_float8: bool = False  # they multiply it by itself, faster than bfloat16
     tall_tiles: bool = False  # XLA prefers 16 rows to 8 in tiles of 16-bit arrays
     packed_bfloat16: bool = True  # vector units compute with two bfloat16 numbers in a word
+    matrix_width: int = 256  # rows and columns of a matrix unit
 
     @property
     def clock_hz(self) -> float:
@@ -44,8 +45,16 @@ class ChipInfo:
 CHIPS: dict[str, ChipInfo] = {
     chip.name: chip
     for chip in (
-        ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072, 4.5e10, packed_bfloat16=False),
-        ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072, 9e10, packed_bfloat16=False),
+        ChipInfo(
+            *("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072, 4.5e10),
+            packed_bfloat16=False,
+            matrix_width=128,
+        ),
+        ChipInfo(
+            *("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072, 9e10),
+            packed_bfloat16=False,
+            matrix_width=128,
+        ),
         ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288, 9e10),
         ChipInfo(
             *("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288, 9e10),

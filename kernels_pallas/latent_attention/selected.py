@@ -252,6 +252,7 @@ def _variant(
         quarters=False,
         writes=False,
         blocks=AttentionBlockSizes(size, pages, pass_tokens(DECODE_PASS if decode else MIXED_PASS, pages, layout), 1),
+        alternates=False,
         rows=tiled.shape[3],
         max_pages=max_pages,
         windowed=False,

@@ -215,17 +215,26 @@ def attend_rows(
     state.acc[h] = state.acc[h] * widen_lanes(decay, v.shape[1]) + dot(weights.astype(q.dtype), v, ((1,), (0,)))
 
 
-def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, alibi: Alibi | None, mask: Mask | None) -> None:
-    """First half of a pass: write logits of q [parts, W, n] (a ref) over k [tokens, W] and their maximum to `stage`."""
-    count = q.shape[0] * q.shape[2]
-    width = column_width(count)
-    for i in range(0, count, width):
-        chain = pl.ds(i, width)
-        x = apply_softcap(dot(k, columns(q, i, width), ((1,), (0,))), softcap)
-        x = x if alibi is None else alibi.apply_columns(x, i)
-        x = x if mask is None else mask.apply(x, key_axis=0, first=i)
-        stage.logits[:, chain] = x
-        stage.peak[:, chain] = fold_max(x)
+@dataclass(frozen=True)
+class ColumnLogits:
+    """First half of a pass of the column arrangement, chain by chain: logits over k [tokens, W], and their maximum."""
+
+    q: Any  # [parts, W, n], a ref
+    k: jax.Array
+    stage: Stage  # to write to
+    softcap: Any
+    alibi: Alibi | None
+    mask: Mask | None
+
+    def run(self, first: int) -> None:
+        """Compute the chain that begins with column `first`."""
+        width = column_width(self.stage.logits.shape[1])
+        chain = pl.ds(first, width)
+        x = apply_softcap(dot(self.k, columns(self.q, first, width), ((1,), (0,))), self.softcap)
+        x = x if self.alibi is None else self.alibi.apply_columns(x, first)
+        x = x if self.mask is None else self.mask.apply(x, key_axis=0, first=first)
+        self.stage.logits[:, chain] = x
+        self.stage.peak[:, chain] = fold_max(x)
 
 
 def columns(parts: Any, first: int, count: int) -> jax.Array:
@@ -235,23 +244,39 @@ def columns(parts: Any, first: int, count: int) -> jax.Array:
     return loaded[0] if len(loaded) == 1 else jnp.concatenate(loaded, axis=1)
 
 
-def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:
-    """Second half of a pass: update the state of lane head `h` with the logits of `stage` and v [tokens, W].
+@dataclass(frozen=True)
+class ColumnSoftmax:
+    """Second half of a pass, chain by chain: update the state of lane head `h` with the logits of `stage`.
 
-    Rows of ones below the transposed v make the matrix unit, which has spare time, sum the weights.
+    Rows of ones below the transposed V make the matrix unit, which has spare time, sum the weights.
     """
-    count, height = stage.logits.shape[1], state.acc.shape[1]
-    width = column_width(count)
-    left = jnp.concatenate([v.T, jnp.ones((2 * SUBLANES, v.shape[0]), v.dtype)], axis=0)
-    for i in range(0, count, width):
-        chain = pl.ds(i, width)
+
+    left: jax.Array  # transposed V with these rows [W + 16, tokens]
+    stage: Stage
+    state: State
+    h: Any
+
+    @classmethod
+    def of(cls, v: jax.Array, stage: Stage, state: State, h: Any) -> ColumnSoftmax:
+        """Return it for v [tokens, W]."""
+        return cls(jnp.concatenate([v.T, jnp.ones((2 * SUBLANES, v.shape[0]), v.dtype)], axis=0), stage, state, h)
+
+    def run(self, first: int) -> None:
+        """Compute the chain that begins with column `first`."""
+        stage, state, h = self.stage, self.state, self.h
+        chain = pl.ds(first, column_width(stage.logits.shape[1]))
         old = state.top[h, :, chain]
         new = jnp.maximum(old, jnp.max(stage.peak[:, chain], axis=0, keepdims=True))
-        weights = jnp.exp2(stage.logits[:, chain] - new[:1]).astype(v.dtype)
+        weights = jnp.exp2(stage.logits[:, chain] - new[:1]).astype(self.left.dtype)
         decay = jnp.exp2(old - new)
         state.top[h, :, chain] = new
-        added = dot(left, weights, ((1,), (0,)))[:height]
+        added = dot(self.left, weights, ((1,), (0,)))[: state.acc.shape[1]]
         state.acc[h, :, chain] = state.acc[h, :, chain] * decay[:1] + added
+
+
+def column_chains(count: int) -> range:
+    """Return the first columns of the independent chains of `count` queries."""
+    return range(0, count, column_width(count))
 
 
 def column_width(count: int) -> int:

@@ -192,6 +192,7 @@ def variant(
         quarters=quarters,
         writes=words is not None,
         blocks=blocks,
+        alternates=chip.matrix_width > LANES,
         rows=tiled.shape[3] if decode else group * blocks.queries,
         max_pages=max_pages,
         windowed=knobs.window is not None,

@@ -32,12 +32,13 @@ from jax.experimental import pallas as pl
 
 from pagoda.kernels_pallas.ragged_paged_attention.attend import (
     Alibi,
+    ColumnLogits,
+    ColumnSoftmax,
     Mask,
     Stage,
     State,
     attend_rows,
-    column_logits,
-    column_softmax,
+    column_chains,
     columns,
 )
 from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Static, TileSpan, ceil_div, div, rem
@@ -262,7 +263,7 @@ class PassStream:
         """Process all pairs. The fetch of the first block has been started."""
         self.fetch_next(0, self.slot(1))
         self.wait_block(0)
-        self.logits((0, 0), 0, masked=True)
+        self.run_chains(self.logits((0, 0), 0, masked=True))
         heads, size = self.static.layout.lane_heads, self.static.blocks.heads
         groups, position = ceil_div(self.passes * heads, size), (jnp.int32(0), jnp.int32(0))
         unmasked = jnp.int32(0)
@@ -293,21 +294,37 @@ class PassStream:
         pl.when(first_group)(lambda: self.fetch_next(block, self.slot(block + 1)))
         pl.when(jnp.logical_and(last_group, block + 1 < self.span.blocks))(lambda: self.wait_block(block + 1))
         for part in range(size):
-            self.logits(position, part + 1, masked=masked or part + 1 == size)
-            self.softmax(position, part)
+            logits = self.logits(position, part + 1, masked=masked or part + 1 == size)
+            softmax = self.softmax(position, part)
+            if self.static.alternates:
+                self.run_chains(logits, softmax)
+            else:
+                self.run_chains(logits)
+                self.run_chains(softmax)
         return jnp.where(last_group, block + 1, block), pair + size - jnp.where(last_group, self.block_pairs, 0)
 
-    def logits(self, position: PassPosition, part: int, *, masked: bool) -> None:
-        """Run the first half of pair number `part` after `position`."""
+    def run_chains(self, *halves: ColumnLogits | ColumnSoftmax) -> None:
+        """Compute all chains of these halves in turn. The scheduler keeps to this order where it has the choice.
+
+        Units of 256 columns finish a chain of logits while the vector unit is at one of the softmax; if all logits came
+        first, more numbers would be alive than there are registers. Units of 128 are busy either way, and wait less
+        for a half as a whole.
+        """
+        for first in column_chains(self.static.rows):
+            for half in halves:
+                half.run(first)
+
+    def logits(self, position: PassPosition, part: int, *, masked: bool) -> ColumnLogits:
+        """Return the first half of pair number `part` after `position`."""
         start, h, k, _ = self.load(position, part)
         mask = self.mask(start)
         alibi = self.alibi(h, mask)
-        column_logits(self.q.at[h], k, self.stages[part % 2], self.softcap, alibi, mask if masked else None)
+        return ColumnLogits(self.q.at[h], k, self.stages[part % 2], self.softcap, alibi, mask if masked else None)
 
-    def softmax(self, position: PassPosition, part: int) -> None:
-        """Run the second half of pair number `part` after `position`."""
+    def softmax(self, position: PassPosition, part: int) -> ColumnSoftmax:
+        """Return the second half of pair number `part` after `position`."""
         _, h, _, v = self.load(position, part)
-        column_softmax(v, self.stages[part % 2], self.state, h)
+        return ColumnSoftmax.of(v, self.stages[part % 2], self.state, h)
 
     def load(self, position: PassPosition, part: int) -> tuple[Any, Any, jax.Array, jax.Array]:
         """Return a pass's position, lane head, K and V. Pairs after the last pass reload it and are masked."""

@@ -323,6 +323,7 @@ class Static:
     quarters: bool  # `load` is `attend.load_float8`
     writes: bool  # the call has new K and V
     blocks: AttentionBlockSizes
+    alternates: bool  # mixed: the halves of a pair alternate chain by chain
     rows: int  # M: rows of one matmul, queries x heads of a lane head, padded
     max_pages: int
     windowed: bool

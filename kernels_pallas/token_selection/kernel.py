@@ -257,6 +257,7 @@ def select(
         quarters=False,
         writes=False,
         blocks=AttentionBlockSizes(size, pages, tokens, 1),
+        alternates=False,
         rows=tiled.shape[3],
         max_pages=max_pages,
         windowed=False,

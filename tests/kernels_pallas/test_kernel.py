@@ -15,6 +15,7 @@ from support.slow_matrix import some
 
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan
+from pagoda.kernels_pallas.ragged_paged_attention.attend import ColumnLogits, ColumnSoftmax
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 LIMITS = Limits()
@@ -142,6 +143,29 @@ def test_tiles_of_whole_lanes(monkeypatch: pytest.MonkeyPatch, terms: tuple[str,
     out, _ = attention(layout, interpret=STRICT)(case.arrays, knobs)
     assert not races_found()
     np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=3e-5)
+
+
+def test_halves_of_passes_alternate_where_matrix_units_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each pair of passes, chain by chain, on v6e; v5e computes all logits first. The results are the same bits."""
+    for name, size in {"queries": 128, "fetch": 128, "tokens": 64}.items():
+        monkeypatch.setitem(SMALL, name, size)
+    layout, limits = PagedKvLayout(2, 64, "float32", 64), Limits(tokens=256, seqs=2, pages=16, max_pages=4)
+    case = make_case(layout, 3, [(1, 70), (150, 30)], limits=limits, seed=3)
+    run = {half: half.run for half in (ColumnLogits, ColumnSoftmax)}
+
+    def computed(chip: str) -> tuple[str, np.ndarray]:
+        order: list[str] = []
+        for half in run:
+            recorded = lambda self, first, half=half: (order.append(half.__name__[6]), run[half](self, first))  # noqa: E731
+            monkeypatch.setattr(half, "run", recorded)
+        out, _ = attention(layout, interpret=STRICT, chip=CHIPS[chip])(case.arrays, {})
+        assert not races_found()
+        return "".join(order), np.asarray(out)
+
+    (alternating, wide), (whole, narrow) = computed("v6e"), computed("v5e")
+    assert ("LSLSLS" in alternating, "LLLSSS" in alternating) == (True, False)
+    assert ("LSLSLS" in whole, "LLLSSS" in whole) == (False, True)
+    np.testing.assert_array_equal(wide, narrow)
 
 
 @st.composite
