@@ -182,7 +182,7 @@ def variant(
     quarters = decode and load is load_words and "float8" in layout.dtype and blocks.tokens % (BYTES * SUBLANES) == 0
     tiles = -(-count // blocks.queries)
     rows = jnp.pad(rows, [(0, tiles * blocks.queries - count)] + [(0, 0)] * 3)
-    tiled = to_decode_tiles(rows, tiles) if decode else to_columns(rows, tiles)
+    tiled = padded_rows(rows) if decode else to_columns(rows, tiles)
     core = core_layout(chip, layout)
     static = Static(
         decode=decode,
@@ -193,7 +193,7 @@ def variant(
         writes=words is not None,
         blocks=blocks,
         alternates=chip.matrix_width > LANES,
-        rows=tiled.shape[3] if decode else group * blocks.queries,
+        rows=tiled.shape[2] if decode else group * blocks.queries,
         max_pages=max_pages,
         windowed=knobs.window is not None,
         softcapped=knobs.softcap is not None,
@@ -205,13 +205,18 @@ def variant(
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
     terms = [head_rows(x, static, heads, group) for x in (knobs.sinks, knobs.slopes) if x is not None]
     out, cache = call(static, scalars, num_tiles, tiled, terms, words, cache, interpret=interpret, out_dtype=out_dtype)
-    out = out[:, :, :, :group].transpose(0, 2, 1, 3, 4) if decode else _from_columns(out, group)
+    out = out[:, :, :group] if decode else _from_columns(out, group)
     return out.reshape(-1, heads, group, layout.value_width)[:count], cache
+
+
+def padded_rows(rows: jax.Array) -> jax.Array:
+    """Pad the rows of [T, heads, rows, W] to a sublane tile: [T, heads, M, W]."""
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % SUBLANES), (0, 0)))
 
 
 def to_decode_tiles(rows: jax.Array, tiles: int) -> jax.Array:
     """Arrange [tiles * n, heads, rows, W] -> [tiles, heads, n, M, W], rows padded to a sublane tile."""
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 8), (0, 0)))
+    rows = padded_rows(rows)
     return rows.reshape(tiles, -1, *rows.shape[1:]).transpose(0, 2, 1, 3, 4)
 
 
@@ -290,7 +295,7 @@ def call(
     interpret: Any,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the pallas_call on q [tiles, lane heads, n, M, W], or of the mixed variant on what `to_columns` returns.
+    """Run the pallas_call on q [T, lane heads, M, W], or of the mixed variant on what `to_columns` returns.
 
     A mixed call starts at the tile of its first token.
 
@@ -363,7 +368,7 @@ def call(
 
 
 def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
-    """Return one core's block of a tile of q or of the output: [1, heads, n, M, W], if mixed [heads, parts, W, n].
+    """Return one core's block of a tile of q or of the output: [n, heads, M, W], if mixed [heads, parts, W, n].
 
     The M columns of the mixed variant are in one part, or in one per row of `to_columns`.
     """
@@ -373,6 +378,10 @@ def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
         core, tile, step = indices[:3] if halved else (0, *indices[:2])
         return core, step[3] + tile
 
+    def by_sequences(*indices: Any) -> tuple[Any, ...]:
+        core, tile = at_tile(*indices)
+        return tile, core, 0, 0
+
     def by_columns(*indices: Any) -> tuple[Any, ...]:
         core, tile = at_tile(*indices)
         return core, 0, 0, tile
@@ -381,9 +390,11 @@ def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
         core, tile = at_tile(*indices)
         return tile, core, 0, 0, 0
 
+    if static.decode:
+        return pl.BlockSpec((static.blocks.queries, heads, *shape[2:]), by_sequences)
     if len(shape) == 4:
         return pl.BlockSpec((heads, *shape[1:3], static.blocks.queries), by_columns)
-    return pl.BlockSpec((1 if static.decode else None, heads, *shape[2:]), by_tiles)
+    return pl.BlockSpec((None, heads, *shape[2:]), by_tiles)
 
 
 def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:

@@ -54,7 +54,7 @@ class AttentionKernelBody:
     """The kernel body over its refs; `run` is one grid step."""
 
     plan: KernelPlan
-    q: Any  # [1, heads, sub, M, W] VMEM; mixed: [heads, parts, W, n], M = parts * n
+    q: Any  # [sub, heads, M, W] VMEM; mixed: [heads, parts, W, n], M = parts * n
     sinks: Any  # as state.top, VMEM, or None
     slopes: Any  # as state.top, VMEM, or None
     out: Any  # as q
@@ -120,7 +120,7 @@ class AttentionKernelBody:
             for part in range(unrolled):
                 h = group * unrolled + part
                 k, v = static.load(kv, static.layout, static.blocks.tokens, pass_index, group * unrolled, part)
-                attend_rows(self.q.at[0, h, index], k, v, self.state, h, self.softcap(), self.alibi(h, mask), mask)
+                attend_rows(self.q.at[index, h], k, v, self.state, h, self.softcap(), self.alibi(h, mask), mask)
 
         groups = static.layout.lane_heads // unrolled
         if groups == 1:
@@ -210,7 +210,7 @@ class AttentionKernelBody:
             result = jnp.where(own, result, columns(self.out.at[h], 0, result.shape[1]).astype(jnp.float32))
         result = result.astype(self.out.dtype)
         if decode:
-            self.out[0, h, index] = result
+            self.out[index, h] = result
             return
         size = self.out.shape[3]
         for i in range(self.out.shape[1]):
