@@ -7,6 +7,7 @@ every request, in the API process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -41,7 +42,7 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
-from pagoda.server.processing.queue_use import QueueUse
+from pagoda.server.processing.queue_use import QueueUse, last_of_most
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer
@@ -179,6 +180,25 @@ class OutputProcessor:
             shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
             ended.append(request.output([each.output(request.kind) for each in shown]))
         return ended, children
+
+    def waiting(self) -> dict[str, list[list[str]]]:
+        """Return the ids of requests without a token by owner, those of one caller's request together, in the order in
+        which they run.
+        """
+        callers: dict[str, list[PreparedRequest]] = {}
+        started = set()
+        for request in (*self._requests.values(), *self._pooling.values()):
+            prepared = request.prepared if isinstance(request, RunningRequest) else request
+            caller = prepared.children[0].group or prepared.request_id
+            callers.setdefault(caller, []).append(prepared)
+            if isinstance(request, RunningRequest) and any(each.token_ids for each in request.sequences):
+                started.add(caller)
+        owners: dict[str, list[list[str]]] = {}
+        for caller, requests in sorted(callers.items(), key=lambda item: item[1][0].children[0].priority):
+            if caller not in started:
+                owner = owners.setdefault(requests[0].children[0].owner, [])
+                owner.append([each.request_id for each in requests])
+        return owners
 
     def drop(self, request_id: str) -> list[str]:
         """Forget a request that the engine refused. Return the engine requests of its sequences."""
@@ -789,6 +809,20 @@ class AsyncRequests:
         if stream is not None:
             stream.fail(error)
         return self._processor.drop(request_id)
+
+    def refuse_waiting(self, count: int, error: Callable[[], Exception]) -> tuple[int, list[str]]:
+        """Fail `count` callers' requests without a token, the last ones of the owners with most of them.
+
+        Returns how many there were, and the engine requests to abort.
+        """
+        callers = last_of_most(self._processor.waiting(), count)
+        children = []
+        for request_id in itertools.chain(*callers):
+            if (stream := self._streams.pop(request_id, None)) is not None:
+                stream.fail(error())
+            self.use.remove([request_id])
+            children += self._processor.drop(request_id)
+        return len(callers), children
 
     def fail_all(self, error: EngineDeadError) -> list[str]:
         """Fail all requests. Return the engine requests to abort, should the engine continue."""
