@@ -185,19 +185,17 @@ class OutputProcessor:
         """Return the ids of requests without a token by owner, those of one caller's request together, in the order in
         which they run.
         """
+        requests = [request.prepared for request in self._requests.values()]
         callers: dict[str, list[PreparedRequest]] = {}
-        started = set()
-        for request in (*self._requests.values(), *self._pooling.values()):
-            prepared = request.prepared if isinstance(request, RunningRequest) else request
-            caller = prepared.children[0].group or prepared.request_id
-            callers.setdefault(caller, []).append(prepared)
-            if isinstance(request, RunningRequest) and any(each.token_ids for each in request.sequences):
-                started.add(caller)
+        for prepared in (*requests, *self._pooling.values()):
+            callers.setdefault(_caller(prepared), []).append(prepared)
+        for request in self._requests.values():
+            if any(each.token_ids for each in request.sequences):
+                callers.pop(_caller(request.prepared), None)
         owners: dict[str, list[list[str]]] = {}
-        for caller, requests in sorted(callers.items(), key=lambda item: item[1][0].children[0].priority):
-            if caller not in started:
-                owner = owners.setdefault(requests[0].children[0].owner, [])
-                owner.append([each.request_id for each in requests])
+        for prepared_requests in sorted(callers.values(), key=lambda each: each[0].children[0].priority):
+            owner = owners.setdefault(prepared_requests[0].children[0].owner, [])
+            owner.append([each.request_id for each in prepared_requests])
         return owners
 
     def drop(self, request_id: str) -> list[str]:
@@ -290,6 +288,11 @@ class OutputProcessor:
             del self._requests[request.prepared.request_id]
             if self._tracer is not None:
                 self._tracer.record(_generation_trace(request, reason))
+
+
+def _caller(prepared: PreparedRequest) -> str:
+    """Return the id of the caller's request that a prompt belongs to."""
+    return prepared.children[0].group or prepared.request_id
 
 
 def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Pooled, now: float) -> RawPoolingOutput:
