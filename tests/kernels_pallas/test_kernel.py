@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from support.ragged_batch import STRICT, Limits, attention, make_case, races_found
 from support.slow_matrix import some
 
@@ -166,6 +168,29 @@ def test_halves_of_passes_alternate_where_matrix_units_are_wide(monkeypatch: pyt
     assert ("LSLSLS" in alternating, "LLLSSS" in alternating) == (True, False)
     assert ("LSLSLS" in whole, "LLLSSS" in whole) == (False, True)
     np.testing.assert_array_equal(wide, narrow)
+
+
+def test_queries_of_decodes_are_not_transposed() -> None:
+    """Neither before the call nor their outputs after it: XLA would copy all of them in every layer."""
+    layout = PagedKvLayout(2, 128, "bfloat16", 8)
+    case = make_case(layout, 4, [(1, 15), (1, 40)], limits=LIMITS, seed=0)
+
+    def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+        for equation in jaxpr.eqns:
+            yield equation
+            if equation.primitive.name != "pallas_call":
+                for inner in jaxprs_in_params(equation.params):
+                    yield from equations(inner)
+
+    def moves(equation: JaxprEqn) -> bool:
+        moved = equation.invars[0].aval
+        order = [axis for axis in equation.params["permutation"] if moved.shape[axis] > 1]
+        return moved.dtype == case.arrays["q"].dtype and order != sorted(order)
+
+    run = attention(layout, interpret=STRICT, decode_only=True)
+    found = list(equations(jax.make_jaxpr(lambda arrays: run(arrays, {}))(case.arrays).jaxpr))
+    assert "pallas_call" in {equation.primitive.name for equation in found}
+    assert not [equation for equation in found if equation.primitive.name == "transpose" and moves(equation)]
 
 
 @st.composite
