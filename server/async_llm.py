@@ -14,7 +14,7 @@ from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
 from pagoda.common.config.groups.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
-from pagoda.common.engine.messages import EngineRequest, EngineStats, RequestEvents, StepOutputs
+from pagoda.common.engine.messages import OVERLOAD, EngineRequest, EngineStats, RequestEvents, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
@@ -61,7 +61,7 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
-from pagoda.server.processing.queue_use import Load, QueueLimits
+from pagoda.server.processing.queue_use import Load, QueueLimits, displaced
 from pagoda.server.processing.template_renderer import TemplateRenderer
 from pagoda.server.processing.text_threads import TextThreads
 from pagoda.server.settings.flags import EngineArgs
@@ -780,6 +780,8 @@ class AsyncLLM(ExplainsMissingMethods):
     def _take(self, step: StepOutputs) -> None:
         self.stats = step.stats
         self._admission.observe(step.stats)
+        if surplus := self._admission.surplus():
+            self._refuse_waiting(surplus)
         for output in step.outputs:
             if output.error is not None:
                 self._refuse(output.request_id, RequestError(*output.error))
@@ -797,6 +799,13 @@ class AsyncLLM(ExplainsMissingMethods):
     def _on_rejected(self, reason: str) -> None:
         if self.metrics is not None:
             self.metrics.on_rejected(reason)
+
+    def _refuse_waiting(self, count: int) -> None:
+        """Refuse callers' requests, of which no token was generated, in favour of those that came before them."""
+        refused, children = self._ready().requests.refuse_waiting(count, displaced)
+        for _ in range(refused):
+            self._on_rejected(OVERLOAD)
+        self._abort(children)
 
     def _refuse(self, child_id: str, error: RequestError) -> None:
         self._abort(self._ready().requests.refuse(child_id, error))

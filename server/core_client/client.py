@@ -340,6 +340,11 @@ class Admission:
         """Take over what the engine reports after a step."""
         self._overload.observe(stats.running, stats.waiting, self.limits)
 
+    def surplus(self) -> int:
+        """Return how many callers' requests that wait are to be refused after all, see Overload."""
+        own = self._use().callers
+        return self._overload.surplus(self.limits, own + self._engine.others.callers, own)
+
     def check_new(self, load: Load, owner: str) -> None:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
         self.check(load, owner)

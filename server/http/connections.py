@@ -57,18 +57,30 @@ class Connections:
     """The open connections of a server, and those among them that wait for a request, longest first."""
 
     def __init__(self) -> None:
+        self._opening: set[BoundedProtocol] = set()  # without a transport yet, as during a TLS handshake
         self._open: set[BoundedProtocol] = set()
         self._waiting: dict[BoundedProtocol, None] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def num_accepted(self) -> int:
+        """Number of connections that are open or being opened."""
+        return len(self._open) + len(self._opening)
+
+    def accept(self, connection: BoundedProtocol) -> None:
+        """Count a connection that is being opened, until `add` or `discard`."""
+        self._opening.add(connection)
+
     def add(self, connection: BoundedProtocol) -> None:
-        """Count a new connection."""
+        """Count an open connection."""
+        self._opening.discard(connection)
         self._open.add(connection)
 
     def discard(self, connection: BoundedProtocol) -> None:
         """Forget a connection. Idempotent."""
+        self._opening.discard(connection)
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -391,7 +403,7 @@ class Acceptor:
         self._limit, self._tls, self._at_once = limit, tls, at_once
         self._handshake_seconds = handshake_seconds
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()  # connections without a protocol yet, as during a TLS handshake
+        self._opening: set[asyncio.Task[None]] = set()
         self._reserve: list[int] = []
         self._log = LimitedLog()
         self._retry: asyncio.TimerHandle | None = None
@@ -431,7 +443,7 @@ class Acceptor:
         """Open the connection, in place of the one that has waited longest if there are too many. Where all are busy it
         gets probes answered only, and beyond RESERVE of those it is closed.
         """
-        beyond = len(self._connections) + len(self._opening) - self._limit
+        beyond = self._connections.num_accepted - self._limit
         if beyond < 0 or self._connections.close_longest_waiting():
             self._open(connection, only_probes=False)
         elif beyond < RESERVE:
@@ -475,24 +487,24 @@ class Acceptor:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        task = self._loop.create_task(self._connect(connection, only_probes))
+        protocol = self._make(only_probes)
+        self._connections.accept(protocol)
+        task = self._loop.create_task(self._connect(connection, protocol))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _connect(self, connection: socket.socket, only_probes: bool) -> None:
-        """Hand the connection to a protocol, after the TLS handshake if there is one."""
+    async def _connect(self, connection: socket.socket, protocol: BoundedProtocol) -> None:
+        """Hand the connection to its protocol, after the TLS handshake if there is one."""
         handshake = (
             {}
             if self._tls is None
             else {"ssl_handshake_timeout": self._handshake_seconds, "ssl_shutdown_timeout": _FLUSH_SECONDS}
         )
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: self._make(only_probes), connection, ssl=self._tls, **handshake
-            )
-        except (OSError, ConnectionError, TimeoutError) as error:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **handshake)
+        except BaseException as error:
+            self._connections.discard(protocol)
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
             logger.debug("a connection was not opened: %s", error)
-            connection.close()
-        except asyncio.CancelledError:
-            connection.close()
-            raise

@@ -7,6 +7,7 @@ every request, in the API process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -41,7 +42,7 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
-from pagoda.server.processing.queue_use import QueueUse
+from pagoda.server.processing.queue_use import QueueUse, last_of_most
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer
@@ -180,6 +181,23 @@ class OutputProcessor:
             ended.append(request.output([each.output(request.kind) for each in shown]))
         return ended, children
 
+    def waiting(self) -> dict[str, list[list[str]]]:
+        """Return the ids of requests without a token by owner, those of one caller's request together, in the order in
+        which they run.
+        """
+        requests = [request.prepared for request in self._requests.values()]
+        callers: dict[str, list[PreparedRequest]] = {}
+        for prepared in (*requests, *self._pooling.values()):
+            callers.setdefault(_caller(prepared), []).append(prepared)
+        for request in self._requests.values():
+            if any(each.token_ids for each in request.sequences):
+                callers.pop(_caller(request.prepared), None)
+        owners: dict[str, list[list[str]]] = {}
+        for prepared_requests in sorted(callers.values(), key=lambda each: each[0].children[0].priority):
+            owner = owners.setdefault(prepared_requests[0].children[0].owner, [])
+            owner.append([each.request_id for each in prepared_requests])
+        return owners
+
     def drop(self, request_id: str) -> list[str]:
         """Forget a request that the engine refused. Return the engine requests of its sequences."""
         pooling = self._pooling.pop(request_id, None)
@@ -270,6 +288,11 @@ class OutputProcessor:
             del self._requests[request.prepared.request_id]
             if self._tracer is not None:
                 self._tracer.record(_generation_trace(request, reason))
+
+
+def _caller(prepared: PreparedRequest) -> str:
+    """Return the id of the caller's request that a prompt belongs to."""
+    return prepared.children[0].group or prepared.request_id
 
 
 def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Pooled, now: float) -> RawPoolingOutput:
@@ -789,6 +812,20 @@ class AsyncRequests:
         if stream is not None:
             stream.fail(error)
         return self._processor.drop(request_id)
+
+    def refuse_waiting(self, count: int, error: Callable[[], Exception]) -> tuple[int, list[str]]:
+        """Fail `count` callers' requests without a token, the last ones of the owners with most of them.
+
+        Returns how many there were, and the engine requests to abort.
+        """
+        callers = last_of_most(self._processor.waiting(), count)
+        children = []
+        for request_id in itertools.chain(*callers):
+            if (stream := self._streams.pop(request_id, None)) is not None:
+                stream.fail(error())
+            self.use.remove([request_id])
+            children += self._processor.drop(request_id)
+        return len(callers), children
 
     def fail_all(self, error: EngineDeadError) -> list[str]:
         """Fail all requests. Return the engine requests to abort, should the engine continue."""

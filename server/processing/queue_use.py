@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from pagoda.common.engine.messages import KEY_SHARE, OVERLOAD, QUEUED_REQUESTS, QUEUED_TOKENS
 from pagoda.common.errors import QueueFullError, RequestError
@@ -25,6 +26,8 @@ class Load:
     def __sub__(self, other: Load) -> Load:
         return Load(self.sequences - other.sequences, self.tokens - other.tokens)
 
+
+T = TypeVar("T")
 
 _NOTHING: Final = Load()
 
@@ -140,7 +143,8 @@ class Overload:
     """Whether more sequences wait for a slot than may, for longer than they may.
 
     A burst that ends is no overload; for CALM_SECONDS after a refusal no further one is accepted. Nor is one request
-    of many sequences: those of others take turns with it.
+    of many sequences: those of others take turns with it. Once as many later requests were refused as wait above the
+    limit, those are `surplus`: the burst was the begin of an overload.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -148,12 +152,13 @@ class Overload:
         self._running = 0
         self._since: float | None = None  # more wait than may
         self._refused = -math.inf
+        self._num_refused = 0  # since then
 
     def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
         """Take over how many sequences run and wait after a step."""
         self._running = running
         if waiting <= limits.waiting:
-            self._since = None
+            self._since, self._num_refused = None, 0
         elif self._since is None:
             self._since = self._clock()
 
@@ -166,11 +171,38 @@ class Overload:
         stands = self._since is not None and now - self._since >= limits.overload_seconds
         if stands or now - self._refused < CALM_SECONDS:
             self._refused = now
+            self._num_refused += 1
             raise OverLimitError(
                 OVERLOAD,
                 f"{waiting} requests wait, more than {limits.waiting} for over {limits.overload_seconds:g} s "
                 "(--max-overload-seconds); try again later",
             )
+
+    def surplus(self, limits: QueueLimits, in_progress: int, own: int) -> int:
+        """Return how many callers' requests of this process are to be refused although they were accepted.
+
+        `in_progress`: as of `check`, `own` of them of this process.
+        """
+        waiting = in_progress - self._running - limits.waiting
+        if not self._num_refused or waiting <= 0:
+            return 0
+        surplus = waiting * own // in_progress
+        return surplus if surplus <= self._num_refused else 0
+
+
+def last_of_most(waiting: Mapping[str, list[T]], count: int) -> list[T]:
+    """Return `count` items, each time the last one of the owner that has most left."""
+    left = [(-len(items), owner) for owner, items in waiting.items() if items]
+    heapq.heapify(left)
+    chosen: list[T] = []
+    while left and len(chosen) < count:
+        length, owner = left[0]
+        chosen.append(waiting[owner][-length - 1])
+        if length == -1:
+            heapq.heappop(left)
+        else:
+            heapq.heapreplace(left, (length + 1, owner))
+    return chosen
 
 
 class OverLimitError(QueueFullError):
@@ -179,3 +211,12 @@ class OverLimitError(QueueFullError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def displaced() -> OverLimitError:
+    """Return the error of a request that was accepted before it showed that the server is overloaded."""
+    return OverLimitError(
+        OVERLOAD,
+        "the server is overloaded, and this request was among the last of those that wait (--max-overload-seconds); "
+        "try again later",
+    )

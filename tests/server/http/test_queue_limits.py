@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
 from pagoda.server.ipc_messages import OtherUse
 from pagoda.server.processing.grammar_check import GrammarCheck
-from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse
+from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse, last_of_most
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 SLOW = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
@@ -156,6 +157,67 @@ def test_an_overloaded_server_refuses_further_requests(monkeypatch: pytest.Monke
         for connection in connections:
             connection.close()
         eventually(lambda: not server.llm.num_unfinished)
+        assert server.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_waiting_requests_are_surplus_once_as_many_were_refused() -> None:
+    now = 10.0
+    overload = Overload(lambda: now)
+    limits = QueueLimits(waiting=4, overload_seconds=2.0)
+
+    def refuse(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(OverLimitError):
+                overload.check(limits, 16)
+
+    overload.observe(2, 14, limits)
+    now = 12.0
+    refuse(9)
+    assert overload.surplus(limits, 16, 16) == 0
+    refuse(1)
+    assert overload.surplus(limits, 16, 16) == 10
+    assert overload.surplus(limits, 16, 8) == 5  # the other half is another process's
+    assert overload.surplus(limits, 17, 17) == 0
+    assert overload.surplus(limits, 6, 6) == 0
+    overload.observe(2, 4, limits)
+    overload.observe(2, 14, limits)
+    assert overload.surplus(limits, 16, 16) == 0  # refusals of an overload that is over
+
+
+def test_the_last_requests_of_who_has_most_are_chosen() -> None:
+    waiting = {"a": [1, 2, 3, 4, 5], "b": [6, 7], "c": [8], "d": []}
+    assert last_of_most(waiting, 3) == [5, 4, 3]
+    assert sorted(last_of_most(waiting, 5)) == [2, 3, 4, 5, 7]
+    assert sorted(last_of_most(waiting, 99)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_waiting_requests_of_a_standing_overload_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MIN_WAITING", 3)
+    with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0.2}) as server:
+        long = SLOW | {"max_tokens": 1000}
+        connections = started(server, long, {}, 2)
+        eventually(lambda: server.llm.stats.running == 2)
+        connections.append(server.sent("/v1/completions", long | {"prompt": ["a", "b"]}, {}))
+        eventually(lambda: server.llm.num_unfinished == 4)
+        connections += started(server, long, {}, 6)
+        eventually(lambda: server.llm.stats.waiting == 8)
+        time.sleep(0.3)
+        for _ in range(3):
+            assert server.post("/v1/completions", SHORT)[0] == 429
+        assert server.llm.num_unfinished == 10
+        assert server.post("/v1/completions", SHORT)[0] == 429
+        eventually(lambda: server.llm.num_unfinished == 6)
+        assert rejections(server, "max_overload_seconds") == 8
+        for connection in connections[-4:]:
+            response = HTTPResponse(connection)
+            response.begin()
+            assert (response.status, response.headers["retry-after"]) == (429, "1")
+            assert b"among the last of those that wait" in response.read()
+        assert [server.llm.stats.running, len(server.llm._ready().requests.use.owners)] == [2, 1]
+        for connection in connections:
+            connection.close()
+        eventually(lambda: not server.llm.num_unfinished)
+        assert server.llm._ready().requests.use.total == Load()
         assert server.post("/v1/completions", SHORT)[0] == 200
 
 

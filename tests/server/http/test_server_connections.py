@@ -311,6 +311,15 @@ def test_a_new_connection_replaces_the_one_that_has_waited_longest() -> None:
         assert answer(clients[5], lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
 
 
+def test_connections_that_come_at_once_are_counted_once() -> None:
+    count = 200
+    with live_server(max_connections=count, timeout_headers=60.0) as server, ExitStack() as stack:
+        server._loop.call_soon_threadsafe(time.sleep, 0.5)
+        for _ in range(count):
+            stack.enter_context(closing(connected(server)))
+        eventually(lambda: len(server._server.server_state.connections) == count)
+
+
 def test_while_all_connections_are_busy_only_probes_are_answered() -> None:
     payload = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
     busy = POST + b"content-length: %d\r\n\r\n" % len(payload) + payload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,25 @@ def texts(outputs: list[Any]) -> list[list[tuple[int, str, str | None]]]:
 
 def read(made: OutputProcessor, *outputs: EngineOutput) -> list[list[tuple[int, str, str | None]]]:
     return texts(made.process(outputs)[0])
+
+
+def test_who_waits_is_listed_by_owner_in_the_order_of_service() -> None:
+    def of(request_id: str, owner: str, group: str = "", priority: int = 0) -> PreparedRequest:
+        request = prepared(request_id)
+        fields = {"owner": owner, "group": group, "priority": priority}
+        return replace(request, children=[replace(child, **fields) for child in request.children])
+
+    made = processor(
+        of("late", "x", priority=1),
+        of("runs", "x"),
+        of("a-0", "x", "a"),
+        of("b-0", "x", "b"),
+        of("c", "y"),
+        of("a-1", "x", "a"),
+        of("b-1", "x", "b"),
+    )
+    made.process([says("a", "runs"), says("a", "b-1")])
+    assert made.waiting() == {"x": [["a-0", "a-1"], ["late"]], "y": [["c"]]}
 
 
 class TestKinds:
