@@ -48,8 +48,8 @@ _OVERLAP: Final = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
 }
-_SUMS_ON_SPARSE_CORES: Final = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
 LogitsFunction = Literal["penalise", "adjust", "adjust_all", "ban_words", "mask", "copy", "logprobs"]
 LOGITS_FUNCTIONS: Final = get_args(LogitsFunction)
@@ -192,17 +192,14 @@ def compiler_options(kernel: KernelChoice, *, overlaps: bool = False) -> dict[st
     VMEM between operations (benchmarks/LOG.md). A limit set in LIBTPU_INIT_ARGS takes precedence. Where XLA prefers
     tiles of 16 rows, it would copy all weights in every step: those of arguments have 8.
 
-    `overlaps`: its tokens are exchanged in pieces. XLA then sends while it multiplies other pieces, and sums on the
-    sparse cores of chips that have them.
+    `overlaps`: its tokens are exchanged in pieces. XLA then sends a piece while it multiplies another one, and sums
+    on the sparse cores.
     """
     if not kernel.use_kernel or kernel.interpret or _VMEM_LIMIT in os.environ.get("LIBTPU_INIT_ARGS", ""):
         return None
     options = {_VMEM_LIMIT: str(kernel.chip.vmem_bytes // 2 // 1024)}
     options |= {_TALL_TILES: "false"} if kernel.chip.tall_tiles else {}
-    if overlaps:
-        options |= _OVERLAP
-        options |= {_SUMS_ON_SPARSE_CORES: "true"} if kernel.chip.sparse_cores else {}
-    return options
+    return options | (_OVERLAP if overlaps else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,8 +494,7 @@ class PoolProgramSet:
     def lower(self, key: PoolShape) -> jax.stages.Lowered:
         """Trace and lower a program. Not thread-safe."""
         arguments = self.model.leaves, self._packed(key)
-        overlaps = self.model.pieces(key.tokens) > 1
-        return _lower(self.model, partial(self._pool, key), arguments, replicated(self.model.mesh), overlaps=overlaps)
+        return _lower(self.model, partial(self._pool, key), arguments, replicated(self.model.mesh))
 
     def signature(self, key: PoolShape) -> str:
         """Return the kernel choice and the shapes, dtypes and shardings of all arguments."""

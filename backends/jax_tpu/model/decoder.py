@@ -75,6 +75,7 @@ from pagoda.common.models.mixers import (
 )
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec
 from pagoda.common.models.supported import unsupported_mixer
+from pagoda.kernels_pallas.chips import ChipInfo
 
 
 def make_mixer(spec: Mixer, width: int, build: JaxBuildContext) -> MixerLayer:
@@ -116,8 +117,10 @@ MixerLayer = (
 
 
 _PIECES: Final = 2
-_PIECE_TOKENS: Final = 512
-"""Least tokens of a piece: with fewer, reading the weights for each piece takes longer than multiplying by them."""
+_PIECE_TOKENS: Final = 1024
+"""Least tokens of a piece: with half as many a step gains 5 % at most, with a quarter it loses a quarter, because the
+weights are read for each piece (benchmarks/LOG.md).
+"""
 
 
 def _scatters(spec: ModelSpec, tensor: int, tokens: int) -> bool:
@@ -130,10 +133,12 @@ def _scatters(spec: ModelSpec, tensor: int, tokens: int) -> bool:
     return not streams and plain and tensor > 1 and tokens % (_SCATTERED_TOKENS * tensor) == 0
 
 
-def exchanged_pieces(spec: ModelSpec, tensor: int, tokens: int, *, adapted: bool) -> int:
+def exchanged_pieces(spec: ModelSpec, chip: ChipInfo, tensor: int, tokens: int, *, adapted: bool) -> int:
     """Return in how many pieces a step's tokens are exchanged, so that XLA multiplies one while another travels."""
+    if adapted or not chip.sums_on_sparse_cores:
+        return 1
     whole = _scatters(spec, tensor, tokens) and tokens % (_PIECES * max(_PIECE_TOKENS, _SCATTERED_TOKENS * tensor)) == 0
-    return _PIECES if whole and not adapted and all(map(_exchanges_pieces, spec.layers)) else 1
+    return _PIECES if whole and all(map(_exchanges_pieces, spec.layers)) else 1
 
 
 def _exchanges_pieces(layer: Layer) -> bool:
@@ -231,8 +236,11 @@ class JaxDecoder(nnx.Module):
         for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
         if kept_inputs is None and _scatters(self.spec, self.tensor, len(x)):
-            pieces = exchanged_pieces(self.spec, self.tensor, len(x), adapted=step.adapter_mask is not None)
-            step = replace(step, scattered=True, pieces=pieces)
+            step = replace(step, scattered=True)
+            if isinstance(step, StepInput):
+                adapted = step.adapter_mask is not None
+                pieces = exchanged_pieces(self.spec, step.kernel.chip, self.tensor, len(x), adapted=adapted)
+                step = replace(step, pieces=pieces)
             x = own_tokens(x, step, self.tensor)
         parts = None if self.parts is None else self.parts(token_ids, x)
         x = x if self.stream_ends is None else self.stream_ends.split(x)

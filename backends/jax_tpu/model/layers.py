@@ -89,6 +89,8 @@ def piecewise(function: Callable[[jax.Array], jax.Array], x: jax.Array, step: An
 
 def own_tokens(x: jax.Array, step: AnyStep, tensor: int) -> jax.Array:
     """Return this device's part [T / tensor, D] of replicated x [T, D]: a part of each piece of a scattered step."""
+    if step.pieces == 1:
+        return local_part(x, len(x) // tensor)
     pieces = x.reshape(step.pieces, -1, x.shape[1])
     size = pieces.shape[1] // tensor
     own = jax.lax.dynamic_slice_in_dim(pieces, jax.lax.axis_index(MODEL) * size, size, 1)

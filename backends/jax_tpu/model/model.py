@@ -310,7 +310,7 @@ class Model(StepModel):
 
     def pieces(self, tokens: int, *, adapted: bool = False) -> int:
         """Return in how many pieces devices exchange the tokens of a step."""
-        return exchanged_pieces(self.spec, self.tensor, tokens, adapted=adapted)
+        return exchanged_pieces(self.spec, self.kernel.chip, self.tensor, tokens, adapted=adapted)
 
     def decoder(self, leaves: Leaves) -> JaxDecoder:
         """Return the decoder over these arrays, while tracing."""
