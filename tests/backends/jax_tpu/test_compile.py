@@ -513,6 +513,18 @@ def test_what_computes_before_or_after_an_exchange_hides_nothing() -> None:
     assert exposed_seconds(one_after_the_other, chip) == pytest.approx(2 * whole - 10 / chip.clock_hz)
 
 
+@needs_libtpu
+@pytest.mark.tpu_matrix
+def test_products_hide_exchanges_of_pieces() -> None:
+    target, _, program = compiled("v6e:2x4", 8, StepShape(2048, 8, 8, 1, False))
+    schedule, chip = program.schedule, target.chip
+    assert schedule is not None
+    assert chip is not None
+    all_of_them = sum(count * each.seconds(chip) for each, count in schedule.exchanges.items())
+    assert {each.kind for each in schedule.exchanges} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert schedule.exchange_seconds(chip) < 0.75 * all_of_them
+
+
 MOE = {**GENERATORS["Qwen1.5-MoE-A2.7B"], "num_hidden_layers": 2}
 
 
