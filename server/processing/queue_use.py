@@ -33,6 +33,9 @@ _NOTHING: Final = Load()
 
 CALM_SECONDS: Final = 10.0
 
+SHORT_QUEUE: Final = 4
+"""Divides how many may wait while as many are refused within CALM_SECONDS: then a queue adds latency only."""
+
 
 class QueueUse:
     """The loads of unfinished requests. `owner`, `group`: of a request, as in RequestOrigin."""
@@ -144,7 +147,7 @@ class Overload:
 
     A burst that ends is no overload; for CALM_SECONDS after a refusal no further one is accepted. Nor is one request
     of many sequences: those of others take turns with it. Once as many later requests were refused as wait above the
-    limit, those are `surplus`: the burst was the begin of an overload.
+    limit, those are `surplus`: the burst was the begin of an overload. While it goes on the limit is lower.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -153,6 +156,8 @@ class Overload:
         self._since: float | None = None  # more wait than may
         self._refused = -math.inf
         self._num_refused = 0  # since then
+        self._counted_since, self._num_counted = -math.inf, 0  # refusals within CALM_SECONDS
+        self._short_until = -math.inf  # SHORT_QUEUE applies
 
     def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
         """Take over how many sequences run and wait after a step."""
@@ -164,19 +169,32 @@ class Overload:
 
     def check(self, limits: QueueLimits, in_progress: int) -> None:
         """Raise OverLimitError if the server is overloaded. `in_progress`: callers' requests, running ones included."""
-        waiting = in_progress - self._running
-        if limits.overload_seconds is None or waiting <= limits.waiting:
+        if limits.overload_seconds is None:
             return
         now = self._clock()
+        waiting, limit = in_progress - self._running, self._limit(limits, now)
+        if waiting <= limit:
+            return
         stands = self._since is not None and now - self._since >= limits.overload_seconds
         if stands or now - self._refused < CALM_SECONDS:
-            self._refused = now
-            self._num_refused += 1
+            self._count(now, limits)
             raise OverLimitError(
                 OVERLOAD,
-                f"{waiting} requests wait, more than {limits.waiting} for over {limits.overload_seconds:g} s "
+                f"{waiting} requests wait, more than {limit} for over {limits.overload_seconds:g} s "
                 "(--max-overload-seconds); try again later",
             )
+
+    def _limit(self, limits: QueueLimits, now: float) -> int:
+        return limits.waiting // SHORT_QUEUE if now < self._short_until else limits.waiting
+
+    def _count(self, now: float, limits: QueueLimits) -> None:
+        self._refused = now
+        self._num_refused += 1
+        if now - self._counted_since >= CALM_SECONDS:
+            self._counted_since, self._num_counted = now, 0
+        self._num_counted += 1
+        if self._num_counted >= limits.waiting:
+            self._counted_since, self._num_counted, self._short_until = now, 0, now + CALM_SECONDS
 
     def surplus(self, limits: QueueLimits, in_progress: int, own: int) -> int:
         """Return how many callers' requests of this process are to be refused although they were accepted.

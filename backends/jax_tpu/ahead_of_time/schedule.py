@@ -5,7 +5,11 @@ have exchanges between devices, Pallas kernels, gathers, scatters, sorts and upd
 their shapes:
 
 - an exchange by the links of a ring, in whose two directions one half of the array travels each, and by the latency of
-  its hops. What the schedule computes between the start and the end of an asynchronous one is deducted;
+  its hops. Exchanges use the links one after the other, in the order of their starts. The core waits for what is left
+  of an asynchronous one at its end, of another one at once; a loop's body ends after all that it began. XLA has three
+  kinds of asynchronous ones: operations ending in -start and -done, calls on the sparse core (async-start), and chains
+  of fusions that send while they multiply, which begin and end with the custom calls AsyncCollectiveStart and -Done.
+  Kernels and inner loops between start and end hide nothing, for want of an estimate at that place;
 - a kernel by the FLOP and bytes of its `pl.CostEstimate`; attention and recurrent mixers by those of the batch instead
   (`roofline.py`);
 - rows of a gather, scatter or update in place by pieces of a tile's row, 128 numbers, that are apart in memory;
@@ -21,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -63,6 +67,9 @@ _TIMES: Final = re.compile(r"%([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
 _VMEM: Final = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^]]*?"size":"(\d+)"')
 _COST: Final = re.compile(r'"cost_estimate":\{"flops":"(\d+)","transcendentals":"\d+","bytes_accessed":"(\d+)"')
 _EXCHANGE: Final = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start|-done)?$")
+_CALLS: Final = re.compile(r" calls=%([\w.-]+)")
+_CHAIN: Final = re.compile(r'chain_id="(\w+)"')
+_CHAIN_END: Final = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
 _GROUPS: Final = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[(\d+),(\d+)\])")
 _ARRAY: Final = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME: Final = re.compile(r"%([\w.-]+)")
@@ -75,7 +82,6 @@ class Exchange:
     kind: str
     bytes: int  # of the whole array: all-gathered, or before it is reduced and scattered
     devices: int
-    hidden: int = 0  # cycles of other operations between start and end
 
     def seconds(self, chip: ChipInfo) -> float:
         """Return the time on the links of a ring of these devices."""
@@ -90,7 +96,42 @@ class Exchange:
                 time = part * self.devices / 4 / (2 * link) + others * HOP_S
             case _:
                 time = self.bytes / link + HOP_S
-        return max(time - self.hidden / chip.clock_hz, 0.0)
+        return time
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The start of an exchange."""
+
+    cycles: int  # of the operations since the event before
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The end of an exchange, at which the core waits for it."""
+
+    cycles: int  # of the operations since the event before
+    number: int  # of the exchange, in the order of their starts
+
+
+Timeline: TypeAlias = "tuple[Begun | Awaited, ...]"
+"""The exchanges of one computation in the order of its schedule; each is awaited."""
+
+
+def exposed_seconds(timeline: Timeline, chip: ChipInfo) -> float:
+    """Return how long the core waits for exchanges, which use the links one after the other."""
+    now = links_free = waited = 0.0
+    ends: list[float] = []
+    for event in timeline:
+        now += event.cycles / chip.clock_hz
+        if isinstance(event, Begun):
+            links_free = max(now, links_free) + event.exchange.seconds(chip)
+            ends.append(links_free)
+        else:
+            wait = max(ends[event.number] - now, 0.0)
+            now, waited = now + wait, waited + wait
+    return waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +162,7 @@ class Schedule:
 
     cycles: int  # of all operations with an estimate
     kernel_calls: Counter[KernelCall]
-    exchanges: Counter[Exchange]
+    timelines: Counter[Timeline]
     pieces: int  # of rows that are gathered, scattered or updated
     scalars: int  # that are gathered or scattered
     data_loops: int  # loops whose trip count depends on data
@@ -136,9 +177,19 @@ class Schedule:
             calls[call.name] += count
         return calls
 
+    @property
+    def exchanges(self) -> Counter[Exchange]:
+        """Return all exchanges, hidden or not."""
+        found: Counter[Exchange] = Counter()
+        for timeline, count in self.timelines.items():
+            for event in timeline:
+                if isinstance(event, Begun):
+                    found[event.exchange] += count
+        return found
+
     def exchange_seconds(self, chip: ChipInfo) -> float:
         """Return the time of all exchanges that no computation hides."""
-        return sum(count * each.seconds(chip) for each, count in self.exchanges.items())
+        return sum(count * exposed_seconds(timeline, chip) for timeline, count in self.timelines.items())
 
     def kernel_seconds(self, chip: ChipInfo) -> float:
         """Return the least time of all kernels but those of mixers, and what each call of any waits at its start."""
@@ -158,7 +209,6 @@ class _Computation:
     unknown: int = 0
     pieces: int = 0
     scalars: int = 0
-    exchanges: Counter[Exchange] = field(default_factory=Counter)
     kernel_calls: Counter[KernelCall] = field(default_factory=Counter)
     whiles: list[tuple[str, str]] = field(default_factory=list)
     branches: list[list[str]] = field(default_factory=list)
@@ -167,7 +217,32 @@ class _Computation:
     compared: list[str] = field(default_factory=list)  # operands of comparisons
     vmem: int = 0
     shapes: dict[str, str] = field(default_factory=dict)
-    started: dict[str, tuple[str, Exchange]] = field(default_factory=dict)  # and the cycles so far, in `hidden`
+    events: list[Begun | Awaited] = field(default_factory=list)
+    running: dict[str, int] = field(default_factory=dict)  # numbers of exchanges by the name of start or chain
+    chain: str | None = None  # of asynchronous fusions this one belongs to
+    chain_end: str | None = None  # Start or Done, if this is the chain's first or last one
+    timed: int = 0  # cycles at the last event
+
+    def begin(self, name: str, exchange: Exchange) -> None:
+        """Add the start of an exchange."""
+        self.running[name] = sum(isinstance(event, Begun) for event in self.events)
+        self.events.append(Begun(self._since(), exchange))
+
+    def end(self, name: str) -> None:
+        """Add the end of an exchange, if it was begun."""
+        if name in self.running:
+            self.events.append(Awaited(self._since(), self.running.pop(name)))
+
+    @property
+    def timeline(self) -> Timeline:
+        """Return the events; exchanges whose end is elsewhere end last."""
+        left = sorted(self.running.values())
+        rest = self.cycles - self.timed
+        return (*self.events, *(Awaited(rest * (order == 0), number) for order, number in enumerate(left)))
+
+    def _since(self) -> int:
+        passed, self.timed = self.cycles - self.timed, self.cycles
+        return passed
 
     @property
     def trips(self) -> int | None:
@@ -189,7 +264,8 @@ def read_schedule(hlo: str, data_trips: int = 1) -> Schedule:
 def _executed(computations: dict[str, _Computation], name: str, data_trips: int, vmem: int = 0) -> Schedule:
     own = computations[name]
     cycles, unknown, pieces, scalars, data_loops = own.cycles, own.unknown, own.pieces, own.scalars, 0
-    exchanges, kernels = Counter(own.exchanges), Counter(own.kernel_calls)
+    kernels = Counter(own.kernel_calls)
+    timelines = Counter([own.timeline] if own.events else [])
     for times, inner in _called(computations, own, data_trips):
         repeats = data_trips if times is None else times
         data_loops += inner.data_loops + (times is None)
@@ -197,9 +273,9 @@ def _executed(computations: dict[str, _Computation], name: str, data_trips: int,
         pieces += repeats * inner.pieces
         scalars += repeats * inner.scalars
         unknown += inner.unknown
-        exchanges.update({exchange: repeats * count for exchange, count in inner.exchanges.items()})
+        timelines.update({timeline: repeats * count for timeline, count in inner.timelines.items()})
         kernels.update({kernel: repeats * calls for kernel, calls in inner.kernel_calls.items()})
-    return Schedule(cycles, kernels, exchanges, pieces, scalars, data_loops, unknown, vmem)
+    return Schedule(cycles, kernels, timelines, pieces, scalars, data_loops, unknown, vmem)
 
 
 def _called(
@@ -223,11 +299,19 @@ def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
             current = computations[header[2]] = _Computation()
             entry = header[2] if header[1] else entry
         elif instruction := _INSTRUCTION.match(line):
-            _add(current, line, *instruction.groups())
+            _add(computations, current, line, *instruction.groups())
     return computations, entry
 
 
-def _add(current: _Computation, line: str, name: str, shape: str, kind: str, operands: str) -> None:
+def _add(
+    computations: dict[str, _Computation],
+    current: _Computation,
+    line: str,
+    name: str,
+    shape: str,
+    kind: str,
+    operands: str,
+) -> None:
     """Add an instruction: what it calls, its estimate, or what it is charged for without one."""
     current.shapes[name] = shape
     cycles = _CYCLES.search(line)
@@ -243,6 +327,13 @@ def _add(current: _Computation, line: str, name: str, shape: str, kind: str, ope
         _add_kernel(current, line, name)
     elif _EXCHANGE.match(kind):
         _add_exchange(current, line, name, shape, kind, operands)
+    elif end := _CHAIN_END.search(line):
+        current.chain_end = end[1]
+    elif kind == "async-done":
+        for each in _NAME.findall(operands):
+            current.end(each)
+    elif kind in ("async-start", "fusion") and (called := _CALLS.search(line)):
+        _add_called(computations, current, name, kind, called[1])
     elif kind == "compare":
         current.compared += _NAME.findall(operands)
     elif constant := _TIMES.search(line):
@@ -264,12 +355,11 @@ def _add_kernel(current: _Computation, line: str, name: str) -> None:
 
 def _add_exchange(current: _Computation, line: str, name: str, shape: str, kind: str, operands: str) -> None:
     collective = kind.removesuffix("-start").removesuffix("-done")
+    if chain := _CHAIN.search(line):
+        current.chain = chain[1]
     if kind.endswith("-done"):
-        start = next((each for each in _NAME.findall(operands) if each in current.started), None)
-        if start is not None:
-            _, begun = current.started.pop(start)
-            hidden = current.cycles - begun.hidden
-            current.exchanges[Exchange(collective, begun.bytes, begun.devices, hidden)] += 1
+        for each in _NAME.findall(operands):
+            current.end(each)
         return
     sizes = [_bytes(*each) for each in _ARRAY.findall(shape)]
     groups = _GROUPS.search(line)
@@ -279,13 +369,40 @@ def _add_exchange(current: _Computation, line: str, name: str, shape: str, kind:
     size = max(sizes, default=0) if kind.endswith("-start") else sum(sizes)
     if collective == "reduce-scatter":
         size *= devices
-    exchange = Exchange(collective, size, devices, current.cycles if kind.endswith("-start") else 0)
     if devices < 2:
         return
-    if kind.endswith("-start"):
-        current.started[name] = collective, exchange
-    else:
-        current.exchanges[exchange] += 1
+    current.begin(name, Exchange(collective, size, devices))
+    if not kind.endswith("-start"):
+        current.end(name)
+
+
+def _add_called(
+    computations: dict[str, _Computation], current: _Computation, name: str, kind: str, called: str
+) -> None:
+    """Add the exchanges of a call on the sparse core, or of a fusion that may be a part of a chain of them."""
+    inner = computations.get(called, _Computation())
+    exchanges = _exchanges_of(computations, inner)
+    if not exchanges:
+        return
+    if kind == "async-start":
+        for exchange in exchanges:
+            current.begin(name, exchange)
+        return
+    chain = inner.chain or name
+    if inner.chain_end == "Done":
+        current.end(chain)
+    elif chain not in current.running:
+        for exchange in exchanges:
+            current.begin(chain, exchange)
+            if inner.chain_end is None:
+                current.end(chain)
+
+
+def _exchanges_of(computations: dict[str, _Computation], inner: _Computation) -> list[Exchange]:
+    """Return the exchanges of a computation and of those that it calls."""
+    own = [event.exchange for event in inner.events if isinstance(event, Begun)]
+    called = [computations[name] for name in inner.calls if name in computations]
+    return own + [exchange for each in called for exchange in _exchanges_of(computations, each)]
 
 
 def _add_move(current: _Computation, name: str, shape: str, kind: str, operands: str) -> bool:

@@ -42,6 +42,14 @@ SCORE_TOKENS: Final = 64
 
 _VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
 _TALL_TILES: Final = "xla_tpu_control_large_2nd_minor_layout_for_x16"
+_OVERLAP: Final = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+}
 
 LogitsFunction = Literal["penalise", "adjust", "adjust_all", "ban_words", "mask", "copy", "logprobs"]
 LOGITS_FUNCTIONS: Final = get_args(LogitsFunction)
@@ -176,18 +184,22 @@ Key = (
 )
 
 
-def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
-    """Return the XLA options of every program; None off the TPU. They are the same for serving and ahead of time.
+def compiler_options(kernel: KernelChoice, *, overlaps: bool = False) -> dict[str, str] | None:
+    """Return the XLA options of a program; None off the TPU. They are the same for serving and ahead of time.
 
     XLA gives the windows of one operation an eighth to a quarter of VMEM; half (in KiB) allows larger tiles, which
     raises the matrix units of a v6e from 65-80 % to 92 % of peak. Three quarters leave too little for what XLA keeps in
     VMEM between operations (benchmarks/LOG.md). A limit set in LIBTPU_INIT_ARGS takes precedence. Where XLA prefers
     tiles of 16 rows, it would copy all weights in every step: those of arguments have 8.
+
+    `overlaps`: its tokens are exchanged in pieces. XLA then sends a piece while it multiplies another one, and sums
+    on the sparse cores.
     """
     if not kernel.use_kernel or kernel.interpret or _VMEM_LIMIT in os.environ.get("LIBTPU_INIT_ARGS", ""):
         return None
     options = {_VMEM_LIMIT: str(kernel.chip.vmem_bytes // 2 // 1024)}
-    return options | ({_TALL_TILES: "false"} if kernel.chip.tall_tiles else {})
+    options |= {_TALL_TILES: "false"} if kernel.chip.tall_tiles else {}
+    return options | (_OVERLAP if overlaps else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +281,14 @@ class StepProgramSet:
     def lower(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower a program. Not thread-safe."""
         function, donated, arguments = self._program(key)
-        return _lower(self.model, function, arguments, self._out_shardings(key), donated)
+        return _lower(self.model, function, arguments, self._out_shardings(key), donated, overlaps=self._overlaps(key))
+
+    def _overlaps(self, key: Key) -> bool:
+        match key:
+            case Forward(shape) | ForwardEmbeds(shape):
+                return self.model.pieces(shape.tokens, adapted=shape.adapted) > 1
+            case _:
+                return False
 
     def _out_shardings(self, key: Key) -> Any:
         """Logits and hidden states stay with their shard; what the host reads is replicated."""
@@ -498,9 +517,11 @@ def _lower(
     arguments: tuple[Any, ...],
     outputs: Any,
     donated: tuple[int, ...] = (),
+    *,
+    overlaps: bool = False,
 ) -> jax.stages.Lowered:
     with model.matmul_precision:
-        options = compiler_options(model.kernel)
+        options = compiler_options(model.kernel, overlaps=overlaps)
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
         return jitted.lower(*arguments)
 

@@ -216,6 +216,7 @@ class StepInput:
     adapter_mask: jax.Array | None = None  # bool [T, A], see `slot_mask`
     guess_counts: jax.Array | None = None  # int32 [S]: guesses after each sequence; None: no drafter model
     scattered: bool = False  # between mixers and feed-forward blocks each device has T / tensor of the tokens
+    pieces: int = 1  # of a scattered step, in which its tokens are exchanged; each device has a part of each piece
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
@@ -494,6 +495,7 @@ class PoolInput:
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
     adapter_mask: None = None  # pooling models have no adapters
     scattered: bool = False  # as of StepInput
+    pieces: int = 1
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: PoolShape, kernel: KernelChoice) -> PoolInput:

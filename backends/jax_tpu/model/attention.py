@@ -18,6 +18,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     all_reduce,
     local_part,
     normalise,
+    piecewise,
     query_growth,
     reduced,
     scale_norm,
@@ -79,7 +80,7 @@ class JaxAttention(nnx.Module):
         `added` [T, K, n, H]: to the projected heads, see `JaxAdapters`.
         """
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
-        heads = jax.lax.optimization_barrier(project(x, self.qkv, step))
+        heads = jax.lax.optimization_barrier(piecewise(lambda piece: project(piece, self.qkv, step), x, step))
         heads = heads.reshape(heads.shape[0], self.kv_heads, -1, self.spec.head_dim)
         heads = heads if added is None else heads + added
         low_rank = self._adapters(x, step)
@@ -110,11 +111,15 @@ class JaxAttention(nnx.Module):
         if gates is not None:
             attended = attended * jax.nn.sigmoid(gates.reshape(*attended.shape[:2], -1))
         attended = attended.reshape(len(x), -1)
-        out = project(attended, self.out, step)
-        if self.lora_out is not None and step.adapter_mask is not None:
-            out = out + self.lora_out(attended, step.adapter_mask)[0]
-        out = reduced(out, step)
+        out = piecewise(lambda piece: reduced(self._addend(piece, step), step), attended, step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
+
+    def _addend(self, attended: jax.Array, step: AnyStep) -> jax.Array:
+        """Attended [T, K*G*V] -> this device's addend of the output [T, D] without its bias."""
+        out = project(attended, self.out, step)
+        if self.lora_out is None or step.adapter_mask is None:
+            return out
+        return out + self.lora_out(attended, step.adapter_mask)[0]
 
     def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, jax.Array]:
         """X [T, D] -> what adapters add to each projection: [T, K, n, H], or [T, K, ...] of one that is apart."""

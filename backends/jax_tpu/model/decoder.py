@@ -23,14 +23,16 @@ from pagoda.backends.jax_tpu.model.layers import (
     Caches,
     JaxNorm,
     JaxPooler,
+    MlpFfn,
     MoeFfn,
     Rotations,
+    all_tokens,
     apply_norm,
     gathered,
-    local_part,
     lookup,
     make_ffn,
     make_norm,
+    own_tokens,
     rotation,
     table_shape,
 )
@@ -71,8 +73,9 @@ from pagoda.common.models.mixers import (
     Mixer,
     ShortConvolution,
 )
-from pagoda.common.models.spec import Layer, ModelSpec
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec
 from pagoda.common.models.supported import unsupported_mixer
+from pagoda.kernels_pallas.chips import ChipInfo
 
 
 def make_mixer(spec: Mixer, width: int, build: JaxBuildContext) -> MixerLayer:
@@ -111,6 +114,37 @@ MixerLayer = (
     | JaxMamba2
     | JaxShortConvolution
 )
+
+
+_PIECES: Final = 2
+_PIECE_TOKENS: Final = 1024
+"""Least tokens of a piece: with half as many a step gains 5 % at most, with a quarter it loses a quarter, because the
+weights are read for each piece (benchmarks/LOG.md).
+"""
+
+
+def _scatters(spec: ModelSpec, tensor: int, tokens: int) -> bool:
+    """Whether each device computes residuals and norms for its part of a step's tokens only.
+
+    Sums over devices are then scattered, and norms gathered: as many bytes on the links as when sums are shared.
+    """
+    streams = spec.per_layer is not None or spec.alt_up is not None or bool(spec.block_owners) or bool(spec.blended)
+    plain = all(layer.side_moe is None and layer.shortcut is None for layer in spec.layers)
+    return not streams and plain and tensor > 1 and tokens % (_SCATTERED_TOKENS * tensor) == 0
+
+
+def exchanged_pieces(spec: ModelSpec, chip: ChipInfo, tensor: int, tokens: int, *, adapted: bool) -> int:
+    """Return in how many pieces a step's tokens are exchanged, so that XLA multiplies one while another travels."""
+    if adapted or not chip.sums_on_sparse_cores:
+        return 1
+    whole = _scatters(spec, tensor, tokens) and tokens % (_PIECES * max(_PIECE_TOKENS, _SCATTERED_TOKENS * tensor)) == 0
+    return _PIECES if whole and all(map(_exchanges_pieces, spec.layers)) else 1
+
+
+def _exchanges_pieces(layer: Layer) -> bool:
+    sums = not layer.parallel and layer.low_rank is None and layer.block is None and not layer.output_scale
+    attends = len(layer.mixers) == 1 and isinstance(layer.mixers[0], Attention)
+    return sums and attends and isinstance(layer.ffn, Mlp) and not layer.ffn.sparsity
 
 
 class JaxDecoder(nnx.Module):
@@ -201,8 +235,13 @@ class JaxDecoder(nnx.Module):
         rotations: Rotations = {None: None}
         for rope, table in zip(self.spec.ropes, self.rotary):
             rotations[rope] = rotation(table[...], positions)
-        if kept_inputs is None and self._scatters(len(x)):
-            step, x = replace(step, scattered=True), local_part(x, len(x) // self.tensor)
+        if kept_inputs is None and _scatters(self.spec, self.tensor, len(x)):
+            step = replace(step, scattered=True)
+            if isinstance(step, StepInput):
+                adapted = step.adapter_mask is not None
+                pieces = exchanged_pieces(self.spec, step.kernel.chip, self.tensor, len(x), adapted=adapted)
+                step = replace(step, pieces=pieces)
+            x = own_tokens(x, step, self.tensor)
         parts = None if self.parts is None else self.parts(token_ids, x)
         x = x if self.stream_ends is None else self.stream_ends.split(x)
         read = BlockInputs(x, tuple(unstacked(block) for block in self.blocks))
@@ -212,15 +251,6 @@ class JaxDecoder(nnx.Module):
             x, caches, kept_inputs = segment(x, caches, rotations, step, parts, read, kept_inputs)
         x = x if self.stream_ends is None else self.stream_ends.join(x)
         return gathered(apply_norm(self.final_norm, x), step), caches, kept_inputs
-
-    def _scatters(self, tokens: int) -> bool:
-        """Whether each device computes residuals and norms for its part of a step's tokens only.
-
-        Sums over devices are then scattered, and norms gathered: as many bytes on the links as when sums are shared.
-        """
-        streams = self.parts is None and self.stream_ends is None and not self.blocks and not self.spec.blended
-        plain = streams and all(layer.side_moe is None and layer.shortcut is None for layer in self.spec.layers)
-        return plain and self.tensor > 1 and tokens % (_SCATTERED_TOKENS * self.tensor) == 0
 
     def _blended(self, index: int, x: jax.Array, kept: dict[int, jax.Array]) -> jax.Array:
         """X [T, D] -> the input of layer `index`. `kept`: those that later layers blend in, which this adds to."""
@@ -445,6 +475,8 @@ class JaxDecoderLayer(nnx.Module):
             for array, cache in zip(own, taken):
                 stacks[array] = cache
         residual = part if self.spec.norm_residual else x
+        if step.pieces > 1:
+            return self._feed_pieces(residual, updates[0], step), tuple(stacks)
         y = self._add(residual, sum(updates[1:], start=updates[0]), self.after_mixer)
         if self.low_rank is not None:
             y = (y + self.low_rank(part)) * 2**-0.5
@@ -462,6 +494,26 @@ class JaxDecoderLayer(nnx.Module):
         fed = self._fed(gathered(normed, step), repeat, step)
         fed = fed if self.side is None else self.side(fed, x, repeat, step)
         return self._add(normed if self.spec.norm_residual else x, fed, self.after_ffn)
+
+    def _feed_pieces(self, x: jax.Array, update: jax.Array, step: AnyStep) -> jax.Array:
+        """X [T, D] and the mixer's output -> [T, D] after the feed-forward block, one piece of tokens after the other.
+
+        The next piece's exchanges before the block begin with this one's products, which hide them. Without the barrier
+        XLA would compute the norms of all pieces together, when the last one has come.
+        """
+        assert isinstance(self.ffn, MlpFfn), "see `exchanged_pieces`"
+        xs, updates = jnp.split(x, step.pieces), jnp.split(update, step.pieces)
+        outputs = []
+        for number in range(step.pieces):
+            y = self._add(xs[number], updates[number], self.after_mixer)
+            normed = apply_norm(self.before_ffn, y)
+            with jax.named_scope(type(self.ffn).__name__):
+                hidden = self.ffn.hidden(all_tokens(normed), step)
+                if number + 1 < step.pieces:
+                    updates[number + 1], hidden = jax.lax.optimization_barrier((updates[number + 1], hidden))
+                fed = self.ffn.total(hidden, step)
+            outputs.append(self._add(normed if self.spec.norm_residual else y, fed, self.after_ffn))
+        return jnp.concatenate(outputs)
 
     def _fed(self, normed: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
         assert self.ffn is not None, "the layer has an ffn"

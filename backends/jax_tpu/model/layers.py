@@ -57,15 +57,44 @@ def all_reduce(x: jax.Array) -> jax.Array:
 
 
 def reduced(x: jax.Array, step: AnyStep) -> jax.Array:
-    """Sum x [T, D] over the tensor-parallel devices, each of which gets all tokens, or its part of a scattered step."""
-    if step.scattered:
+    """Sum x [T, D] over the tensor-parallel devices, each of which gets all tokens, or its part of a scattered step.
+
+    In a step of several pieces x is one of them.
+    """
+    if not step.scattered:
+        return all_reduce(x)
+    if step.pieces == 1:
         return jax.lax.psum_scatter(x, MODEL, scatter_dimension=0, tiled=True)
-    return all_reduce(x)
+    # The parts are an axis of their own, because XLA makes all-reduces, of twice the bytes, of several tiled ones.
+    parts = x.reshape(jax.lax.axis_size(MODEL), -1, x.shape[1])
+    return jax.lax.psum_scatter(parts, MODEL, scatter_dimension=0)
 
 
 def gathered(x: jax.Array, step: AnyStep) -> jax.Array:
     """Return all tokens [T, D] of a scattered step's parts, or x as it is."""
-    return jax.lax.all_gather(x, MODEL, axis=0, tiled=True) if step.scattered else x
+    return piecewise(all_tokens, x, step) if step.scattered else x
+
+
+def all_tokens(x: jax.Array) -> jax.Array:
+    """Return all tokens [T, D] of the devices' parts."""
+    return jax.lax.all_gather(x, MODEL, axis=0, tiled=True)
+
+
+def piecewise(function: Callable[[jax.Array], jax.Array], x: jax.Array, step: AnyStep) -> jax.Array:
+    """Apply a function to x [T, ...], or to each of the step's pieces, beside which others are exchanged."""
+    if step.pieces == 1:
+        return function(x)
+    return jnp.concatenate([function(piece) for piece in jnp.split(x, step.pieces)])
+
+
+def own_tokens(x: jax.Array, step: AnyStep, tensor: int) -> jax.Array:
+    """Return this device's part [T / tensor, D] of replicated x [T, D]: a part of each piece of a scattered step."""
+    if step.pieces == 1:
+        return local_part(x, len(x) // tensor)
+    pieces = x.reshape(step.pieces, -1, x.shape[1])
+    size = pieces.shape[1] // tensor
+    own = jax.lax.dynamic_slice_in_dim(pieces, jax.lax.axis_index(MODEL) * size, size, 1)
+    return own.reshape(-1, x.shape[1])
 
 
 def lookup(table: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -198,11 +227,19 @@ class MlpFfn(nnx.Module):
 
     def __call__(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
         """X [T, D] -> [T, D]. `added` [T, 2 or 1, F]: to gate and up."""
-        out = reduced(self.partial_sum(x, step, added), step)
+        return self.total(self.hidden(x, step, added), step)
+
+    def total(self, hidden: jax.Array, step: AnyStep) -> jax.Array:
+        """Activations [T, F] -> [T, D], summed over the devices."""
+        out = reduced(self.outward(hidden, step), step)
         return out if self.down_bias is None else out + self.down_bias[...]
 
     def partial_sum(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
         """X [T, D] -> this device's addend of the output [T, D] without its bias."""
+        return self.outward(self.hidden(x, step, added), step)
+
+    def hidden(self, x: jax.Array, step: AnyStep, added: jax.Array | None = None) -> jax.Array:
+        """X [T, D] -> the activations [T, F]."""
         parts = project(x, self.inner, step)
         parts = parts if added is None else parts + added
         if self.lora_in is not None and step.adapter_mask is not None:
@@ -211,7 +248,10 @@ class MlpFfn(nnx.Module):
             parts = parts + self.inner_bias[...]
         if self.spec.sparsity:
             parts = parts.at[:, 0].set(sparse(parts[:, 0], self.spec))
-        hidden = self._activate(parts)
+        return self._activate(parts)
+
+    def outward(self, hidden: jax.Array, step: AnyStep) -> jax.Array:
+        """Activations [T, F] -> this device's addend of the output [T, D] without its bias."""
         out = project(hidden, self.down, step)
         if self.lora_out is None or step.adapter_mask is None:
             return out

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
-from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
+from pagoda.backends.jax_tpu.model.decoder import JaxDecoder, exchanged_pieces
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, HeadLayout, build_cache_index
 from pagoda.backends.jax_tpu.model.lora import slot_axis
@@ -138,6 +138,10 @@ class StepModel(ABC):
             slots = heads.slots // self.tensor
             keys |= dict.fromkeys(self.kernel.untuned(slots * heads.group, slots, mixer))
         return tuple(keys)
+
+    def pieces(self, tokens: int, *, adapted: bool = False) -> int:
+        """Return in how many pieces devices exchange the tokens of a step."""
+        return 1
 
     @property
     def matmul_precision(self) -> Any:
@@ -303,6 +307,10 @@ class Model(StepModel):
     def adapter_bytes(self) -> int:
         """Return the bytes of all slots for adapters, on one device."""
         return sum(_device_bytes(self.leaves[index]) for index in self.adapter_leaves)
+
+    def pieces(self, tokens: int, *, adapted: bool = False) -> int:
+        """Return in how many pieces devices exchange the tokens of a step."""
+        return exchanged_pieces(self.spec, self.kernel.chip, self.tensor, tokens, adapted=adapted)
 
     def decoder(self, leaves: Leaves) -> JaxDecoder:
         """Return the decoder over these arrays, while tracing."""

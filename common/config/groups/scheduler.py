@@ -38,9 +38,10 @@ class SchedulerConfig:
     max_overload_seconds: float | None = option(
         None,
         "Seconds for which more requests may wait for a slot than half of --max-num-seqs (at least 64); from then on "
-        "further requests get HTTP 429 until fewer wait. Once as many were refused as wait above that number, those get "
-        "it, too: the last ones of the API keys with most of them. A request of many sequences counts once. Default of "
-        "a server: 2, or unlimited with --max-num-queued-reqs; in Python: unlimited.",
+        "further requests get HTTP 429 until fewer wait. Once as many were refused as wait above that number, those "
+        "get it, too: the last ones of the API keys with most of them; and while as many are refused in 10 s as may "
+        "wait, a quarter may. A request of many sequences counts once. Default of a server: 2, or unlimited with "
+        "--max-num-queued-reqs; in Python: unlimited.",
     )
     max_key_share: float = option(
         0.5,

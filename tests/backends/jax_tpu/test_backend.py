@@ -18,7 +18,8 @@ from support.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, RecompileError
-from pagoda.backends.jax_tpu.model import parameters
+from pagoda.backends.jax_tpu.model import decoder, parameters
+from pagoda.backends.jax_tpu.model.decoder import exchanged_pieces
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -29,6 +30,7 @@ from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import LowRankResidual, ModelSpec
+from pagoda.kernels_pallas.chips import CHIPS
 
 SPECS = {
     "full": tiny_spec(),
@@ -81,6 +83,12 @@ def norm_residual() -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, norm_residual=True, low_rank=low_rank) for layer in spec.layers))
 
 
+def norm_residual_alone() -> ModelSpec:
+    """Updates are added to what the norms return."""
+    spec = tiny_spec()
+    return replace(spec, layers=tuple(replace(layer, norm_residual=True) for layer in spec.layers))
+
+
 @pytest.mark.parametrize("kind", ["full", "moe", "norm_residual"])
 def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scattered = []
@@ -96,6 +104,34 @@ def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypat
     _, result = d.step({1: prompt}, [d.start(1, prompt, EVERYTHING)])
     assert set(scattered) == {64}, "tokens of a step, padding included"
     np.testing.assert_allclose(by_token(result.prompt_logprobs[0]), want[:-1], atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "norm_residual"])
+def test_tokens_are_exchanged_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scattered = []
+    monkeypatch.setattr(decoder, "_PIECE_TOKENS", 16)
+    scatter = jax.lax.psum_scatter
+    monkeypatch.setattr(
+        jax.lax, "psum_scatter", lambda x, *args, **kw: scattered.append(x.shape[:2]) or scatter(x, *args, **kw)
+    )
+    spec = SPECS["window"] if kind == "window" else norm_residual_alone() if kind == "norm_residual" else SPECS[kind]
+    prompt = [(7 * i + i * i) % 96 for i in range(60)]
+    want = NaiveModel(spec, random_weights(spec)).logits(prompt).log_softmax(-1).numpy()
+    d = driver(spec, tensor=2)
+    _, result = d.step({1: prompt}, [d.start(1, prompt, EVERYTHING)])
+    assert set(scattered) == {(2, 16)}, "the devices' parts of each of two pieces"
+    np.testing.assert_allclose(by_token(result.prompt_logprobs[0]), want[:-1], atol=3e-5)
+
+
+def test_what_does_not_exchange_pieces() -> None:
+    chip, spec = CHIPS["v6e"], SPECS["full"]
+    assert exchanged_pieces(spec, chip, 8, 2048, adapted=False) == 2
+    assert exchanged_pieces(spec, chip, 8, 1024, adapted=False) == 1, "too few tokens"
+    assert exchanged_pieces(spec, chip, 1, 2048, adapted=False) == 1, "one device"
+    assert exchanged_pieces(spec, chip, 8, 2048, adapted=True) == 1
+    assert exchanged_pieces(spec, CHIPS["v5e"], 8, 2048, adapted=False) == 1
+    assert exchanged_pieces(SPECS["moe"], chip, 8, 2048, adapted=False) == 1
+    assert exchanged_pieces(norm_residual(), chip, 8, 2048, adapted=False) == 1, "a low-rank residual"
 
 
 @pytest.mark.parametrize("best", [0, 3])

@@ -19,7 +19,7 @@ from support.hub_configs import GENERATORS
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report, legend, times_of
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
-from pagoda.backends.jax_tpu.ahead_of_time.schedule import Exchange, read_schedule
+from pagoda.backends.jax_tpu.ahead_of_time.schedule import Awaited, Begun, Exchange, exposed_seconds, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet, WriteAdapter
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
@@ -445,13 +445,84 @@ def test_loops_count_as_often_as_they_run() -> None:
 
 def test_exchanges_kernels_and_moves_are_charged() -> None:
     schedule, chip = read_schedule(HLO, data_trips=5), CHIPS["v6e"]
-    reduced, gathered = Exchange("all-reduce", 64 * 8192 * 2, 4), Exchange("all-gather", 32 * 64 * 4, 4, hidden=50)
+    reduced, gathered = Exchange("all-reduce", 64 * 8192 * 2, 4), Exchange("all-gather", 32 * 64 * 4, 4)
     assert schedule.exchanges == {reduced: 32, gathered: 1}
     assert reduced.seconds(chip) == pytest.approx(0.75 * 2**20 / 9e10 + 6e-6)
-    assert gathered.seconds(chip) == pytest.approx(0.75 * 8192 / 1.8e11 + 3e-6 - 50 / chip.clock_hz)
+    assert gathered.seconds(chip) == pytest.approx(0.75 * 8192 / 1.8e11 + 3e-6)
+    exposed = 32 * reduced.seconds(chip) + gathered.seconds(chip) - 50 / chip.clock_hz
+    assert schedule.exchange_seconds(chip) == pytest.approx(exposed)
     (call,) = schedule.kernel_calls
     assert (call.flops, call.bytes) == (2000, 64)
     assert (schedule.pieces, schedule.scalars) == (16 * 2 + 5 * 8, 40)
+
+
+CHAINED = """HloModule jit_step, is_scheduled=true
+
+%called (p: bf16[8,128,64]) -> bf16[1,128,64] {
+  ROOT %rs = bf16[1,128,64]{2,1,0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+
+%on_sparse_core (p: bf16[8,128,64]) -> bf16[1,128,64] {
+  ROOT %r = bf16[1,128,64]{2,1,0} call(%p), to_apply=%called
+}
+
+%first (p: bf16[128,64]) -> bf16[1024,64] {
+  %ag.1 = bf16[1024,64]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="4"}
+  ROOT %cc.1 = (bf16[128,64]) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%between (p: bf16[128,64]) -> bf16[1024,64] {
+  %ag.2 = bf16[1024,64]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="4"}
+  ROOT %product = bf16[8,8] convolution(%p, %ag.2)
+}
+
+%last (p: bf16[128,64]) -> bf16[1024,64] {
+  %ag.3 = bf16[1024,64]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="4"}
+  ROOT %cc.2 = bf16[1024,64] custom-call(%ag.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main.1 (x: f32[8]) -> f32[8] {
+  %sum = ((bf16[8,128,64]), bf16[1,128,64]) async-start(%x), async_execution_thread="sparsecore", calls=%on_sparse_core
+  %start = (bf16[128,64]) fusion(%x), kind=kCustom, calls=%first
+  %conv = (bf16[8,8], bf16[128,64]) fusion(%start), kind=kOutput, calls=%between, \
+backend_config={"estimated_cycles":"20000"}
+  %done = bf16[1024,64] fusion(%conv), kind=kCustom, calls=%last
+  %summed = bf16[1,128,64] async-done(%sum)
+  %alone = (bf16[8,8], bf16[128,64]) fusion(%x), kind=kOutput, calls=%lonely, backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_exchanges_hide_behind_what_is_computed_between_start_and_end() -> None:
+    """A sum on the sparse core and a chain of fusions share the links: the chain ends after both."""
+    chip = CHIPS["v6e"]
+    schedule = read_schedule(CHAINED)
+    summed, chain = Exchange("reduce-scatter", 1024 * 64 * 2, 8), Exchange("all-gather", 1024 * 64 * 2, 8)
+    assert schedule.exchanges == {summed: 1, chain: 1}
+    both = summed.seconds(chip) + chain.seconds(chip)
+    assert both > 20000 / chip.clock_hz
+    assert schedule.exchange_seconds(chip) == pytest.approx(both - 20000 / chip.clock_hz)
+
+
+def test_what_computes_before_or_after_an_exchange_hides_nothing() -> None:
+    chip, exchange = CHIPS["v6e"], Exchange("all-gather", 1 << 20, 8)
+    whole = exchange.seconds(chip)
+    assert exposed_seconds((Begun(10**9, exchange), Awaited(0, 0)), chip) == pytest.approx(whole)
+    assert exposed_seconds((Begun(0, exchange), Awaited(10**9, 0)), chip) == 0
+    one_after_the_other = (Begun(0, exchange), Begun(0, exchange), Awaited(0, 0), Awaited(10, 1))
+    assert exposed_seconds(one_after_the_other, chip) == pytest.approx(2 * whole - 10 / chip.clock_hz)
+
+
+@needs_libtpu
+@pytest.mark.tpu_matrix
+def test_products_hide_exchanges_of_pieces() -> None:
+    target, _, program = compiled("v6e:2x4", 8, StepShape(2048, 8, 8, 1, False))
+    schedule, chip = program.schedule, target.chip
+    assert schedule is not None
+    assert chip is not None
+    all_of_them = sum(count * each.seconds(chip) for each, count in schedule.exchanges.items())
+    assert {each.kind for each in schedule.exchanges} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert schedule.exchange_seconds(chip) < 0.75 * all_of_them
 
 
 MOE = {**GENERATORS["Qwen1.5-MoE-A2.7B"], "num_hidden_layers": 2}

@@ -27,6 +27,13 @@ def test_one_operation_may_use_half_of_vmem(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
+def test_exchanges_of_pieces_overlap_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    options = compiler_options(ON_V6E, overlaps=True) or {}
+    assert options["xla_tpu_enable_async_collective_fusion"] == "true"
+    assert options["xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"] == "true"
+
+
 def test_options_apply_to_tpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     assert compiler_options(replace(ON_V6E, use_kernel=False)) is None

@@ -184,6 +184,37 @@ def test_waiting_requests_are_surplus_once_as_many_were_refused() -> None:
     assert overload.surplus(limits, 16, 16) == 0  # refusals of an overload that is over
 
 
+def test_while_many_are_refused_fewer_may_wait() -> None:
+    now = 10.0
+    overload = Overload(lambda: now)
+    limits = QueueLimits(waiting=8, overload_seconds=2.0)
+
+    def refused(in_progress: int) -> bool:
+        try:
+            overload.check(limits, in_progress)
+        except OverLimitError:
+            return True
+        return False
+
+    overload.observe(2, 9, limits)
+    now = 12.0
+    assert [refused(11) for _ in range(7)] == [True] * 7
+    assert not refused(10)
+    assert refused(11)  # the eighth within CALM_SECONDS
+    overload.observe(2, 8, limits)
+    assert [refused(10), refused(5), refused(4)] == [True, True, False]
+    now = 21.9
+    assert refused(5)
+    now = 22.0
+    assert not refused(10)  # since the eighth, few were refused
+    assert refused(11)
+    overload.observe(2, 9, limits)
+    for second in range(33, 49, 2):  # eight, but not within CALM_SECONDS
+        now = second
+        assert refused(11)
+    assert not refused(10)
+
+
 def test_the_last_requests_of_who_has_most_are_chosen() -> None:
     waiting = {"a": [1, 2, 3, 4, 5], "b": [6, 7], "c": [8], "d": []}
     assert last_of_most(waiting, 3) == [5, 4, 3]
