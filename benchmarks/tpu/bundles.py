@@ -210,6 +210,8 @@ class _Machine:
             return
         named = {name: self.value(self.listing._sum(x)) for name, x in re.findall(r"/\*(\w+)=\*/([^,]+)", op.text)}
         direction = op.name.split(".")[1]
+        if direction == "general" and "hbm-to-hbm" not in op.text:
+            direction = "vmem_strided_hbm"  # a block whose parts lie apart; the listing does not say which way
         self.trace.moved[direction] += GRANULE * named["size_in_granules"]
         if direction.endswith("to_smem"):
             source = named.get("vmem", named.get("hbm", 0)) >> SPACE

@@ -88,6 +88,15 @@ def test_bundles_are_counted_as_the_operands_branch(listing: Listing, values: li
     assert listing.in_vmem == {1: 8, 2: 64}
 
 
+@pytest.mark.parametrize(("comment", "direction"), [("hbm-to-hbm", "general"), ("window", "vmem_strided_hbm")])
+def test_blocks_whose_parts_lie_apart_are_counted(tmp_path: Path, comment: str, direction: str) -> None:
+    text = LISTING.replace("dma.hbm_to_vmem", "dma.general").replace("base_bounds: (4)", comment)
+    assert dict(dumped(tmp_path, text).run([np.array([1], np.int32), np.array([7], np.int32)]).moved) == {
+        "vmem_to_smem": 32 * 16,
+        direction: 32 * 7,
+    }
+
+
 @pytest.mark.parametrize(
     ("most", "popped", "turns"),
     [(9, [0.25], 0), (9, [1, -1], 1), (9, [1, 0, -0.25, -1], 3), (2, [1, 0, 0], 2), (9, None, 0)],
