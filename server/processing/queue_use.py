@@ -155,7 +155,7 @@ class Overload:
         self._running = 0
         self._since: float | None = None  # more wait than may
         self._refused = -math.inf
-        self._num_refused = 0  # since then
+        self._num_refused = 0  # while more wait than may
         self._counted_since, self._num_counted = -math.inf, 0  # refusals within CALM_SECONDS
         self._short_until = -math.inf  # SHORT_QUEUE applies
 
