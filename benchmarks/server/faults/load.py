@@ -30,7 +30,7 @@ MAX_OPEN: Final = 4_000  # connections that the overload keeps open; more than a
 def sockets(options: Options) -> list[Report]:
     """5,000 connections, idle or with half a header or half a body, beside ten streams and new clients."""
     report = Report("5,000 idle and half-open sockets")
-    with serving(options.model, log=Path(options.log_folder) / "sockets.log") as server:
+    with serving(options.model, *CACHE, log=Path(options.log_folder) / "sockets.log") as server:
         idle = server.usage().descriptors
         log_before = server.log_size()
         with neighbours(server.port) as streams, MemoryProbe(server, 0.5) as memory:
