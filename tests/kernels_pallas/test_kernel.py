@@ -157,8 +157,12 @@ def test_halves_of_passes_alternate_where_matrix_units_are_wide(monkeypatch: pyt
 
     def computed(chip: str) -> tuple[str, np.ndarray]:
         order: list[str] = []
+
+        def recorded(self: ColumnLogits | ColumnSoftmax, first: int) -> None:
+            order.append(type(self).__name__[len("Column")])
+            run[type(self)](self, first)
+
         for half in run:
-            recorded = lambda self, first, half=half: (order.append(half.__name__[6]), run[half](self, first))  # noqa: E731
             monkeypatch.setattr(half, "run", recorded)
         out, _ = attention(layout, interpret=STRICT, chip=CHIPS[chip])(case.arrays, {})
         assert not races_found()

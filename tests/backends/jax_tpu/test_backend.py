@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -89,38 +90,36 @@ def norm_residual_alone() -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, norm_residual=True) for layer in spec.layers))
 
 
-@pytest.mark.parametrize("kind", ["full", "moe", "norm_residual"])
-def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scattered = []
-    monkeypatch.setattr(parameters, "_MXU_COLUMNS", 15)
+def check_scattered(spec: ModelSpec, tokens: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices score a prompt as one does, and scatter sums of this shape, without the hidden size."""
+    shapes = set()
     scatter = jax.lax.psum_scatter
-    monkeypatch.setattr(
-        jax.lax, "psum_scatter", lambda x, *args, **kw: scattered.append(len(x)) or scatter(x, *args, **kw)
-    )
-    spec = norm_residual() if kind == "norm_residual" else SPECS[kind]
-    prompt = [(7 * i + i * i) % 96 for i in range(30)]
+
+    def recorded(x: jax.Array, *args: Any, **kw: Any) -> jax.Array:
+        shapes.add(x.shape[:-1])
+        return scatter(x, *args, **kw)
+
+    monkeypatch.setattr(jax.lax, "psum_scatter", recorded)
+    prompt = [(7 * i + i * i) % 96 for i in range(tokens)]
     want = NaiveModel(spec, random_weights(spec)).logits(prompt).log_softmax(-1).numpy()
     d = driver(spec, tensor=2)
     _, result = d.step({1: prompt}, [d.start(1, prompt, EVERYTHING)])
-    assert set(scattered) == {64}, "tokens of a step, padding included"
+    assert shapes == {shape}
     np.testing.assert_allclose(by_token(result.prompt_logprobs[0]), want[:-1], atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "moe", "norm_residual"])
+def test_wide_steps_scatter_tokens_and_keep_them_as_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "_MXU_COLUMNS", 15)
+    spec = norm_residual() if kind == "norm_residual" else SPECS[kind]
+    check_scattered(spec, 30, (64,), monkeypatch)  # tokens of a step, padding included
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "norm_residual"])
 def test_tokens_are_exchanged_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scattered = []
     monkeypatch.setattr(decoder, "_PIECE_TOKENS", 16)
-    scatter = jax.lax.psum_scatter
-    monkeypatch.setattr(
-        jax.lax, "psum_scatter", lambda x, *args, **kw: scattered.append(x.shape[:2]) or scatter(x, *args, **kw)
-    )
     spec = SPECS["window"] if kind == "window" else norm_residual_alone() if kind == "norm_residual" else SPECS[kind]
-    prompt = [(7 * i + i * i) % 96 for i in range(60)]
-    want = NaiveModel(spec, random_weights(spec)).logits(prompt).log_softmax(-1).numpy()
-    d = driver(spec, tensor=2)
-    _, result = d.step({1: prompt}, [d.start(1, prompt, EVERYTHING)])
-    assert set(scattered) == {(2, 16)}, "the devices' parts of each of two pieces"
-    np.testing.assert_allclose(by_token(result.prompt_logprobs[0]), want[:-1], atol=3e-5)
+    check_scattered(spec, 60, (2, 16), monkeypatch)  # the devices' parts of each of two pieces
 
 
 def test_what_does_not_exchange_pieces() -> None:
