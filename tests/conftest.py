@@ -12,10 +12,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from support import fork_server
 
 # No test fails because the machine was busy.
 hypothesis.settings.register_profile("pagoda", deadline=None)
 hypothesis.settings.load_profile("pagoda")
+
+# A thread per test process: several spin on the cores of the other processes, and tiny products gain nothing from them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # As the reference backend does for itself, but before any test module imports torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "8000")
@@ -25,6 +29,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Meshes are tested on eight CPU devices, however early a test that needs one makes XLA's client.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+fork_server.install()
 
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
