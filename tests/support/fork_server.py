@@ -61,7 +61,8 @@ _plain_popen = subprocess.Popen
 
 def install() -> None:
     """Fork the Python programs that this process starts from now on."""
-    if sys.platform == "linux" and os.environ.get("PAGODA_TEST_FORK", "1") != "0":
+    is_single = os.environ.get("OMP_NUM_THREADS") == "1"  # else an import of numpy starts threads
+    if sys.platform == "linux" and is_single and os.environ.get("PAGODA_TEST_FORK", "1") != "0":
         subprocess.Popen = _ForkingPopen  # type: ignore[misc]
 
 
@@ -294,7 +295,6 @@ def main() -> NoReturn:
     for module in MODULES:
         import_module(module)
     warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)  # of `runpy`
-    gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"an import of the fork server has started threads: {threads}"
