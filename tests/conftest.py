@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from support import fork_server
+from support import budgets, fork_server
 
 # No test fails because the machine was busy.
 hypothesis.settings.register_profile("pagoda", deadline=None)
@@ -47,37 +47,20 @@ def usual_logging() -> Iterator[None]:
 
 
 TESTS = Path(__file__).parent
-LONG = (
-    *("models/test_parity.py", "models/test_real_model.py", "benchmarks/gpu/test_run.py"),
-    *(
-        "server/vllm_compat/test_requests_of_server_tests.py",
-        "models/test_quantized.py",
-        "server/cli/test_api_servers.py",
-    ),
-    *("server/vllm_compat/test_examples.py", "kernels_pallas/test_kernel.py", "backends/jax_tpu/test_mixers.py"),
-    *(
-        "kernels_pallas/test_latent_attention.py",
-        "kernels_pallas/test_token_selection.py",
-        "server/test_lora_rotation.py",
-    ),
-    *("backends/torch_cuda/test_warmup.py", "server/test_lora_accelerators.py", "backends/test_drafts.py"),
-    *(
-        "backends/jax_tpu/test_backend.py",
-        "backends/jax_tpu/test_decoder_forms.py",
-        "backends/jax_tpu/test_quantize.py",
-    ),
-    *("backends/jax_tpu/test_checkpoint.py", "models/test_eight_bits.py", "server/cli/test_serve_stop.py"),
-    *("server/startup/test_hosts.py", "server/startup/test_tensor_parallel.py", "server/cli/test_convert.py"),
-)
-"""Files that take longest, which start first, so that no process is left alone with one at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    budgets.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    budgets.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of `LONG` to the front; the order is otherwise kept."""
-    if missing := [name for name in LONG if not (TESTS / name).is_file()]:
-        raise pytest.UsageError(f"tests/conftest.py: LONG has files that do not exist: {missing}")
-    places = {TESTS / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+    """Let files that take longest start first, so that no process is left alone with one at the end."""
+    table = budgets.read()
+    items.sort(key=lambda item: -table.get(item.path.relative_to(TESTS).as_posix(), 0.0))
 
 
 def pytest_collection_finish() -> None:

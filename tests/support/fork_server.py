@@ -1,14 +1,14 @@
 """Child processes that are forked from a process which has imported pagoda already.
 
 A fresh interpreter needs one to four processor seconds to import the server, torch and their like. `install` replaces
-`subprocess.Popen` by a class that forks programs of Python (`[sys.executable, "-P", path, ...]`, `[..., "-m", module, ...]`
-of pagoda and of these tests) from such a process, the fork server, and starts everything else as before:
+`subprocess.Popen` by a class that forks programs of Python (`[sys.executable, "-P", path, ...]`, `[..., "-m", module,
+...]` of pagoda and of these tests) from such a process, the fork server, and starts everything else as before:
 
     client                fork server (a child of the client)      the new process
     ------                ----------------------------------       ---------------
     become subreaper
     argv, environment,  ->  fork  ->  fork again, exit         ->  is adopted by the client, which can wait for it
-    file descriptors                                               like for any child; dup2, chdir, environ, run the program
+    file descriptors                                               like any child; dup2, chdir, environ, run the program
     <- process id  ------------------------------------------------
 
 Each forked process has a fork server of its own, so that the engine of a server is forked, too. A program behaves as in
@@ -73,9 +73,10 @@ class FreshPopen(subprocess.Popen):  # type: ignore[type-arg]
 class _Client:
     """The connection to this process's fork server."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self.pid = pid
 
     @classmethod
     def start(cls) -> _Client:
@@ -84,18 +85,18 @@ class _Client:
         with other:
             words = [sys.executable, "-P", __file__, str(other.fileno())]
             paths = os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])
-            _plain_popen(
+            server = _plain_popen(
                 words, pass_fds=[other.fileno()], env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.DEVNULL
             )
-        return cls(own)
+        return cls(own, server.pid)
 
     @classmethod
     def fork(cls) -> _Client:
         """Fork a fork server from this process, which must have no other thread. Returns in both."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork():
+        if server := os.fork():
             other.close()
-            return cls(own)
+            return cls(own, server)
         own.close()
         _run(_serve(other))
 
@@ -114,6 +115,14 @@ class _Client:
         if not answer:
             raise OSError("the fork server started no process")
         return int(answer)
+
+
+def processor_seconds() -> float:
+    """Return the user and system time of this process's fork server; 0 before its first use."""
+    if _client is None:
+        return 0.0
+    fields = Path(f"/proc/{_client.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
 
 
 _client: _Client | None = None

@@ -1,0 +1,224 @@
+"""Processor time of each test file, held against the table in `tests/budgets.json`.
+
+Processors differ and a busy one is slower, so the table counts in units of a calibration loop that is timed throughout
+the same run: one unit is about one processor second of a server processor of 2025. Child processes count when they are
+waited for, and those of the fork server with them. A file that needs more than TWICE its row fails the run; more than
+MUCH is printed. What collection costs (each test process imports every test file) is in rows of its own.
+
+Writing the table: `make test-budgets`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from support import fork_server
+
+TESTS: Final = Path(__file__).resolve().parents[1]
+TABLE: Final = TESTS / "budgets.json"
+
+COLLECTION: Final = "(collection)"
+FORK_SERVER: Final = "(start of the fork servers)"
+"""Rows of what belongs to no file."""
+
+TWICE: Final = 2.0
+MUCH: Final = 1.3
+"""Multiples of a row above which a file fails and is printed."""
+
+FIRST_USE: Final = 4.0
+"""Units that a file may need above its row: the first file in a process that uses a library pays for its start."""
+
+MAX_MEMORY: Final = 2 << 30
+"""Bytes of resident memory that a test process may reach."""
+
+_LOOP: Final = 60_000
+"""Iterations of the calibration loop: about 10 ms."""
+
+_LOOPS_PER_UNIT: Final = 100
+
+
+def calibrate() -> float:
+    """Return the processor seconds of one calibration loop, which does what most tests do: objects, dicts, calls."""
+    begin = time.process_time()
+    table: dict[int, tuple[int, str]] = {}
+    for number in range(_LOOP):
+        key = number * 7919 % 1024
+        table[key] = (number, str(key))
+        if table[key][0] % 3 == 0:
+            table.pop(key, None)
+    return time.process_time() - begin
+
+
+def processor_seconds() -> float:
+    """Return the user and system time of this process and of the children that it has waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+@dataclass
+class Usage:
+    """What one test process has used, in processor seconds."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of each file, relative to TESTS
+    loops: list[float] = field(default_factory=list)  # of calibration
+    memory: int = 0  # bytes, at most
+
+    def units(self) -> dict[str, float]:
+        """Return the units of each file."""
+        unit = statistics.median(self.loops) * _LOOPS_PER_UNIT if self.loops else 1.0
+        return {name: seconds / unit for name, seconds in self.seconds.items()}
+
+
+class Recorder:
+    """A plugin of each process that runs tests: measures its files."""
+
+    def __init__(self) -> None:
+        self.usage = Usage(loops=[calibrate()])
+        self._file = COLLECTION
+        self._used = 0.0
+        self._fork_server = 0.0
+
+    def switch(self, name: str) -> None:
+        """Charge what was used since the last call to the file before, and what follows to `name`."""
+        used, forked = processor_seconds(), fork_server.processor_seconds()
+        if self._fork_server == 0.0:
+            self.usage.seconds[FORK_SERVER] += forked
+        else:
+            self.usage.seconds[self._file] += forked - self._fork_server
+        self.usage.seconds[self._file] += used - self._used
+        if name != self._file:
+            self.usage.loops.append(calibrate())
+        self._file, self._used, self._fork_server = name, processor_seconds(), forked
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.switch(item.path.relative_to(TESTS).as_posix())
+        return (yield)
+
+    def finish(self) -> dict[str, Any]:
+        """Return the usage of this process as plain values."""
+        self.switch("")
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"seconds": dict(self.usage.seconds), "loops": self.usage.loops, "memory": memory}
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["budgets"] = json.dumps(self.finish())
+
+
+class Judge:
+    """A plugin of the process that reports: holds what all processes used against the table, or writes the table."""
+
+    def __init__(self, own: Recorder | None, *, write: bool) -> None:
+        self._own, self._write = own, write
+        self.usages: list[Usage] = []
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        self.usages.append(Usage(values["seconds"], values["loops"], values["memory"]))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if text := getattr(node, "workeroutput", {}).get("budgets"):
+            self.add(json.loads(text))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._own is not None:
+            self.add(self._own.finish())
+        used = total(self.usages)
+        if self._write:
+            write(used)
+        elif session.exitstatus == pytest.ExitCode.OK and faults(used, read(), self.memory):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @property
+    def memory(self) -> int:
+        return max((usage.memory for usage in self.usages), default=0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        used, table = total(self.usages), read()
+        loops = [loop for usage in self.usages for loop in usage.loops]
+        unit = statistics.median(loops) * _LOOPS_PER_UNIT if loops else 1.0
+        terminalreporter.section("processor time")
+        terminalreporter.line(
+            f"{sum(used.values()):.0f} units of {unit:.2f} s, the table has {sum(table.values()):.0f}; "
+            f"the largest test process had {self.memory >> 20} MiB"
+        )
+        for line in (*notes(used, table), *faults(used, table, self.memory)):
+            terminalreporter.line(line)
+
+
+def total(usages: list[Usage]) -> dict[str, float]:
+    """Return the units of each file over all processes."""
+    units: dict[str, float] = defaultdict(float)
+    for usage in usages:
+        for name, value in usage.units().items():
+            units[name] += value
+    return dict(units)
+
+
+def faults(used: Mapping[str, float], table: Mapping[str, float], memory: int) -> list[str]:
+    """Return a line for each file that needed more than twice its row, or has none, and for too much memory."""
+    lines = [
+        f"FAILED: {name} needed {value:.1f} units, its row in tests/budgets.json is {table.get(name, 0):.1f}"
+        for name, value in sorted(used.items())
+        if _is_over(value, table.get(name, 0.0), TWICE)
+    ]
+    if memory > MAX_MEMORY:
+        lines.append(f"FAILED: a test process reached {memory >> 20} MiB of memory, {MAX_MEMORY >> 20} are allowed")
+    return lines
+
+
+def notes(used: Mapping[str, float], table: Mapping[str, float]) -> list[str]:
+    """Return a line for each file that needed much more than its row, but not twice as much."""
+    return [
+        f"{name} needed {value:.1f} units, its row is {table.get(name, 0):.1f}"
+        for name, value in sorted(used.items())
+        if _is_over(value, table.get(name, 0.0), MUCH) and not _is_over(value, table.get(name, 0.0), TWICE)
+    ]
+
+
+def _is_over(value: float, row: float, factor: float) -> bool:
+    return value > factor * row and value > row + FIRST_USE
+
+
+def read() -> dict[str, float]:
+    """Return the units of each file in the table."""
+    return dict(json.loads(TABLE.read_text(encoding="utf-8"))["files"]) if TABLE.is_file() else {}
+
+
+def write(used: Mapping[str, float]) -> None:
+    """Write the table; files that need next to nothing have no row."""
+    rows = {name: round(value, 1) for name, value in sorted(used.items()) if value >= 0.05}
+    text = json.dumps({"unit": "100 calibration loops", "files": rows}, indent=1)
+    TABLE.write_text(f"{text}\n", encoding="utf-8")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options of this plugin."""
+    group = parser.getgroup("budgets")
+    group.addoption("--budgets", action="store_true", help="fail if a file needs more than twice its processor time")
+    group.addoption("--write-budgets", action="store_true", help="write tests/budgets.json from this run")
+
+
+def register(config: pytest.Config) -> None:
+    """Register what this process needs: a recorder where tests run, a judge where they are reported."""
+    if not (config.getoption("--budgets") or config.getoption("--write-budgets")):
+        return
+    is_worker = hasattr(config, "workerinput")
+    runs_tests = is_worker or not config.getoption("numprocesses", None)
+    recorder = Recorder() if runs_tests else None
+    if recorder is not None:
+        config.pluginmanager.register(recorder, "budget-recorder")
+    if not is_worker:
+        config.pluginmanager.register(Judge(recorder, write=config.getoption("--write-budgets")), "budget-judge")
