@@ -11,7 +11,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test coverage test-clients test-torchax test-torch-xla test-tpu-aot test-gpu-aot test-fuzz test-fuzz-files test-speculation test-adapters test-matrix lint types unit bench bench-peers gpu-carry performance-table tpu-tune docs format clean
+.PHONY: serve test test-full test-budgets coverage test-clients test-torchax test-torch-xla lint types unit bench bench-peers gpu-carry performance-table tpu-tune docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -31,15 +31,27 @@ $(MODEL): tools/smollm2.py
 serve: $(VENV)/.cpu $(MODEL)
 	$(BIN)/pagoda serve $(MODEL) --served-model-name smollm2 --generation-config $(MODELS) --port $(PORT)
 
-test: lint types unit
+# Lint, types and tests; the last line states how many tests passed and the time that they took.
+test: $(VENV)/.dev $(MODEL) .typing/pagoda
+	JOBS=$(JOBS) PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python tools/suite.py test
+
+# What `test` leaves out, in parts that can be resumed: PARTS="models server", by default all that are out of date.
+test-full: $(VENV)/.dev $(MODEL)
+	JOBS=$(JOBS) PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python tools/suite.py full $(PARTS)
+
+# Writes the processor time that each file of tests may take; the diff is for a reviewer.
+test-budgets: $(VENV)/.dev $(MODEL)
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --write-budgets
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 # mypy does not follow an editable install that renames its root, so the package is read through a link.
-types: $(VENV)/.dev
+.typing/pagoda:
 	mkdir -p .typing && ln -sfn .. .typing/pagoda
+
+types: $(VENV)/.dev .typing/pagoda
 	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.kernels_pallas -p pagoda.server
 
 unit: $(VENV)/.dev $(MODEL)
@@ -48,34 +60,6 @@ unit: $(VENV)/.dev $(MODEL)
 # The same with coverage, which slows the tests down by a third.
 coverage: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --cov --cov-report=term
-
-# The cases of slow tests that `test` leaves out: the rest of products of models, backends and settings.
-test-matrix: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) -m slow_matrix
-
-# Every kernel and step program for every kind of TPU, through the TPU's compiler: many minutes.
-test-tpu-aot: $(VENV)/.dev
-	$(BIN)/python -m pytest -m tpu_matrix
-
-# Every Triton kernel as machine code for sm_80, sm_90 and sm_100: a quarter of an hour.
-test-gpu-aot: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gpu_matrix
-
-# Requests made up from /openapi.json, 5,000 of them, against a real model: minutes.
-test-fuzz: $(VENV)/.dev $(MODEL)
-	$(BIN)/python tools/fuzz_api.py --serve $(MODEL)
-
-# 100,000 mutated files of each format that a model, a tokenizer or an adapter may come in: long.
-test-fuzz-files: $(VENV)/.dev
-	$(BIN)/python tools/fuzz_files.py --cases 100000
-
-# 1,000 random requests per backend with speculative decoding and without.
-test-speculation: $(VENV)/.dev
-	PAGODA_TEST_PAIRS=1000 $(BIN)/python -m pytest -q -m '' tests/backends/test_speculative_pairs.py
-
-# 200 LoRA adapters over 8 slots on every backend.
-test-adapters: $(VENV)/.dev
-	PAGODA_TEST_ADAPTERS=200 $(BIN)/python -m pytest -q -m '' tests/server/test_lora_rotation.py
 
 # Clients written for others, unchanged, against a real server; those that conflict have environments of their own.
 # VLLM: the program of an installed vLLM, whose `bench serve` is tried too.

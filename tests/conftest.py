@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -55,6 +58,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     budgets.register(config)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need a program which is not installed."""
+    for marker in item.iter_markers("program"):
+        if missing := [name for name in marker.args if not is_installed(name)]:
+            pytest.skip(f"needs {', '.join(missing)}")
+
+
+def is_installed(name: str) -> bool:
+    """Whether there is a program or a Python package of this name."""
+    return shutil.which(name) is not None or importlib.util.find_spec(name.replace("-", "_")) is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    return _never_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    return _never_skipped((yield))
+
+
+def _never_skipped(report: Any) -> Any:
+    """In `make test-full`, let a test that is skipped fail: what it needs is to be installed."""
+    if report.skipped and os.environ.get("PAGODA_TEST_FULL") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"skipped in make test-full: {report.longrepr[2] if report.longrepr else ''}"
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
