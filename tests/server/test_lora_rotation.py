@@ -1,6 +1,6 @@
 """Many adapters over few slots under load: every answer is that of the request alone, with real computation.
 
-`make test-adapters` runs 200 adapters on every backend: PAGODA_TEST_ADAPTERS.
+Part adapters of `make test-full` runs 200 adapters on every backend: PAGODA_TEST_ADAPTERS.
 """
 
 from __future__ import annotations

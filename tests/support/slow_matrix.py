@@ -1,4 +1,4 @@
-"""Products of test parameters of which `make test` runs some, and `make test-matrix` the rest."""
+"""Products of test parameters of which `make test` runs some, and `make test-full` the rest."""
 
 from __future__ import annotations
 
