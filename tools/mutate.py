@@ -80,6 +80,7 @@ class Report:
     path: Path | None
     results: dict[Name, Result] = field(default_factory=dict)
     failing: set[str] = field(default_factory=set)  # test files that fail without a mutant
+    measured: dict[str, float] = field(default_factory=dict)  # test file without a record -> processor seconds
 
     def read(self) -> None:
         """Take over what the file has. Raises ValueError if it is of another run."""
@@ -89,6 +90,7 @@ class Report:
         if other := [key for key in ("commit", "marker", "budget") if stored[key] != self.about[key]]:
             raise ValueError(f"{self.path} is of another {', '.join(other)}: name another file")
         self.failing = set(stored["tests that fail without a mutant"])
+        self.measured = stored["processor seconds of tests without a record"]
         for row in stored["mutants"]:
             result = Result(**(row | {"mutant": Name(**row["mutant"])}))
             self.results[result.mutant] = result
@@ -104,6 +106,7 @@ class Report:
             "survived": sum(result.outcome == "survived" for result in known),
             "gone": sum(result.outcome == "gone" for result in known),
             "tests that fail without a mutant": sorted(self.failing),
+            "processor seconds of tests without a record": dict(sorted(self.measured.items())),
             "mutants": [asdict(result) for result in known],
         }
         partial = self.path.with_suffix(".partial")
@@ -124,7 +127,7 @@ class Judge:
 
     def __init__(self, root: Path, sources: Sources, report: Report, seconds: dict[str, float], budget: float) -> None:
         self._imports, self._sources, self._report = Imports(root), sources, report
-        self._seconds, self._budget = seconds, budget
+        self._recorded, self._budget = seconds, budget
         self._good: set[str] = set()  # test files that pass without a mutant
 
     def judge(self, chosen: Chosen) -> Generator[Run, Outcome, Result]:
@@ -132,21 +135,32 @@ class Judge:
         mutant = self._sources.find(chosen.name)
         if mutant is None:
             return Result(chosen.target, chosen.name, "gone")
-        near = self._imports.tests(chosen.name.path, self._seconds)
-        used, files = 0.0, 0
-        while True:
-            tests = within([test for test in near if test not in self._report.failing], self._seconds, self._budget)
-            if not tests:
-                return Result(chosen.target, chosen.name, "survived", "no tests")
-            outcome = yield Run(mutant, tuple(tests))
-            used, files = used + outcome.seconds, len(outcome.files)
+        seconds, passed = 0.0, list[str]()
+        while tests := self._tests(chosen.name.path, passed):
+            outcome = yield Run(mutant, tests)
+            seconds += outcome.seconds
+            passed += [name for name in outcome.files if name != outcome.file]
+            self._learn(outcome)
             if outcome.passed:
-                return Result(chosen.target, chosen.name, "survived", seconds=used, files=files)
-            if outcome.file not in self._good and outcome.file not in self._report.failing:
+                continue
+            if outcome.file not in self._good:
                 without = yield Run(None, (outcome.file,))
                 (self._good if without.passed else self._report.failing).add(outcome.file)
             if outcome.file in self._good:
-                return Result(chosen.target, chosen.name, "caught", outcome.how, outcome.test, used, files)
+                return Result(chosen.target, chosen.name, "caught", outcome.how, outcome.test, seconds, len(passed) + 1)
+        return Result(chosen.target, chosen.name, "survived", seconds=seconds, files=len(passed))
+
+    def _tests(self, path: str, passed: Sequence[str]) -> tuple[str, ...]:
+        """The test files near `path` within the budget that have not run yet."""
+        seconds = self._report.measured | self._recorded
+        near = [test for test in self._imports.tests(path, seconds) if test not in self._report.failing]
+        return tuple(test for test in within(near, seconds, self._budget) if test not in passed)
+
+    def _learn(self, outcome: Outcome) -> None:
+        """What files without a record need: a file that was cut off at the budget needs more than that."""
+        for name, seconds in outcome.measured.items():
+            if name not in self._recorded:
+                self._report.measured[name] = max(seconds, self._report.measured.get(name, 0))
 
 
 class Slot:
@@ -154,21 +168,26 @@ class Slot:
 
     def __init__(self, checkout: Path, options: Options) -> None:
         self.checkout, self._options = checkout, options
-        self._changed: tuple[Path, bytes] | None = None
+        self._changed: tuple[Path, bytes, float] | None = None
+        self._changes = 0
 
     def start(self, run: Run) -> Fork:
         """Run the tests with the mutant."""
         if run.mutant is not None:
             path = self.checkout / run.mutant.name.path
-            self._changed = path, path.read_bytes()
+            self._changed = path, path.read_bytes(), path.stat().st_mtime
             path.write_bytes(run.mutant.apply(self._changed[1]))
+            self._changes += 1  # a time of its own for each: Python tells by it whether a compiled file is up to date
+            os.utime(path, (self._changed[2] + self._changes,) * 2)
         work = Work(self.checkout, run.tests, self._options.budget, self._options.marker, self._options.model)
         return Fork(work, self.checkout.parent)
 
     def restore(self) -> None:
         """Undo the mutant."""
         if self._changed is not None:
-            self._changed[0].write_bytes(self._changed[1])
+            path, content, written = self._changed
+            path.write_bytes(content)
+            os.utime(path, (written, written))
         self._changed = None
 
 
@@ -302,10 +321,11 @@ def _run(args: argparse.Namespace, checkouts: list[Path], sources: Sources) -> i
     report = Report(about, args.json)
     report.read()
     os.environ.update(child.environment())
-    child.preload(PRELOADED)
+    empty = checkouts[0].parent / "empty"
+    empty.mkdir()
+    child.preload(PRELOADED, empty)
     forks.adopt_orphans()
-    table = args.budgets.parent if args.budgets else None
-    seconds = json.loads(args.budgets.read_text(encoding="utf-8")) if table else recorded_seconds(checkouts[0])
+    seconds = recorded_seconds(args.budgets or checkouts[0] / "tests" / "budgets.json")
     model = Path(os.environ.get("PAGODA_TEST_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
     options = Options(args.budget, args.marker, model.resolve() if model.is_file() else None)
     judge = Judge(checkouts[0], sources, report, seconds, args.budget)

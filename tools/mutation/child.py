@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import json
 import os
 import resource
@@ -9,6 +11,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -130,16 +133,21 @@ def environment() -> dict[str, str]:
         "GOMP_SPINCOUNT": "8000",
         "TRITON_INTERPRET": "1",
         "JAX_NUM_CPU_DEVICES": "8",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Import what most tests import, once for all forks."""
+def preload(modules: Sequence[str], empty: Path) -> None:
+    """Import what most tests import, and pytest's plugins, once for all forks. `empty`: a folder without files."""
     for name in modules:
         try:
             __import__(name)
         except ImportError:
             print(f"not preloaded: {name}", file=sys.stderr)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        pytest.main(
+            ["-q", "--collect-only", "-p", "no:cacheprovider", f"--rootdir={empty}", "-c", os.devnull, str(empty)]
+        )
     if "pagoda" in sys.modules:
         raise RuntimeError("pagoda was imported before the fork: mutants would have no effect")
+    gc.collect()
+    gc.freeze()

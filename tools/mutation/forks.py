@@ -44,7 +44,9 @@ class Outcome:
     file: str = ""  # its file
     seconds: float = 0.0  # of processor time
     files: tuple[str, ...] = ()  # test files that ran
-    measured: dict[str, float] = field(default_factory=dict)  # whole test file -> processor seconds
+    measured: dict[str, float] = field(
+        default_factory=dict
+    )  # test file -> processor seconds; cut off: above the budget
 
 
 @dataclass(slots=True)
@@ -102,7 +104,11 @@ class Fork:
         files = [line for line in lines if "file" in line]
         done = tuple(line["file"] for line in files if line["passed"])
         seconds = round(lines[-1]["used"], 1) if lines else 0.0
-        measured = {line["file"]: round(line["seconds"], 2) for line in files if line["passed"] and line["whole"]}
+        measured = {
+            line["file"]: round(line["seconds"] if line["whole"] else max(line["seconds"], self._work.budget) + 1, 2)
+            for line in files
+            if line["passed"]
+        }
         if os.waitstatus_to_exitcode(status) == 0:
             return Outcome(True, seconds=seconds, files=done, measured=measured)
         failed = [line["failed"] for line in lines if "failed" in line]

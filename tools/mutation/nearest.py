@@ -18,9 +18,8 @@ UNRECORDED: Final = 4.0
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def recorded_seconds(root: Path) -> dict[str, float]:
+def recorded_seconds(path: Path) -> dict[str, float]:
     """Test file -> processor seconds, from the table of budgets; {} without one."""
-    path = root / "tests" / "budgets.json"
     table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {name: float(seconds) for name, seconds in table.items() if isinstance(seconds, int | float)}
 
