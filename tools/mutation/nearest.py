@@ -15,13 +15,15 @@ PRODUCT: Final = ("common", "backends", "kernels_pallas", "server", "benchmarks"
 UNRECORDED: Final = 4.0
 """Processor seconds that a test file without a record is taken to need."""
 
-_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-
 
 def recorded_seconds(path: Path) -> dict[str, float]:
-    """Test file -> processor seconds, from the table of budgets; {} without one."""
+    """Test file -> processor seconds, from the table of budgets, whose paths may start below tests; {} without one."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {name: float(seconds) for name, seconds in table.items() if isinstance(seconds, int | float)}
+    return {
+        f"tests/{name.removeprefix('tests/')}": float(seconds)
+        for name, seconds in table.items()
+        if isinstance(seconds, int | float)
+    }
 
 
 class Imports:
@@ -79,14 +81,14 @@ class Imports:
         return users
 
     @cached_property
-    def _endings(self) -> dict[str, str]:
-        """End of a module's name, of two parts or more, that no other module's name has -> file."""
+    def _endings(self) -> dict[str, set[str]]:
+        """End of a module's name, of two parts or more -> files."""
         found: dict[str, set[str]] = defaultdict(set)
         for name, path in self.modules.items():
             parts = name.split(".")
             for start in range(len(parts) - 1):
                 found[".".join(parts[start:])].add(path)
-        return {ending: paths.pop() for ending, paths in found.items() if len(paths) == 1}
+        return found
 
     @cached_property
     def _offered(self) -> dict[str, dict[str, tuple[str, str]]]:
@@ -113,14 +115,19 @@ class Imports:
                 case ast.ImportFrom(names=names):
                     base = self._base(name, path, node)
                     yield from (found for alias in names if (found := self._defined(base, alias.name)))
-                case ast.Constant(value=str(text)) if len(text) < 200 and _DOTTED.fullmatch(text):
-                    if text in self._endings:
-                        yield self._endings[text]
+                case ast.Constant(value=str(text)) if (ending := text.strip(".")) in self._endings:
+                    yield from self._named(ending, path)
                 case ast.Constant(value=str(text)) if text in below:
                     yield below[text]
         if _is_test(path):
             above = [folder.as_posix() for folder in Path(path).parents if folder.name]
             yield from (found for folder in above if (found := f"{folder}/conftest.py") in self._syntax)
+
+    def _named(self, ending: str, path: str) -> set[str]:
+        """The file that a string in `path` names: one below its folder, or the only one."""
+        found = self._endings[ending]
+        near = {each for each in found if Path(path).parent in Path(each).parents}
+        return next((each for each in (near, found) if len(each) == 1), set())
 
     def _below(self, name: str) -> dict[str, str]:
         """Last part of a module's name -> file, of the modules below the package of module `name`."""

@@ -128,4 +128,12 @@ def missing(sources: Sources, targets: Sequence[Target]) -> list[str]:
 
 def unknown(sources: Sources, targets: Sequence[Target], equivalent: frozenset[str]) -> list[str]:
     """The descriptions in `equivalent` that describe no mutant."""
-    return sorted(equivalent - {m.name.describe() for target in targets for m in sources.mutants(target)})
+    named = {description.partition(".py")[0] + ".py" for description in equivalent}
+    known = {
+        mutant.name.describe()
+        for target in targets
+        for path in target.paths(sources.root)
+        if path in named
+        for mutant in sources.file(path).mutants_in(target.functions)
+    }
+    return sorted(equivalent - known)
