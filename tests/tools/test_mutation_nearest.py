@@ -18,7 +18,7 @@ FILES = {
     "common/registry.py": 'from importlib import import_module\nNAMES = ["shop.goods"]\nimport_module(NAMES[0])\n',
     "server/__init__.py": "",
     "server/parsers/__init__.py": "",
-    "server/parsers/found.py": "import importlib\n\nfound = importlib.import_module('pagoda.server.parsers.' + 'json_')\n",
+    "server/parsers/found.py": "import importlib\n\nimportlib.import_module('pagoda.server.parsers.' + 'json_')\n",
     "server/parsers/json_.py": "",
     "tests/conftest.py": "from support.maker import make\n",
     "tests/support/maker.py": "def make():\n    from pagoda.common.shop.lazy import x\n",
