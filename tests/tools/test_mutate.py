@@ -157,7 +157,7 @@ sys.exit(mutate.main())
 """
 
 
-def test_mutants_are_caught_by_tests_that_fail_or_hang_but_not_by_those_that_fail_anyway(tmp_path: Path) -> None:
+def test_tests_that_fail_or_hang_catch_mutants_unless_they_fail_anyway(tmp_path: Path) -> None:
     root = tmp_path / "pagoda"
     files = {
         "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\nmarkers = ["model"]\n',

@@ -120,7 +120,7 @@ def missing(sources: Sources, targets: Sequence[Target]) -> list[str]:
         for pattern in target.files
         if not Target(target.name, (pattern,)).paths(sources.root)
     ]
-    for target in targets:
+    for target in (each for each in targets if each.functions):
         defined = {node.name for path in target.paths(sources.root) for node in sources.file(path).functions}
         gone += [f"{target.name}: function {name}" for name in target.functions if name not in defined]
     return gone
