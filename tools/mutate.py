@@ -1,367 +1,344 @@
-"""Make small bugs in the engine's core, one at a time, and count how many the nearest test files catch.
+"""Make small bugs in the product, one at a time, and count how many the tests near them catch.
 
-    python tools/mutate.py                        60 mutants, chosen by seed, evenly over TARGETS
-    python tools/mutate.py --seed 7 --count 20    others
-    python tools/mutate.py --list                 print the chosen mutants without running tests
+    python tools/mutate.py                             60 mutants of the engine's core, chosen by seed
+    python tools/mutate.py --set breadth               60 in kernels, families, weights, LoRA, drafts, HTTP, settings
+    python tools/mutate.py --seed 7 --count 20         others
+    python tools/mutate.py --list                      print the chosen mutants without running tests
+    python tools/mutate.py --files 'common/text/*.py'  mutants of these files alone
+    python tools/mutate.py --json FILE                 write each result to FILE; continues where FILE ends
+    python tools/mutate.py --from FILE                 the mutants of FILE again, found by the text of their lines
+    python tools/mutate.py --revision COMMIT           mutate and test that commit in place of the working tree
 
-Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. It is caught
-when a test of its target fails. Prints every survivor; exit status 1 if fewer than `--at-least` are caught.
+Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. The test files
+that import the file run in turn, the nearest first, those of `make test` alone, until one fails or a minute of
+processor time is used up (`--budget`; `tests/budgets.json` says what each needs). A test that fails or hangs counts
+only if its file passes without the mutant. Prints every survivor; exit status 1 if fewer than `--at-least` are caught.
 Mutants in tools/equivalent_mutants.txt cannot change behaviour and are never chosen.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import io
+import json
 import os
-import random
-import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Final
+from typing import Any, Final
+
+from mutation import child, forks
+from mutation.child import Work
+from mutation.forks import Fork, Outcome
+from mutation.mutants import Mutant, Name, Sources, Target, choose
+from mutation.nearest import Imports, recorded_seconds, within
+from mutation.targets import SETS, Set, missing, unknown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+PRELOADED: Final = (
+    *("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors.torch", "hypothesis"),
+    *("fastapi", "uvicorn", "pydantic", "openai", "msgspec"),
+)
+
+
+def equivalent_mutants() -> frozenset[str]:
+    """Descriptions of mutants that cannot change behaviour."""
+    lines = (ROOT / "tools" / "equivalent_mutants.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Files of one subject and the test files nearest to them, the fastest first."""
+class Chosen:
+    """A mutant to judge."""
 
-    name: str
-    files: tuple[str, ...]
+    target: str
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Whether a mutant was caught: `caught`, `survived`, or `gone` where its line is no longer."""
+
+    target: str
+    mutant: Name
+    outcome: str
+    how: str = ""
+    by: str = ""
+    seconds: float = 0.0
+    files: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """All results, and where they are written."""
+
+    about: dict[str, Any]
+    path: Path | None
+    results: dict[Name, Result] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)  # test files that fail without a mutant
+    measured: dict[str, float] = field(default_factory=dict)  # test file without a record -> processor seconds
+
+    def read(self) -> None:
+        """Take over what the file has. Raises ValueError if it is of another run."""
+        if self.path is None or not self.path.is_file():
+            return
+        stored = json.loads(self.path.read_text(encoding="utf-8"))
+        if other := [key for key in ("commit", "marker", "budget") if stored[key] != self.about[key]]:
+            raise ValueError(f"{self.path} is of another {', '.join(other)}: name another file")
+        self.failing = set(stored["tests that fail without a mutant"])
+        self.measured = stored["processor seconds of tests without a record"]
+        for row in stored["mutants"]:
+            result = Result(**(row | {"mutant": Name(**row["mutant"])}))
+            self.results[result.mutant] = result
+
+    def write(self, chosen: Sequence[Chosen]) -> None:
+        """The results of the chosen mutants."""
+        if self.path is None:
+            return
+        known = [self.results[each.name] for each in chosen if each.name in self.results]
+        whole = self.about | {
+            "chosen": len(chosen),
+            "caught": sum(result.outcome == "caught" for result in known),
+            "survived": sum(result.outcome == "survived" for result in known),
+            "gone": sum(result.outcome == "gone" for result in known),
+            "tests that fail without a mutant": sorted(self.failing),
+            "processor seconds of tests without a record": dict(sorted(self.measured.items())),
+            "mutants": [asdict(result) for result in known],
+        }
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tests to run with a mutant, or without one."""
+
+    mutant: Mutant | None
     tests: tuple[str, ...]
-    functions: tuple[str, ...] = ()  # mutate these alone; (): everything
+
+
+class Judge:
+    """Decides for each mutant which tests run, and what follows."""
+
+    def __init__(self, root: Path, sources: Sources, report: Report, seconds: dict[str, float], budget: float) -> None:
+        self._imports, self._sources, self._report = Imports(root), sources, report
+        self._recorded, self._budget = seconds, budget
+        self._good: set[str] = set()  # test files that pass without a mutant
+
+    def judge(self, chosen: Chosen) -> Generator[Run, Outcome, Result]:
+        """Yields what to run and is sent how it ended; the result."""
+        mutant = self._sources.find(chosen.name)
+        if mutant is None:
+            return Result(chosen.target, chosen.name, "gone")
+        seconds, passed = 0.0, list[str]()
+        while tests := self._tests(chosen.name.path, passed):
+            outcome = yield Run(mutant, tests)
+            seconds += outcome.seconds
+            passed += [name for name in outcome.files if name != outcome.file]
+            self._learn(outcome)
+            if outcome.passed:
+                continue
+            if outcome.file not in self._good:
+                without = yield Run(None, (outcome.file,))
+                (self._good if without.passed else self._report.failing).add(outcome.file)
+            if outcome.file in self._good:
+                return Result(chosen.target, chosen.name, "caught", outcome.how, outcome.test, seconds, len(passed) + 1)
+        return Result(chosen.target, chosen.name, "survived", seconds=seconds, files=len(passed))
+
+    def _tests(self, path: str, passed: Sequence[str]) -> tuple[str, ...]:
+        """The test files near `path` within the budget that have not run yet."""
+        seconds = self._report.measured | self._recorded
+        near = [test for test in self._imports.tests(path, seconds) if test not in self._report.failing]
+        return tuple(test for test in within(near, seconds, self._budget) if test not in passed)
+
+    def _learn(self, outcome: Outcome) -> None:
+        """What files without a record need: a file that was cut off at the budget needs more than that."""
+        for name, seconds in outcome.measured.items():
+            if name not in self._recorded:
+                self._report.measured[name] = max(seconds, self._report.measured.get(name, 0))
+
+
+class Slot:
+    """A copy of the checkout in which one mutant at a time is tested."""
+
+    def __init__(self, checkout: Path, options: Options) -> None:
+        self.checkout, self._options = checkout, options
+        self._changed: tuple[Path, bytes, float] | None = None
+        self._changes = 0
+
+    def start(self, run: Run) -> Fork:
+        """Run the tests with the mutant."""
+        if run.mutant is not None:
+            path = self.checkout / run.mutant.name.path
+            self._changed = path, path.read_bytes(), path.stat().st_mtime
+            path.write_bytes(run.mutant.apply(self._changed[1]))
+            self._changes += 1  # a time of its own for each: Python tells by it whether a compiled file is up to date
+            os.utime(path, (self._changed[2] + self._changes,) * 2)
+        work = Work(self.checkout, run.tests, self._options.budget, self._options.marker, self._options.model)
+        return Fork(work, self.checkout.parent)
+
+    def restore(self) -> None:
+        """Undo the mutant."""
+        if self._changed is not None:
+            path, content, written = self._changed
+            path.write_bytes(content)
+            os.utime(path, (written, written))
+        self._changed = None
 
 
 @dataclass(frozen=True, slots=True)
-class Mutant:
-    """One bug: `old` at a position of `path` becomes `new`. Lines count from 1, columns from 0 in UTF-8 bytes."""
+class Options:
+    """How tests run."""
 
-    target: Target
-    path: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    new: str
-    function: str  # that it is in, "" outside of functions
-
-    def apply(self, source: bytes) -> bytes:
-        """The file's content with the bug."""
-        lines = source.splitlines(keepends=True)
-        start = sum(map(len, lines[: self.line - 1])) + self.column
-        end = sum(map(len, lines[: self.end_line - 1])) + self.end_column
-        return source[:start] + self.new.encode() + source[end:]
-
-    def describe(self) -> str:
-        """`path function: old line -> new line`."""
-        source = (ROOT / self.path).read_bytes()
-        before, after = (text.splitlines()[self.line - 1].decode().strip() for text in (source, self.apply(source)))
-        return f"{f'{self.path} {self.function}'.strip()}: {before} -> {after}"
+    budget: float
+    marker: str | None
+    model: Path | None
 
 
-TARGETS: Final = (
-    Target(
-        "scheduler",
-        ("common/engine/scheduler.py", "common/engine/request.py", "common/engine/speculative/proposer.py"),
-        (
-            "tests/common/engine/test_waiting.py",
-            "tests/common/engine/test_batch_state.py",
-            "tests/common/engine/test_results.py",
-            "tests/common/engine/test_scheduler.py",
-            "tests/common/engine/test_core.py",
-            "tests/common/engine/test_drafts.py",
-            "tests/common/engine/structured_output/test_compiler.py",
-            "tests/common/engine/test_engine_properties.py",
-        ),
-    ),
-    Target(
-        "KV manager",
-        ("common/engine/kv_cache/manager.py", "common/engine/kv_cache/spec.py"),
-        ("tests/common/engine/kv_cache", "tests/common/engine/test_scheduler.py"),
-    ),
-    Target(
-        "block pool",
-        ("common/engine/kv_cache/block_pool.py",),
-        ("tests/common/engine/kv_cache",),
-    ),
-    Target(
-        "hashing",
-        ("common/engine/kv_cache/manager.py", "common/engine/request.py"),
-        ("tests/common/engine/kv_cache/test_hashing.py",),
-        ("root_digest", "page_digest", "extend_hashes", "page_bytes", "token_bytes", "embeds_of", "_embed_rows"),
-    ),
-    Target(
-        "sampling",
-        ("common/engine/sampling.py", "common/engine/sampling_state.py"),
-        (
-            "tests/common/engine/test_sampling.py",
-            "tests/common/engine/test_sampling_state.py",
-            "tests/common/engine/test_logit_edits.py",
-            "tests/backends/reference/test_sampler.py",
-            "tests/backends/torch_cuda/test_sampler.py",
-        ),
-    ),
-    Target(
-        "reference sampler",
-        ("backends/reference/sampling.py",),
-        ("tests/backends/reference/test_sampler.py", "tests/backends/test_drafts.py"),
-    ),
-    Target(
-        "output processing",
-        ("server/processing/output_processor.py",),
-        (
-            "tests/common/engine/test_results.py",
-            "tests/common/engine/test_core.py",
-            "tests/server/processing/test_output_processor.py",
-        ),
-    ),
-    Target(
-        "parsers",
-        (
-            "server/parsers/parser.py",
-            "server/parsers/output_parser.py",
-            "server/parsers/reasoning/formats.py",
-            "server/parsers/tool/scanner.py",
-            "server/parsers/tool/json_text.py",
-            "server/parsers/tool/formats/xml_calls.py",
-        ),
-        (
-            "tests/server/parsers/test_delimiters.py",
-            "tests/server/parsers/test_blocks.py",
-            "tests/server/parsers/test_output_parser.py",
-            "tests/server/parsers/test_attribution.py",
-            "tests/server/parsers/test_chain.py",
-            "tests/server/parsers/tool/test_scanner.py",
-            "tests/server/parsers/tool/test_json_text.py",
-            "tests/server/parsers/test_reasoning.py",
-            "tests/server/parsers/tool",
-        ),
-    ),
-)
+def run_all(chosen: Sequence[Chosen], slots: Sequence[Slot], judge: Judge, report: Report) -> None:
+    """Judge the mutants that have no result yet, one in each slot at a time."""
+    left = [each for each in chosen if each.name not in report.results][::-1]
+    free, busy = list(slots), dict[Fork, tuple[Slot, Generator[Run, Outcome, Result]]]()
 
-EQUIVALENT: Final = frozenset(
-    line
-    for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text(encoding="utf-8").splitlines()
-    if line and not line.startswith("#")
-)
-"""`describe()` of mutants that cannot change behaviour."""
+    def advance(slot: Slot, steps: Generator[Run, Outcome, Result], outcome: Outcome | None) -> None:
+        try:
+            run = steps.send(outcome)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as end:
+            report.results[end.value.mutant] = end.value
+            report.write(chosen)
+            print(_line(end.value), flush=True)
+            free.append(slot)
+        else:
+            busy[slot.start(run)] = slot, steps
 
-_COMPARISONS: Final = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
-    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
-}  # fmt: skip
-_ARITHMETIC: Final = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*"}
+    while left or busy:
+        while left and free:
+            advance(free.pop(), judge.judge(left.pop()), None)
+        for fork, outcome in forks.follow(list(busy)) if busy else ():
+            slot, steps = busy.pop(fork)
+            slot.restore()
+            advance(slot, steps, outcome)
 
 
-def mutants(target: Target, path: str) -> Iterator[Mutant]:
-    """Every mutant of one file."""
-    source = (ROOT / path).read_text(encoding="utf-8")
-    lines = source.encode().splitlines(keepends=True)
-    tree = ast.parse(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-
-    def function_at(line: int) -> str:
-        around = [node for node in functions if node.lineno <= line <= (node.end_lineno or 0)]
-        return max(around, key=lambda node: node.lineno).name if around else ""
-
-    def between(left: ast.expr, right: ast.expr, new: str) -> Mutant:
-        line, column = left.end_lineno or 0, left.end_col_offset or 0
-        return Mutant(target, path, line, column, right.lineno, right.col_offset, f" {new} ", function_at(line))
-
-    def instead(node: ast.expr | ast.stmt, new: str) -> Mutant:
-        end, end_column = node.end_lineno or 0, node.end_col_offset or 0
-        return Mutant(target, path, node.lineno, node.col_offset, end, end_column, new, function_at(node.lineno))
-
-    def text(node: ast.expr) -> str:
-        return ast.get_source_segment(source, node) or ""
-
-    for node in _mutable(tree, target.functions):
-        match node:
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-                if not _in_parentheses(lines, left, right):
-                    yield between(left, right, _COMPARISONS[type(op)])
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                if not _in_parentheses(lines, left, right):
-                    yield between(left, right, _ARITHMETIC[type(op)])
-            case ast.BoolOp(op=op, values=[left, right]):
-                if not _in_parentheses(lines, left, right):
-                    yield between(left, right, "or" if isinstance(op, ast.And) else "and")
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                yield instead(node, text(operand))
-            case ast.Constant(value=bool(value)):
-                yield instead(node, str(not value))
-            case ast.Constant(value=int(value)):
-                yield instead(node, str(value + 1))
-            case ast.Call(func=ast.Name(id="min" | "max" as name)):
-                yield instead(node.func, "max" if name == "min" else "min")
-            case ast.If(test=test) | ast.IfExp(test=test):
-                yield instead(test, f"(not ({text(test)}))")
-            case ast.Expr(value=ast.Call()) | ast.AugAssign():
-                yield instead(node, "pass")
-            case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-                yield instead(node, "pass")
+def _line(result: Result) -> str:
+    what = f"{result.outcome} ({result.target}, {result.seconds:.0f} s): {result.mutant.describe()}"
+    return f"{what}\n    {result.how} {result.by}" if result.by else what
 
 
-def _mutable(tree: ast.AST, functions: Sequence[str]) -> Iterator[ast.AST]:
-    """The nodes to mutate: those in the named functions, or all."""
-    if not functions:
-        yield from _behaviour(tree)
-    for node in ast.walk(tree) if functions else ():
-        if isinstance(node, ast.FunctionDef) and node.name in functions:
-            yield from _behaviour(node)
-
-
-def _behaviour(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes below `tree` that decide what the program does: no annotations, docstrings, errors, assertions, imports."""
-    for field, value in ast.iter_fields(tree):
-        if field in ("annotation", "returns", "decorator_list", "exc", "msg", "type_comment", "bases"):
-            continue
-        for node in value if isinstance(value, list) else [value]:
-            if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom):
-                continue
-            if isinstance(node, ast.AST):
-                yield node
-                yield from _behaviour(node)
-
-
-def _in_parentheses(lines: Sequence[bytes], left: ast.expr, right: ast.expr) -> bool:
-    """Whether something besides the operator is between the operands, such as a closing parenthesis or a line's end."""
-    if left.end_lineno != right.lineno:
-        return True
-    between = lines[right.lineno - 1][left.end_col_offset : right.col_offset]
-    return b"(" in between or b")" in between
-
-
-def choose(count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, as many of each target as of the others, at most one per line."""
-    draw, chosen = random.Random(seed), []
-    taken: set[tuple[str, int]] = set()
-    for index, target in enumerate(TARGETS):
-        lines: dict[tuple[str, int], list[Mutant]] = {}
-        for path in target.files:
-            for mutant in mutants(target, path):
-                if (path, mutant.line) not in taken and mutant.describe() not in EQUIVALENT:
-                    lines.setdefault((path, mutant.line), []).append(mutant)
-        wanted = count // len(TARGETS) + (index < count % len(TARGETS))
-        picked = draw.sample(sorted(lines), min(wanted, len(lines)))
-        taken.update(picked)
-        chosen += [draw.choice(lines[line]) for line in picked]
-    return chosen
-
-
-def missing_paths(targets: Sequence[Target] = TARGETS) -> list[str]:
-    """The files, functions and tests that targets name and that do not exist, with the target's name."""
-    missing = [
-        f"{target.name}: {path}"
-        for target in targets
-        for path in (*target.files, *target.tests)
-        if not (ROOT / path).exists()
-    ]
-    for target in targets:
-        files = [ROOT / path for path in target.files if (ROOT / path).is_file()]
-        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
-        defined = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        missing += [f"{target.name}: function {name}" for name in target.functions if name not in defined]
-    return missing
-
-
-def unknown_equivalents() -> list[str]:
-    """The lines of equivalent_mutants.txt that describe no mutant."""
-    known = {mutant.describe() for target in TARGETS for path in target.files for mutant in mutants(target, path)}
-    return sorted(EQUIVALENT - known)
-
-
-def run_tests(checkout: Path, tests: Sequence[str], seconds: float) -> bool:
-    """Whether the tests pass in this checkout; False after `seconds`."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "not model",
-        *tests,
-    ]
-    environment = os.environ | {"PYTHONPATH": str(checkout.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    shutil.rmtree(checkout / ".hypothesis", ignore_errors=True)  # examples that failed for other mutants
-    try:
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
-
-
-def copy_checkout(folder: Path) -> Path:
-    """A copy of the tracked files, importable as `pagoda` from `folder`."""
-    checkout = folder / "pagoda"
+def copy_checkout(checkout: Path, revision: str | None) -> None:
+    """The tracked files of the working tree, or of a commit."""
+    if revision is not None:
+        packed = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(checkout, filter="tar")
+        return
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, checkout / name)
-    return checkout
+            (checkout / name).write_bytes((ROOT / name).read_bytes())
+
+
+def commit_of(revision: str | None) -> str:
+    """What is tested: a commit, with `+` if the working tree differs."""
+    named = subprocess.run(
+        ["git", "rev-parse", "--short=8", revision or "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if revision is not None:
+        return named
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode
+    return f"{named}+" if changed else named
+
+
+def processor() -> str:
+    """The machine's processor, in words."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def chosen_mutants(args: argparse.Namespace, sources: Sources) -> list[Chosen]:
+    """Those that the command line asks for."""
+    if args.again:
+        rows = json.loads(args.again.read_text(encoding="utf-8"))["mutants"]
+        return [Chosen(row["target"], Name(**row["mutant"])) for row in rows]
+    if args.files:
+        sets: tuple[Set, ...] = (Set("files", (Target("files", tuple(args.files)),), 10, 0),)
+    else:
+        sets = tuple(each for each in SETS if args.set in (each.name, "all"))
+    without = equivalent_mutants()
+    picked = [m for each in sets for m in choose(sources, each.targets, args.count or each.count, args.seed, without)]
+    return [Chosen(target.name, mutant.name) for target, mutant in picked]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=("engine", "breadth", "all"), default="engine", help="which targets")
+    parser.add_argument("--files", nargs="+", metavar="GLOB", help="files of the product in place of a set")
+    parser.add_argument("--count", type=int, help="number of mutants; default: 60 of a set, 10 of files")
+    parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    parser.add_argument("--from", dest="again", type=Path, metavar="FILE", help="the mutants of this file of results")
+    parser.add_argument("--at-least", type=int, help="mutants that must be caught; default: 57, of breadth 48")
+    parser.add_argument("--revision", help="commit to mutate and test; default: the working tree")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where results are written")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time")
+    parser.add_argument("--budget", type=float, default=60, help="processor seconds of the tests of a mutant")
+    parser.add_argument("--budgets", type=Path, metavar="FILE", help="table in place of tests/budgets.json")
+    parser.add_argument("--marker", help="expression for pytest's -m; default: the tests of `make test`")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    return parser.parse_args()
 
 
 def main() -> int:
     """Run the mutants; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=60, help="number of mutants")
-    parser.add_argument("--seed", type=int, default=0, help="which mutants")
-    parser.add_argument("--at-least", type=int, default=57, help="mutants that must be caught")
-    parser.add_argument("--jobs", type=int, default=2, help="checkouts tested at a time")
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of one test run; counts as caught")
-    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
-    args = parser.parse_args()
-    if stale := [*missing_paths(), *unknown_equivalents()]:
-        print("TARGETS or equivalent_mutants.txt name what does not exist:", *stale, sep="\n  ", file=sys.stderr)
+    args = arguments()
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        checkouts = [Path(folder) / str(job) / "pagoda" for job in range(args.jobs)]
+        for checkout in checkouts[: 1 if args.list else args.jobs]:
+            copy_checkout(checkout, args.revision)
+        sources = Sources(checkouts[0])
+        return _run(args, checkouts, sources)
+
+
+def _run(args: argparse.Namespace, checkouts: list[Path], sources: Sources) -> int:
+    targets = [target for each in SETS for target in each.targets]
+    stale = [] if args.revision else [*missing(sources, targets), *unknown(sources, targets, equivalent_mutants())]
+    if stale:
+        print("targets or equivalent_mutants.txt name what does not exist:", *stale, sep="\n  ", file=sys.stderr)
         return 2
-    chosen = choose(args.count, args.seed)
+    chosen = chosen_mutants(args, sources)
     if args.list:
-        print(*(mutant.describe() for mutant in chosen), sep="\n")
+        print(*(each.name.describe() for each in chosen), sep="\n")
         return 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        checkouts: SimpleQueue[Path] = SimpleQueue()
-        for job in range(args.jobs):
-            checkouts.put(copy_checkout(Path(folder) / str(job)))
-
-        def passes(target: Target, mutant: Mutant | None) -> bool:
-            checkout = checkouts.get()
-            try:
-                if mutant is None:
-                    return run_tests(checkout, target.tests, args.seconds)
-                path = checkout / mutant.path
-                source = path.read_bytes()
-                path.write_bytes(mutant.apply(source))
-                try:
-                    return run_tests(checkout, target.tests, args.seconds)
-                finally:
-                    path.write_bytes(source)
-            finally:
-                checkouts.put(checkout)
-
-        broken = [t.name for t, good in zip(TARGETS, pool.map(lambda t: passes(t, None), TARGETS)) if not good]
-        if broken:
-            print(f"tests fail without a mutant: {', '.join(broken)}", file=sys.stderr)
-            return 2
-        caught = 0
-        for mutant, survived in zip(chosen, pool.map(lambda m: passes(m.target, m), chosen)):
-            caught += not survived
-            if survived:
-                print(f"survived ({mutant.target.name}): {mutant.describe()}", flush=True)
-    print(f"{caught} of {len(chosen)} mutants caught (seed {args.seed})")
-    return 0 if caught >= args.at_least else 1
+    about = {"commit": commit_of(args.revision), "set": args.set, "files": args.files, "seed": args.seed}
+    about |= {"marker": args.marker, "budget": args.budget, "processor": processor()}
+    report = Report(about, args.json)
+    report.read()
+    os.environ.update(child.environment())
+    empty = checkouts[0].parent / "empty"
+    empty.mkdir()
+    child.preload(PRELOADED, empty)
+    forks.adopt_orphans()
+    seconds = recorded_seconds(args.budgets or checkouts[0] / "tests" / "budgets.json")
+    model = Path(os.environ.get("PAGODA_TEST_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    options = Options(args.budget, args.marker, model.resolve() if model.is_file() else None)
+    judge = Judge(checkouts[0], sources, report, seconds, args.budget)
+    run_all(chosen, [Slot(checkout, options) for checkout in checkouts], judge, report)
+    results = [report.results[each.name] for each in chosen]
+    caught = sum(result.outcome == "caught" for result in results)
+    wanted = args.at_least
+    if wanted is None:
+        wanted = 0 if args.files or args.again else sum(e.at_least for e in SETS if args.set in (e.name, "all"))
+    print(f"{caught} of {len(results)} mutants caught (seed {args.seed}, commit {about['commit']})")
+    if report.failing:
+        print("test files that fail without a mutant, left out:", *sorted(report.failing), sep="\n  ")
+    return 0 if caught >= wanted else 1
 
 
 if __name__ == "__main__":
