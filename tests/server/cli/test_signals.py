@@ -61,8 +61,12 @@ def with_signal_at(line: int, work: Callable[[], None]) -> bool:
     return left <= 0
 
 
-async def no_run(*args: Any) -> int:
-    return 0
+def untraced_supervisor(*args: Any) -> Any:
+    async def run(*args: Any) -> int:
+        return 0
+
+    sys.settrace(None)
+    return SimpleNamespace(run=run)
 
 
 def test_a_signal_at_any_line_removes_the_socket(tmp_path: Path) -> None:
@@ -91,7 +95,7 @@ def test_a_signal_at_any_line_ends_the_engine(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(serve, "start_engine", start)
     monkeypatch.setattr("pagoda.server.async_llm.AsyncLLM", lambda *args, **options: None)
     monkeypatch.setattr(serve, "_serve", lambda *args: sys.settrace(None))
-    monkeypatch.setattr(api_servers, "_Supervisor", lambda *args: sys.settrace(None) or SimpleNamespace(run=no_run))
+    monkeypatch.setattr(api_servers, "_Supervisor", untraced_supervisor)
     listener: Any = None
 
     def run() -> None:
@@ -109,9 +113,14 @@ def test_a_signal_at_any_line_ends_the_engine(monkeypatch: pytest.MonkeyPatch, s
 
 def test_a_signal_is_deferred() -> None:
     done: list[str] = []
-    with pytest.raises(Stopped), stopping_on_signals(), deferring_signals():
-        signal.raise_signal(signal.SIGTERM)
-        done.append("the rest of the context")
+
+    def work() -> None:
+        with stopping_on_signals(), deferring_signals():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("the rest of the context")
+
+    with pytest.raises(Stopped):
+        work()
     assert done
 
 
