@@ -11,11 +11,12 @@ msgpack from stdin.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -49,7 +50,8 @@ class ParentControl:
         """Report that requests are served."""
         self._control.send(READY)
 
-    def watch(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    @contextlib.contextmanager
+    def watch(self, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
         """Set the events when the other process says so."""
 
         def readable() -> None:
@@ -61,6 +63,7 @@ class ParentControl:
                 hurry.set()
 
         asyncio.get_running_loop().add_reader(self._control.fileno(), readable)
+        yield
 
 
 def serve(

@@ -21,6 +21,7 @@ import zmq
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.server.child import child_env, describe_exit
+from pagoda.server.cli.signals import deferring_signals, ignore_signals
 from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replicas import ReplicaClient
@@ -40,8 +41,8 @@ _END_SECONDS: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
-WatchSignals = Callable[[asyncio.Event, asyncio.Event], None]
-"""Sets the first event on a signal and the second on a further one."""
+WatchSignals = Callable[[asyncio.Event, asyncio.Event], contextlib.AbstractContextManager[None]]
+"""Sets the first event on a signal and the second on a further one, in its context."""
 
 
 # The process of `pagoda serve`.
@@ -60,12 +61,13 @@ def run_api_servers(
 
     Raises the engine's error; one that keeps a process from starting is printed by process 0.
     """
-    engine = start_engine(config, clients=server.api_server_count)
-    try:
+    with contextlib.ExitStack() as owned:
+        with deferring_signals():
+            engine = start_engine(config, clients=server.api_server_count)
+            owned.callback(engine.close)
+            owned.callback(ignore_signals)
         supervisor = _Supervisor(config, server, engine, start_time)
         return asyncio.run(supervisor.run(listener, watch_signals, program))
-    finally:
-        engine.close()
 
 
 class _Supervisor:
@@ -87,18 +89,18 @@ class _Supervisor:
         dead: asyncio.Future[Failed] = loop.create_future()
         self._engine.listen(loop, lambda message: self._on_message(message, dead))
         stop, hurry = asyncio.Event(), asyncio.Event()
-        watch_signals(stop, hurry)
-        try:
-            for index in range(self._server.api_server_count):
-                words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses)]
-                self._processes.append(
-                    await _ApiServer.start(words, self._config, self._server, listener, self._on_ready)
-                )
-            return await self._watch(dead, stop, hurry)
-        finally:
-            for process in self._processes:
-                await process.end()
-            self._context.destroy(linger=0)
+        with watch_signals(stop, hurry):
+            try:
+                for index in range(self._server.api_server_count):
+                    words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses)]
+                    self._processes.append(
+                        await _ApiServer.start(words, self._config, self._server, listener, self._on_ready)
+                    )
+                return await self._watch(dead, stop, hurry)
+            finally:
+                for process in self._processes:
+                    await process.end()
+                self._context.destroy(linger=0)
 
     async def _watch(self, dead: asyncio.Future[Failed], stop: asyncio.Event, hurry: asyncio.Event) -> int:
         ends = [asyncio.ensure_future(process.wait()) for process in self._processes]

@@ -18,7 +18,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
@@ -32,6 +31,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.cli import api_servers
 from pagoda.server.cli.api_servers import WatchSignals
+from pagoda.server.cli.signals import Stopped, deferring_signals, ignore_signals, on_signals, stopping_on_signals
 from pagoda.server.core_client import check_start, engine_processes, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 
 BACKLOG: Final = 2048
-
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
 
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """
     start_time = time.monotonic()
     try:
-        with _stopping_on_signals():
+        with stopping_on_signals():
             _, engine_config, config = _prepared(args)
             if config.headless:
                 return run_headless(engine_config)
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 if config.api_server_count > 1:
                     return _run_servers(engine_config, config, listener, start_time)
                 return _run_server(engine_config, config, listener, start_time)
-    except _Stopped:
+    except Stopped:
         logger.info("stopped before the server was ready")
         return 0
 
@@ -100,23 +98,20 @@ def _stop(event: str) -> None:
 
 
 def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
-    client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
-    try:
+    with contextlib.ExitStack() as owned:
+        with deferring_signals():
+            client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
+            owned.callback(client.close)
+            owned.callback(ignore_signals)  # one more would leave the engine, its folder or the socket behind
         from pagoda.server.async_llm import AsyncLLM
 
         llm = AsyncLLM(engine_config, wait=False, client=client)
         return _serve(llm, config, listener, start_time)
-    finally:
-        _ignore_signals()  # one more would leave the engine, its folder or the socket behind
-        client.close()
 
 
 def _run_servers(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
     logger.info("listening on %s, loading %s", _address(listener, config), engine_config.model.model)
-    try:
-        return api_servers.run_api_servers(engine_config, config, listener, _on_signals, start_time)
-    finally:
-        _ignore_signals()
+    return api_servers.run_api_servers(engine_config, config, listener, on_signals, start_time)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -186,10 +181,6 @@ def check_processes(engine: EngineConfig, server: ServerConfig) -> None:
 # Headless: a host other than host 0.
 
 
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT, before an event loop handles them."""
-
-
 def check_headless(parallel: ParallelConfig, headless: bool) -> None:
     """Raise ConfigError unless --headless is given on every host but host 0, which serves HTTP."""
     rank, last = parallel.node_rank, parallel.nnodes - 1
@@ -205,41 +196,20 @@ def check_headless(parallel: ParallelConfig, headless: bool) -> None:
 
 def run_headless(config: EngineConfig) -> int:
     """Follow host 0 until it ends or a signal arrives; returns 0. Raises the error of this host or of host 0."""
-    client = ProcessClient(config)
     try:
-        with _stopping_on_signals():
+        with stopping_on_signals(), contextlib.ExitStack() as owned:
+            with deferring_signals():
+                client = ProcessClient(config)
+                owned.callback(client.close, timeout=0)
+                owned.callback(ignore_signals)
             info = client.wait_ready()
             logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
             logger.info("ready to follow host 0")
             client.wait_end()
             logger.info("host 0 has ended")
-    except _Stopped:
+    except Stopped:
         logger.info("stopping")
-    finally:
-        _ignore_signals()
-        client.close(timeout=0)
     return 0
-
-
-@contextlib.contextmanager
-def _stopping_on_signals() -> Iterator[None]:
-    """Raise _Stopped in the main thread on a signal; only there may it be used."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()
-        raise _Stopped
-
-    usual = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-
-def _ignore_signals() -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 # The listening socket.
@@ -248,14 +218,14 @@ def _ignore_signals() -> None:
 @contextlib.contextmanager
 def _listening(config: ServerConfig) -> Iterator[socket.socket]:
     """A listening socket, closed at the end; a unix socket is removed from its folder. Raises ConfigError."""
-    listener = bind(config)
-    if is_open(config):
-        logger.warning("anybody who reaches %s may send requests: set --api-key", _address(listener, config))
-    try:
+    with contextlib.ExitStack() as owned:
+        with deferring_signals():
+            listener = bind(config)
+            owned.callback(_remove_socket, config)
+            owned.callback(listener.close)
+        if is_open(config):
+            logger.warning("anybody who reaches %s may send requests: set --api-key", _address(listener, config))
         yield listener
-    finally:
-        listener.close()
-        _remove_socket(config)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -356,7 +326,7 @@ def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_t
     server, state = application(llm, config)
     logger.info("listening on %s, loading %s", _address(listener, config), state.engine.config.model.model)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(until_stopped(server, state, [listener], _on_signals, lambda: _log_ready(state, start_time)))
+        return runner.run(until_stopped(server, state, [listener], on_signals, lambda: _log_ready(state, start_time)))
 
 
 async def until_stopped(
@@ -367,9 +337,20 @@ async def until_stopped(
     on_ready: Callable[[], None],
 ) -> int:
     """Run the HTTP server and watch the engine. Returns 0 after a signal if no request was cut, else 1."""
-    http = asyncio.ensure_future(server.serve(sockets=listeners))
     stop, hurry = asyncio.Event(), asyncio.Event()
-    watch_signals(stop, hurry)
+    with watch_signals(stop, hurry):
+        return await _until_stopped(server, state, listeners, stop, hurry, on_ready)
+
+
+async def _until_stopped(
+    server: HttpServer,
+    state: ServerState,
+    listeners: list[socket.socket],
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    on_ready: Callable[[], None],
+) -> int:
+    http = asyncio.ensure_future(server.serve(sockets=listeners))
     stopped = asyncio.ensure_future(stop.wait())
     engine_watch = asyncio.ensure_future(_watch_engine(state, on_ready))
     try:
@@ -433,19 +414,6 @@ async def _first_of(coroutine: Coroutine[Any, Any, None], other: asyncio.Future[
     await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
-    """Set `stop` on the first signal, `hurry` on the second: requests in progress then end with an error at once."""
-
-    def handle() -> None:
-        if stop.is_set():
-            hurry.set()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, handle)
 
 
 def _phases(phases: tuple[tuple[str, float], ...]) -> str:

@@ -115,19 +115,20 @@ def _no_engine() -> EngineDeadError:
 
 
 class Supervisor:
-    """Tracks from an engine's messages whether it failed, is silent, or is stuck in a step."""
+    """Tracks from an engine's messages whether it failed, is silent, or is stuck in a step. `clock`: seconds."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: RuntimeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._silence_timeout = config.rpc_timeout / 1000
         self._step_timeout = config.engine_iteration_timeout_s
         self.failed: Failed | None = None
         self.ready = False
-        self._last_message = self._last_progress = time.monotonic()
+        self._last_message = self._last_progress = clock()
         self._steps, self._busy = 0, False
 
     def note(self, message: FromEngine) -> None:
         """Record a message from the engine."""
-        self._last_message = time.monotonic()
+        self._last_message = self._clock()
         match message:
             case Heartbeat(steps, busy):
                 if steps != self._steps or not busy:
@@ -146,7 +147,7 @@ class Supervisor:
         """Raise EngineDeadError if the engine failed, EngineUnavailableError if it is silent or makes no progress."""
         if self.failed is not None:
             raise EngineDeadError(self.failed.message)
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_message > self._silence_timeout:
             raise EngineUnavailableError(f"the engine has not answered for {now - self._last_message:.0f} s")
         if self.ready and self._busy and now - self._last_progress > self._step_timeout:

@@ -255,10 +255,12 @@ class IncidentWriter:
 class ThreadClient:
     """Implements EngineClient and Inbox with an engine in a thread: easy to debug, no isolation."""
 
-    def __init__(self, config: EngineConfig, build: Build = build_engine) -> None:
+    def __init__(
+        self, config: EngineConfig, build: Build = build_engine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config = config
         self._build = build
-        self._supervisor = Supervisor(config.runtime)
+        self._supervisor = Supervisor(config.runtime, clock)
         self._progress = Progress()
         self._commands: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()

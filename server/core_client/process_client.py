@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -77,12 +78,13 @@ class ProcessClient:
         program: Sequence[str] = ENGINE_PROGRAM,
         clients: int = 0,
         env: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the engine. `env`: environment variables beside this process's."""
+        """Start the engine. `env`: environment variables beside this process's. `clock`: see Supervisor."""
         self._private = _private_folder(config.runtime.rpc_base_path)
         self._folder = self._private.path
         self.address = f"ipc://{self._folder}/engine"
-        self._connect(Supervisor(config.runtime), f"{self.address}.out", f"{self.address}.in")
+        self._connect(Supervisor(config.runtime, clock), f"{self.address}.out", f"{self.address}.in")
         process = subprocess.Popen(
             [*program, self.address, *([str(clients)] if clients else ())],
             stdin=subprocess.PIPE,

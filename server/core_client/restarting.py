@@ -26,11 +26,13 @@ class RestartingClient:
 
     `start`: starts an engine and returns at once; called in a thread later on. The listener gets Restarting when the
     engine has ended and Ready when the new one is warm. It gets Failed in place of Restarting once the limit is
-    reached, or when no new engine could be started.
+    reached, or when no new engine could be started. `clock`: seconds.
     """
 
-    def __init__(self, start: Callable[[], StartingClient], limit: int) -> None:
-        self._start, self._limit = start, limit
+    def __init__(
+        self, start: Callable[[], StartingClient], limit: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._start, self._limit, self._clock = start, limit, clock
         self._client = start()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
@@ -120,7 +122,7 @@ class RestartingClient:
 
     def _count_restart(self) -> bool:
         """Count a restart now; False if the limit is reached."""
-        now = time.monotonic()
+        now = self._clock()
         while self._restarts and now - self._restarts[0] > PERIOD_SECONDS:
             self._restarts.popleft()
         if len(self._restarts) >= self._limit:

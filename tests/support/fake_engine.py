@@ -2,7 +2,8 @@
 
 The model's name says how it behaves: "fake" spells the alphabet (after z it ends), "fake:slow" takes its time,
 "fake:endless" too, for minutes, "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang"
-never comes back from it, "fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
+never comes back from it, "fake:held@FILE" generates as long as a sequence has at most as many tokens as the file says,
+"fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
 between [[ and ]], "fake:harmony" too, as a model of the family with that format.
 "fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
 """
@@ -14,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -53,7 +55,8 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     layout = full_layout(4)
     max_len = {"say": MAX_LEN_SAY, "harmony": MAX_LEN_SAY, "endless": MAX_LEN_ENDLESS}.get(kind, MAX_LEN)
     num_blocks = config.cache.num_gpu_blocks_override or max_len
-    backend = FakeBackend(layout, num_blocks=num_blocks, next_token=NEXT.get(kind, alphabet))
+    next_token = held(Path(kind.removeprefix("held@"))) if kind.startswith("held@") else NEXT.get(kind, alphabet)
+    backend = FakeBackend(layout, num_blocks=num_blocks, next_token=next_token)
     if kind == "crash":
         backend.fail_at = CRASH_AT
     limits = resolve_limits(
@@ -95,6 +98,24 @@ def alphabet(history: list[int]) -> int:
 def slow(history: list[int]) -> int:
     time.sleep(0.01)
     return ord("a") + len(history) % 20
+
+
+def held(file: Path) -> Callable[[list[int]], int]:
+    """The tokens of `slow`, each once the file allows sequences of that length."""
+
+    def next_token(history: list[int]) -> int:
+        while len(history) >= int(file.read_text()):
+            time.sleep(0.002)
+        return ord("a") + len(history) % 20
+
+    return next_token
+
+
+def allow(file: Path, tokens: int) -> None:
+    """Let sequences of `held` grow to so many tokens, prompts included."""
+    new = file.with_suffix(".new")
+    new.write_text(str(tokens))
+    new.rename(file)
 
 
 def leave(history: list[int]) -> int:

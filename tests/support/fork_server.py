@@ -1,14 +1,14 @@
 """Child processes that are forked from a process which has imported pagoda already.
 
 A fresh interpreter needs one to four processor seconds to import the server, torch and their like. `install` replaces
-`subprocess.Popen` by a class that forks programs of Python (`[sys.executable, "-P", path, ...]`, `[..., "-m", module,
-...]` of pagoda and of these tests) from such a process, the fork server, and starts everything else as before:
+`subprocess.Popen` by a class that forks programs of Python (`[sys.executable, "-P", path, ...]` of these tests, `[...,
+"-m", module, ...]` of pagoda) from such a process, the fork server, and starts everything else as before:
 
     client                fork server (a child of the client)      the new process
     ------                ----------------------------------       ---------------
     become subreaper
     argv, environment,  ->  fork  ->  fork again, exit         ->  is adopted by the client, which can wait for it
-    file descriptors                                               like any child; dup2, chdir, environ, run the program
+    file descriptors                                               as for any child; dup2, chdir, environ, run
     <- process id  ------------------------------------------------
 
 Each forked process has a fork server of its own, so that the engine of a server is forked, too. A program behaves as in

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 import pytest
 
+PATIENCE: Final = 120.0
+"""Seconds after which something that should happen is given up, on the busiest machine; nothing takes so long."""
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+
+def eventually(condition: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
+    """Wait until the condition is true. `then`: done between two looks, as a step that may have to be repeated."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in a minute"
-        time.sleep(0.01)
+        assert time.monotonic() < deadline, f"it did not happen in {PATIENCE:g} s"
+        then()
+        time.sleep(0.005)
+
+
+async def until(condition: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
+    """`eventually`, while the event loop runs."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen in {PATIENCE:g} s"
+        then()
+        await asyncio.sleep(0.005)
 
 
 def gone(pid: int) -> bool:
-    """Wait for a process that is no child of ours to end; False when it does not in a minute."""
-    end = time.monotonic() + 60
+    """Wait for a process that is no child of ours to end; False when it does not."""
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

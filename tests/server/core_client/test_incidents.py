@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.byte_text import byte_tokenizer
 from support.fake_engine import PROGRAM, build
+from support.watching import until
 
 from pagoda.common.engine.incident.files import read_snapshot
 from pagoda.common.errors import ConfigError, EngineDeadError
@@ -23,7 +24,6 @@ from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, ProcessClient
 from pagoda.server.settings.flags import AsyncEngineArgs
 
-GRACE = 20.0
 Make = Callable[..., AsyncLLM]
 
 
@@ -45,21 +45,20 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 async def text_of(llm: AsyncLLM, prompt: str, **params: Any) -> str:
     text = ""
-    async with asyncio.timeout(GRACE):
-        async for output in llm.generate(prompt, SamplingParams(**params), "request"):
-            text = output.outputs[0].text
+    async for output in llm.generate(prompt, SamplingParams(**params), "request"):
+        text = output.outputs[0].text
     return text
 
 
 async def written(tmp_path: Path) -> Path:
     """The only snapshot, once it is written."""
-    async with asyncio.timeout(GRACE):
-        while True:
-            files = list((tmp_path / "incidents").glob("*.json"))
-            if files and files[0].read_bytes().endswith(b"}"):
-                assert len(files) == 1
-                return files[0]
-            await asyncio.sleep(0.02)
+
+    def files() -> list[Path]:
+        return list((tmp_path / "incidents").glob("*.json"))
+
+    await until(lambda: files() and files()[0].read_bytes().endswith(b"}"))
+    (path,) = files()
+    return path
 
 
 @pytest.mark.setting("--incident-dir", "--steps", "--verbose")
@@ -101,9 +100,7 @@ async def test_stuck_engine_writes_a_snapshot_on_a_signal(make: Make, tmp_path: 
     request = asyncio.ensure_future(text_of(llm, "abc", max_tokens=9))
     client = llm._engine._client
     assert isinstance(client, ProcessClient)
-    async with asyncio.timeout(GRACE):
-        while not client._supervisor._busy:
-            await asyncio.sleep(0.01)
+    await until(lambda: client._supervisor._busy)
     os.kill(client.pid, SNAPSHOT_SIGNAL)
     path = await written(tmp_path)
     assert read_snapshot(path).cause == "on demand, by signal"
@@ -112,16 +109,14 @@ async def test_stuck_engine_writes_a_snapshot_on_a_signal(make: Make, tmp_path: 
 
 
 async def test_snapshot_on_demand(make: Make, tmp_path: Path) -> None:
-    llm = make("fake:slow")
-    request = asyncio.ensure_future(text_of(llm, "abc", max_tokens=60))
-    async with asyncio.timeout(GRACE):
-        while not llm.stats.running:
-            await asyncio.sleep(0.01)
-        path = Path(await llm.take_snapshot())
-        assert path.parent == tmp_path / "incidents"
-        assert read_snapshot(path).cause == "on demand"
-        assert main(["replay", str(path), "--steps", "100"]) == 0
-        assert await request
+    llm = make("fake:endless")
+    request = asyncio.ensure_future(text_of(llm, "abc", max_tokens=300))
+    await until(lambda: llm.stats.running)
+    path = Path(await llm.take_snapshot())
+    assert path.parent == tmp_path / "incidents"
+    assert read_snapshot(path).cause == "on demand"
+    assert main(["replay", str(path), "--steps", "100"]) == 0
+    assert await request
 
 
 async def test_folder_that_cannot_be_written_is_named(make: Make, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 from support.byte_text import byte_tokenizer
-from support.fake_engine import PROGRAM
+from support.fake_engine import PROGRAM, allow
+from support.watching import PATIENCE, until
 
 from pagoda.backends import registry
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -359,13 +361,17 @@ def test_the_whole_of_equal_engines() -> None:
 # Real processes.
 
 TEXT = byte_tokenizer()
-GRACE = 20.0
+OWN_INTERPRETER = (sys.executable, "-c", "import sys; sys.stdin.read()")
+"""A program that is not forked: the kernel knows the environment that it was started with."""
 
 
 class Engines:
-    """An AsyncLLM over two processes with a fake engine."""
+    """An AsyncLLM over two processes with a fake engine, whose sequences grow to as many tokens as `allow` says."""
 
-    def __init__(self, model: str = "fake:slow", **args: Any) -> None:
+    def __init__(self, folder: Path, **args: Any) -> None:
+        self._limit = folder / "tokens"
+        self.allow(1000)
+        model = f"fake:held@{self._limit}"
         self.config = AsyncEngineArgs(model, data_parallel_size=2, **args).create_engine_config()
         self.started: list[ProcessClient] = []
         restarts = self.config.runtime.restart_engine
@@ -378,6 +384,9 @@ class Engines:
     def _start(self) -> ProcessClient:
         self.started.append(ProcessClient(self.config, PROGRAM))
         return self.started[-1]
+
+    def allow(self, tokens: int) -> None:
+        allow(self._limit, tokens)
 
     async def tokens(self, request_id: str, kind: RequestOutputKind = FINAL) -> list[int]:
         read: list[int] = []
@@ -394,11 +403,11 @@ class Engines:
 
 
 @pytest.fixture
-async def make() -> AsyncIterator[Callable[..., Engines]]:
+async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Engines]]:
     made: list[Engines] = []
 
     def start(*args: Any, **kwargs: Any) -> Engines:
-        made.append(Engines(*args, **kwargs))
+        made.append(Engines(tmp_path, *args, **kwargs))
         return made[-1]
 
     yield start
@@ -418,20 +427,20 @@ async def test_both_engines_generate(make: Callable[..., Engines]) -> None:
 
 async def test_a_killed_replica_loses_what_was_sent_only(make: Callable[..., Engines]) -> None:
     engines = make(restart_engine=2)
+    engines.allow(8)
     whole = [asyncio.ensure_future(engines.tokens(f"whole{i}")) for i in range(4)]
     streams = [asyncio.ensure_future(engines.tokens(f"stream{i}", DELTA)) for i in range(4)]
-    async with asyncio.timeout(GRACE):
-        while min(engines.of_replicas("vllm:generation_tokens_total")) < 8:
-            await asyncio.sleep(0.01)
+    await until(lambda: min(engines.of_replicas("vllm:generation_tokens_total")) >= 8)
+    async with asyncio.timeout(PATIENCE):
         os.kill(engines.started[0].pid, signal.SIGKILL)
+        engines.allow(1000)
         answers = await asyncio.gather(*whole)
         streamed = await asyncio.gather(*streams, return_exceptions=True)
         await engines.llm.check_health()
         assert [len(each) for each in answers] == [30] * 4
         assert [isinstance(each, EngineUnavailableError) for each in streamed].count(True) == 2
         assert [len(each) for each in streamed if not isinstance(each, BaseException)] == [30, 30]
-        while len(engines.started) < 3 or not engines.started[2]._supervisor.ready:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(engines.started) == 3 and engines.started[2]._supervisor.ready)
         before = engines.of_replicas("vllm:generation_tokens_total")[0]
         await asyncio.gather(*(engines.tokens(f"later{i}") for i in range(2)))
         assert engines.of_replicas("vllm:generation_tokens_total")[0] == before + 30
@@ -439,12 +448,12 @@ async def test_a_killed_replica_loses_what_was_sent_only(make: Callable[..., Eng
 
 async def test_without_restarts_a_killed_replica_ends_all(make: Callable[..., Engines]) -> None:
     engines = make()
+    engines.allow(8)
     answer = asyncio.ensure_future(engines.tokens("a"))
     other = asyncio.ensure_future(engines.tokens("b"))
-    async with asyncio.timeout(GRACE):
-        while min(engines.of_replicas("vllm:generation_tokens_total")) < 1:
-            await asyncio.sleep(0.01)
-        os.kill(engines.started[1].pid, signal.SIGKILL)
+    await until(lambda: min(engines.of_replicas("vllm:generation_tokens_total")) >= 1)
+    os.kill(engines.started[1].pid, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE):
         for each in (answer, other):
             with pytest.raises(EngineDeadError, match="replica 1: the engine process was killed by SIGKILL"):
                 await each
@@ -522,7 +531,7 @@ def test_gpus_that_are_not_listed_are_tried(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_an_environment_reaches_the_engine_process() -> None:
-    started = ProcessClient(config("fake"), PROGRAM, env={"CUDA_VISIBLE_DEVICES": "7"})
+    started = ProcessClient(config("fake"), OWN_INTERPRETER, env={"CUDA_VISIBLE_DEVICES": "7"})
     try:
         variables = Path(f"/proc/{started.pid}/environ").read_bytes().split(b"\0")
         assert b"CUDA_VISIBLE_DEVICES=7" in variables
