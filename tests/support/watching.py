@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,13 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in a minute"
         time.sleep(0.01)
+
+
+async def eventually_in_loop(condition: Callable[[], bool]) -> None:
+    """As `eventually`, while the event loop goes on."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def gone(pid: int) -> bool:
