@@ -59,7 +59,7 @@ class ChildWorker:
     ) -> None:
         """`program`: its command line; `setup`: makes the first frame, once.
 
-        `seconds`: processor time of a request; `elapsed`: seconds of `clock` until its reply, on however busy a machine.
+        `seconds`: processor time of a request; `elapsed`: seconds by `clock` until its reply, however busy the machine.
         """
         self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
         self._make_setup, self._name, self._clock = setup, name, clock
