@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,9 +111,12 @@ class Results:
 class Process:
     """Runs part.py and everything it starts."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], log: Path, clock: Callable[[], float]
+    ) -> None:
         command = [sys.executable, "-m", "pagoda.benchmarks.gpu.part", *arguments]
         self.log, self._errors, self._buffer, self._exit_timeout = log, log.open("wb"), b"", 10.0
+        self._clock = clock
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -138,7 +141,7 @@ class Process:
         """Return the next line, or None at the end. Raise TimeoutError."""
         assert self._process.stdout is not None
         while b"\n" not in self._buffer:
-            left = until - time.monotonic()
+            left = until - self._clock()
             if left <= 0 or not self._ready.select(left):
                 self._exit_timeout = 0.0
                 raise TimeoutError
@@ -165,22 +168,28 @@ class Process:
 
 
 class Stage:
-    """Runs the parts of a stage until a time.monotonic deadline."""
+    """Runs the parts of a stage until a deadline of the clock."""
 
     def __init__(
-        self, results: Results, options: list[str], environment: dict[str, str], logs: Path, until: float
+        self,
+        results: Results,
+        options: list[str],
+        environment: dict[str, str],
+        logs: Path,
+        until: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.results, self.until = results, until
-        self.reserve = min(MIN_REMAINING, (until - time.monotonic()) / 5)
+        self.results, self.until, self._clock = results, until, clock
+        self.reserve = min(MIN_REMAINING, (until - clock()) / 5)
         self._options, self._environment, self._logs = options, environment, logs
-        self._began, self._measured = time.monotonic(), 0
+        self._began, self._measured = clock(), 0
         self._tried, self._again = set[str](), set[str]()
 
     def run(self, parts: tuple[str, ...]) -> bool:
         """Return True when every number has been measured or has failed. Raise NoGpuError."""
         left, failures = list(parts), Counter[str]()
         while left:
-            if self.until - time.monotonic() < self.reserve:
+            if self.until - self._clock() < self.reserve:
                 return False
             measured, tried = self._count(), len(self._tried)
             outcome, part = self._process(left)
@@ -198,7 +207,7 @@ class Stage:
     def _process(self, parts: list[str]) -> tuple[str, str]:
         """Return `done`, `unfinished`, or `failed` if a number failed and others may be left; and the current part."""
         self._measured = 0
-        process = Process([*parts, *self._options], self._environment, self._logs / "part.log")
+        process = Process([*parts, *self._options], self._environment, self._logs / "part.log", self._clock)
         part, number, limit = "", "start", self.until
         try:
             while (line := process.line(min(limit, self.until))) is not None:
@@ -210,7 +219,7 @@ class Stage:
                 elif "part" in line:
                     part, number = line["part"], "start"
                 elif "begin" in line:
-                    number, limit = line["begin"], time.monotonic() + line["seconds"]
+                    number, limit = line["begin"], self._clock() + line["seconds"]
                 elif "error" in line:
                     return self._failed(part, number, line["error"])
                 elif "result" in line:
@@ -219,7 +228,7 @@ class Stage:
                 else:
                     return "done", part
         except TimeoutError:
-            if time.monotonic() >= self.until:
+            if self._clock() >= self.until:
                 return "unfinished", part
             return self._failed(part, number, f"timed out\n{process.tail()}")
         finally:
@@ -247,7 +256,7 @@ class Stage:
         return "failed", part
 
     def write(self) -> None:
-        self.results.seconds = time.monotonic() - self._began
+        self.results.seconds = self._clock() - self._began
         self.results.write()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,10 +112,13 @@ class GrammarCheck:
         program: Sequence[str] = WORKER,
         seconds: float = SECONDS,
         elapsed: float = ELAPSED_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds, self._elapsed = seconds, elapsed
         self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._worker = ChildWorker(program, seconds, elapsed, lambda: _words(make_vocabulary()), name="grammar check")
+        self._worker = ChildWorker(
+            program, seconds, elapsed, lambda: _words(make_vocabulary()), name="grammar check", clock=clock
+        )
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._line = FairLine(MAX_WAITING, "new grammars")
         self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line

@@ -55,13 +55,14 @@ class ChildWorker:
         setup: Callable[[], bytes] = bytes,
         *,
         name: str = "worker",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`program`: its command line; `setup`: makes the first frame, once.
 
-        `seconds`: processor time of a request; `elapsed`: seconds until its reply, on however busy a machine.
+        `seconds`: processor time of a request; `elapsed`: seconds by `clock` until its reply, however busy the machine.
         """
         self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
-        self._make_setup, self._name = setup, name
+        self._make_setup, self._name, self._clock = setup, name, clock
         self._lock = threading.RLock()
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -96,7 +97,7 @@ class ChildWorker:
     def _call(self, data: bytes) -> bytes:
         process = self._started()
         try:
-            reply = _exchange(process, data, _Limits(process.pid, self._seconds, self._elapsed))
+            reply = _exchange(process, data, _Limits(process.pid, self._seconds, self._elapsed, self._clock))
         except (WorkerTimeoutError, WorkerEndedError):
             self._end()
             raise
@@ -138,7 +139,8 @@ class ChildWorker:
             self._end()
             raise
         try:
-            ready = _exchange(process, self._setup, _Limits(process.pid, START_SECONDS, START_SECONDS))
+            limits = _Limits(process.pid, START_SECONDS, START_SECONDS, self._clock)
+            ready = _exchange(process, self._setup, limits)
         except (WorkerTimeoutError, WorkerEndedError):
             ready = None
         if ready != READY:
@@ -177,17 +179,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 class _Limits:
     """What a request may still use. The parent measures it: a child may inherit blocked or ignored signals."""
 
-    def __init__(self, pid: int, seconds: float, elapsed: float) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, seconds: float, elapsed: float, clock: Callable[[], float]) -> None:
+        self._pid, self._clock = pid, clock
         self._used_at_end = _processor_seconds(pid) + seconds
-        self._until = time.monotonic() + elapsed
+        self._until = clock() + elapsed
 
     def left(self) -> float:
         """Return after how many seconds to look again.
 
         Raises WorkerTimeoutError when no time is left, WorkerEndedError when no processor time is.
         """
-        elapsed = self._until - time.monotonic()
+        elapsed = self._until - self._clock()
         if elapsed <= 0:
             raise WorkerTimeoutError
         processor = self._used_at_end - _processor_seconds(self._pid)

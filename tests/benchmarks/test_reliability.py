@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
 from support.live_server import live_server
+from support.watching import eventually
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "server"))
 
@@ -17,7 +19,7 @@ import reliability
 from faults.load import _judge_growth
 from faults.report import Options, Report
 from faults.server import Usage
-from faults.streams import ask, neighbours, stream_body
+from faults.streams import Neighbours, ask, neighbours, run_neighbours, stream_body
 
 
 def test_a_row_passes_if_it_has_checks_and_all_hold() -> None:
@@ -76,19 +78,29 @@ def test_the_client_tells_how_each_request_ended() -> None:
         assert "temperature" in refused.error
         left = asyncio.run(ask(server.port, stream_body("a", 5000), cut_after=3))
         assert (left.done, left.ended, left.tokens) == (False, False, 3)
-        late = asyncio.run(ask(server.port, stream_body("a", 5000), timeout=1))
+        late = asyncio.run(ask(server.port, stream_body("a", 5000), timeout=0.2))
         assert (late.cut, late.ended) == ("timeout", False)
 
 
-def test_gaps_of_neighbours_contain_a_pause_of_the_server() -> None:
+def test_neighbours_measure_gaps_between_tokens() -> None:
+    now = 100.0
+    ours, theirs = multiprocessing.Pipe()
+    with live_server("fake:endless") as server:
+        streams = threading.Thread(target=run_neighbours, args=(theirs, server.port, 3, "", lambda: now))
+        streams.start()
+        assert ours.recv() == "ready"
+        gaps = Neighbours(ours, streams).gaps()
+        assert (gaps.worst, gaps.streams_failed) == (0.0, 0)
+        now = 107.5
+        gaps = Neighbours(ours, streams).gaps()
+        assert (gaps.worst, gaps.streams_failed) == (7.5, 0), "also a gap that has not ended"
+        eventually(lambda: Neighbours(ours, streams).gaps().tokens > 0)
+        ours.send("close")
+        streams.join(60)
+
+
+def test_neighbours_run_in_a_process_of_their_own() -> None:
     with live_server("fake:endless") as server, neighbours(server.port, 3) as streams:
-        time.sleep(1)
-        server.call(_block(0.7))
-        gaps = streams.gaps()
-    assert gaps.worst > 0.6
-    assert gaps.tokens > 0
-    assert gaps.streams_failed == 0
-
-
-async def _block(seconds: float) -> None:
-    time.sleep(seconds)
+        eventually(lambda: streams.gaps().tokens > 0)
+        assert streams.gaps().streams_failed == 0
+        assert server.state.running == 3

@@ -1,7 +1,6 @@
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import tokenizers
 from support.byte_text import byte_tokenizer
 from support.fake_engine import WIDTH, build
+from support.watching import eventually_in_loop
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, QueueFullError, RequestError
 from pagoda.common.observe.metrics import Metrics
@@ -57,9 +57,7 @@ async def text_of(llm: AsyncLLM, request_id: str, prompt: PromptType, **params: 
 
 async def idle(llm: AsyncLLM) -> None:
     """Wait until the engine reports that nothing runs."""
-    async with asyncio.timeout(5):
-        while llm.stats.running or llm.stats.waiting or llm.stats.kv_blocks_used:
-            await asyncio.sleep(0.005)
+    await eventually_in_loop(lambda: not (llm.stats.running or llm.stats.waiting or llm.stats.kv_blocks_used))
 
 
 async def test_deltas_concatenate_to_the_text(llm: AsyncLLM) -> None:
@@ -94,8 +92,7 @@ async def test_leaving_the_stream_ends_the_request(slow: AsyncLLM) -> None:
 
 async def test_cancelling_ends_the_request(slow: AsyncLLM) -> None:
     task = asyncio.create_task(text_of(slow, "r", "abc", max_tokens=60))
-    while not slow.stats.running:
-        await asyncio.sleep(0.005)
+    await eventually_in_loop(lambda: slow.stats.running > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -160,18 +157,18 @@ async def test_too_long_prompt_is_refused_after_tokenising_in_a_thread(llm: Asyn
 
 async def test_grammars_are_prepared_in_one_thread_at_a_time(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = llm._ready().inputs
-    running, most, prepare = 0, 0, inputs.processor.prepare
+    running, most = 0, 0
 
-    def counted(*args: Any, **options: Any) -> Any:
+    async def to_thread(work: Callable[[], Any]) -> Any:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        time.sleep(0.02)
-        prepared = prepare(*args, **options)
+        for _ in range(10):  # the other requests come this far if they may
+            await asyncio.sleep(0)
         running -= 1
-        return prepared
+        return work()
 
-    monkeypatch.setattr(inputs.processor, "prepare", counted)
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
     prepared = await asyncio.gather(*(inputs.prepare(str(i), "abc", params, 0) for i in range(4)))
     assert [each.request_id for each in prepared] == ["0", "1", "2", "3"]
@@ -252,8 +249,7 @@ def test_one_engine_in_two_event_loops() -> None:
 
 async def test_shutdown_fails_running_requests(slow: AsyncLLM) -> None:
     task = asyncio.create_task(text_of(slow, "r", "abc", max_tokens=60))
-    while not slow.stats.running:
-        await asyncio.sleep(0.005)
+    await eventually_in_loop(lambda: slow.stats.running > 0)
     slow.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         await task

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.watching import eventually_in_loop
 
 from pagoda.server import memory
 from pagoda.server.child import child_env
@@ -59,7 +60,6 @@ def test_systems_without_the_call_are_left_alone() -> None:
 PROGRAM = """
 import asyncio, json
 from pagoda.server import memory
-memory.MIN_SECONDS = 0.2
 body = json.dumps([{"role": "user", "content": "x" * 200, "number": number} for number in range(60_000)])
 
 def work():
@@ -67,13 +67,12 @@ def work():
     return [text + "z" for text in texts[-3:]]  # what survives at the end of an arena keeps all before it
 
 async def main():
-    start, kept = memory.resident_bytes(), []
-    trimming = asyncio.ensure_future(memory.trim_memory(0.05)) if TRIMS else None
-    await asyncio.sleep(0.2)
+    trimmer, start, kept = memory.MemoryTrimmer(), memory.resident_bytes(), []
     for _ in range(3):
         kept += await asyncio.gather(*(asyncio.to_thread(work) for _ in range(4)))
-    await asyncio.sleep(1.0)
-    print(json.dumps(memory.resident_bytes() - start))
+    before = memory.resident_bytes()
+    trimmer.check()
+    print(json.dumps([before - start, memory.resident_bytes() - start]))
 
 asyncio.run(main())
 """
@@ -81,19 +80,17 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux" or resident_bytes() is None, reason="needs Linux's accounting")
 def test_memory_of_large_bodies_is_returned() -> None:
-    def growth(trims: bool) -> int:
-        program = f"TRIMS = {trims}\n{PROGRAM}"
-        run = subprocess.run([sys.executable, "-c", program], capture_output=True, env=child_env(), check=True)
-        return int(json.loads(run.stdout))
-
-    kept, returned = growth(False), growth(True)
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, env=child_env(), check=True)
+    kept, returned = json.loads(run.stdout)
     assert returned < 40 * MB
     assert kept > returned + 60 * MB, "otherwise there was nothing to return"
 
 
-async def test_trimming_ends_with_its_task() -> None:
+async def test_trimming_goes_on_until_its_task_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[MemoryTrimmer] = []
+    monkeypatch.setattr(MemoryTrimmer, "check", lambda trimmer: checks.append(trimmer))
     task = asyncio.ensure_future(trim_memory(0.001))
-    await asyncio.sleep(0.05)
+    await eventually_in_loop(lambda: len(checks) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

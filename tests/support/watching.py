@@ -34,6 +34,13 @@ async def until(condition: Callable[[], object], then: Callable[[], object] = la
         await asyncio.sleep(0.005)
 
 
+async def eventually_in_loop(condition: Callable[[], bool]) -> None:
+    """As `eventually`, while the event loop goes on."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def gone(pid: int) -> bool:
     """Wait for a process that is no child of ours to end; False when it does not."""
     end = time.monotonic() + PATIENCE

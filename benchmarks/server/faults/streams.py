@@ -6,7 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -179,7 +179,7 @@ def neighbours(port: int, count: int = 10, key: str = "") -> Iterator[Neighbours
     """Run well-behaved streams beside what the benchmark does."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run_neighbours, args=(theirs, port, count, key), daemon=True)
+    process = context.Process(target=run_neighbours, args=(theirs, port, count, key), daemon=True)
     process.start()
     streams = Neighbours(ours, process)
     try:
@@ -189,15 +189,18 @@ def neighbours(port: int, count: int = 10, key: str = "") -> Iterator[Neighbours
         streams.close()
 
 
-def _run_neighbours(pipe: Connection, port: int, count: int, key: str) -> None:
-    asyncio.run(_Neighbours(port, count, key).run(pipe))
+def run_neighbours(
+    pipe: Connection, port: int, count: int, key: str, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Run the streams until the other end of the pipe says `close`."""
+    asyncio.run(_Neighbours(port, count, key, clock).run(pipe))
 
 
 class _Neighbours:
     """The streams' side of the pipe."""
 
-    def __init__(self, port: int, count: int, key: str) -> None:
-        self._port, self._count, self._key = port, count, key
+    def __init__(self, port: int, count: int, key: str, clock: Callable[[], float]) -> None:
+        self._port, self._count, self._key, self._clock = port, count, key, clock
         self._last = [0.0] * count  # when each stream had its latest token
         self._gaps: list[float] = []
         self._failed = 0
@@ -215,7 +218,7 @@ class _Neighbours:
             task.cancel()
 
     def _take(self) -> Gaps:
-        now = time.monotonic()
+        now = self._clock()
         gaps = sorted([*self._gaps, *(now - last for last in self._last)])
         result = Gaps(gaps[-1], gaps[int(len(gaps) * 0.99)], self._failed, len(self._gaps))
         self._gaps, self._failed = [], 0
@@ -246,7 +249,7 @@ class _Neighbours:
                 if line.startswith(b"data: "):
                     if b'"error"' in line[:20]:
                         raise ValueError(line)
-                    now = time.monotonic()
+                    now = self._clock()
                     if not first:  # the wait for a first token is a queue's, not a gap
                         self._gaps.append(now - self._last[index])
                     self._last[index], first = now, False

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.ports import two_free_ports
+from support.loopback import own_address, own_port
 
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.handshake import meet
@@ -31,8 +31,8 @@ from pagoda.common.distributed.messages import (
 )
 from pagoda.common.errors import ConfigError
 
-HERE = "127.0.0.1"
-PATIENT = 20.0
+HERE = own_address()  # of host 0; the others connect from 127.0.0.1
+PATIENT = 60.0
 
 
 def fingerprint(rank: int, nodes: int = 2, **changed: Any) -> HostFingerprint:
@@ -54,7 +54,7 @@ class Handshake:
     """The outcome on each host: its peers, or the error message."""
 
     def __init__(self, *hosts: HostFingerprint, nodes: int = 2, wait: float = PATIENT, check: Any = nothing) -> None:
-        self.port = two_free_ports()
+        self.port = own_port()
         with ThreadPoolExecutor(len(hosts)) as pool:
             waiting = [pool.submit(self._meet, host, nodes, wait, check) for host in hosts]
             self.ends = [each.result() for each in waiting]
@@ -118,7 +118,7 @@ def test_every_host_reports_the_one_that_differs(changed: Any, difference: str, 
 def test_the_majority_is_taken_as_correct() -> None:
     old = {"versions": {"pagoda": "0.9", "jax": "0.10.2"}}
     line = Handshake(fingerprint(0, 3, **old), fingerprint(1, 3), fingerprint(2, 3), nodes=3).line
-    assert line == "--nnodes: host 0 (127.0.0.1) has pagoda 0.9 instead of 1.0; install the same versions everywhere"
+    assert line == f"--nnodes: host 0 ({HERE}) has pagoda 0.9 instead of 1.0; install the same versions everywhere"
 
 
 def test_the_backends_check_is_reported_on_all_hosts() -> None:
@@ -150,13 +150,13 @@ def test_a_host_with_another_nnodes_or_rank(joining: HostFingerprint, words: str
 
 def test_a_missing_host_is_reported_to_the_others() -> None:
     line = Handshake(fingerprint(0, 4), fingerprint(2, 4), nodes=4, wait=1.0).line
-    assert line.startswith("--nnodes: host 1 and host 3 of 4 did not connect to 127.0.0.1:")
+    assert line.startswith(f"--nnodes: host 1 and host 3 of 4 did not connect to {HERE}:")
 
 
 def test_an_unreachable_host_0() -> None:
-    port = two_free_ports()
+    port = own_port()
     parallel = ParallelConfig(nnodes=2, node_rank=1, master_addr=HERE, master_port=port)
-    with pytest.raises(ConfigError, match=f"^--master-addr: host 1 cannot reach host 0 at 127.0.0.1:{port} .*refused"):
+    with pytest.raises(ConfigError, match=f"^--master-addr: host 1 cannot reach host 0 at {HERE}:{port} .*refused"):
         meet(parallel, fingerprint(1), nothing, wait=0.0)
 
 
@@ -165,7 +165,7 @@ def test_a_port_in_use(offset: int) -> None:
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
         parallel = ParallelConfig(nnodes=2, master_addr=HERE, master_port=port - offset)
-        with pytest.raises(ConfigError, match=f"^--master-port: host 0 cannot listen at 127.0.0.1:{port}: .*in use"):
+        with pytest.raises(ConfigError, match=f"^--master-port: host 0 cannot listen at {HERE}:{port}: .*in use"):
             meet(parallel, fingerprint(0), nothing, wait=0.0)
 
 
@@ -177,7 +177,7 @@ def test_a_port_in_use(offset: int) -> None:
     ],
 )
 def test_an_address_that_is_not_host_0s(address: str, words: str) -> None:
-    parallel = ParallelConfig(nnodes=2, master_addr=address, master_port=two_free_ports())
+    parallel = ParallelConfig(nnodes=2, master_addr=address, master_port=own_port())
     with pytest.raises(ConfigError, match=f"^--master-addr: .*{words}"):
         meet(parallel, fingerprint(0), nothing, wait=0.0)
 
@@ -197,7 +197,7 @@ class WaitingHost0:
     """Host 0 waiting for the others, and connections to its port."""
 
     def __init__(self, pool: ThreadPoolExecutor, nodes: int = 2) -> None:
-        self.nodes, self.port = nodes, two_free_ports()
+        self.nodes, self.port = nodes, own_port()
         parallel = ParallelConfig(nnodes=nodes, master_addr=HERE, master_port=self.port)
         self.waiting = pool.submit(meet, parallel, fingerprint(0, nodes), nothing, PATIENT)
 

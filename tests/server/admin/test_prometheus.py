@@ -7,16 +7,17 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
 from support.live_server import LiveServer, live_server
-from support.ports import two_free_ports
+from support.loopback import own_address, own_port
+from support.watching import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 QUERIES = (ROOT / "tests" / "data" / "grafana_queries.tsv").read_text().splitlines()
@@ -33,27 +34,22 @@ class Prometheus:
 
     def query(self, expression: str) -> list[float]:
         """Return the values of an instant query. NaN stands for a quotient by zero."""
-        with urlopen(f"{self._url}/api/v1/query?{urlencode({'query': expression})}", timeout=30) as answer:
+        with urlopen(f"{self._url}/api/v1/query?{urlencode({'query': expression})}", timeout=60) as answer:
             series = json.load(answer)["data"]["result"]
         return [float(each["value"][1]) for each in series]
 
     def rules(self) -> dict[str, tuple[str, str]]:
-        """Return (health, state) of each alert, evaluated once."""
-        deadline = time.monotonic() + 60
-        while True:
-            with urlopen(f"{self._url}/api/v1/rules?type=alert", timeout=30) as answer:
-                groups = json.load(answer)["data"]["groups"]
-            rules = {rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]}
-            if "unknown" not in {health for health, _ in rules.values()} or time.monotonic() > deadline:
-                return rules
-            time.sleep(0.2)
+        """Return (health, state) of each alert."""
+        with urlopen(f"{self._url}/api/v1/rules?type=alert", timeout=60) as answer:
+            groups = json.load(answer)["data"]["groups"]
+        return {rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]}
 
-    def scrapes(self) -> float:
-        """Return how often the target was read, or 0 before Prometheus serves."""
+    def has_read(self, times: int) -> bool:
+        """Whether the target was read so often; False before Prometheus serves."""
         try:
-            return sum(self.query("count_over_time(up{job='pagoda'}[5m])"))
+            return sum(self.query("count_over_time(up{job='pagoda'}[5m])")) >= times
         except OSError:
-            return 0
+            return False
 
 
 @contextmanager
@@ -64,14 +60,12 @@ def prometheus(folder: Path, server: LiveServer) -> Iterator[Prometheus]:
     )
     (folder / "prometheus.yml").write_text(text)
     shutil.copy(FILES / "rules.yml", folder)
-    port = two_free_ports()
+    place = f"{own_address()}:{own_port()}"
     words = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*words, f"--web.listen-address=127.0.0.1:{port}"], cwd=folder, stdout=log, stderr=log
-        )
+        process = subprocess.Popen([*words, f"--web.listen-address={place}"], cwd=folder, stdout=log, stderr=log)
     try:
-        yield Prometheus(f"http://127.0.0.1:{port}")
+        yield Prometheus(f"http://{place}")
     finally:
         process.terminate()
         process.wait()
@@ -92,11 +86,10 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
     body = {"prompt": ["abcdefgh", "abcdefgh"], "max_tokens": 4, "n": 2}
     with live_server() as server, prometheus(folder, server) as reader:
-        deadline = time.monotonic() + 120
-        while reader.scrapes() < 4:
-            assert time.monotonic() < deadline, (folder / "log").read_text()
+        for scrapes in range(1, 5):  # with new requests between two of them
+            eventually(partial(reader.has_read, scrapes))
             assert server.post("/v1/completions", body)[0] == 200
-            time.sleep(0.2)
+        eventually(partial(reader.has_read, 5))
         yield reader
 
 
@@ -112,6 +105,7 @@ def test_no_panel_of_a_dashboard_is_empty(reader: Prometheus, dashboard: str) ->
 
 
 def test_the_rules_are_loaded_and_quiet_ones_do_not_fire(reader: Prometheus) -> None:
+    eventually(lambda: "unknown" not in {health for health, _ in reader.rules().values()})  # until evaluated once
     alerts = reader.rules()
     assert len(alerts) == 7
     assert all(health == "ok" for health, _ in alerts.values())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.byte_text import EOS, byte_tokenizer
-from support.watching import Children
+from support.watching import Children, eventually_in_loop
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
@@ -110,104 +112,147 @@ def test_what_takes_too_long_is_refused() -> None:
         check.close()
 
 
-def scripted(tmp_path, body: str) -> tuple[str, ...]:
-    """A process that says it is ready, and then this."""
-    path = tmp_path / "worker.py"
-    path.write_text(
-        "import sys, time\nfrom pagoda.server.processing.worker import read_frame, write_frame\n"
-        "inp, out = sys.stdin.buffer, sys.stdout.buffer\nread_frame(inp)\nwrite_frame(out, b'ready')\n"
-        + textwrap.dedent(body)
-    )
-    return (sys.executable, "-P", str(path))
+SCRIPT = """
+import itertools, os, sys
+from pagoda.server.processing.worker import read_frame, write_frame
+gate, *answers = sys.argv[1:]
+read_frame(sys.stdin.buffer)
+write_frame(sys.stdout.buffer, b"ready")
+with open(gate, "rb", buffering=0) as opened, open(gate + ".asked", "w", buffering=1) as asked:
+    for answer in itertools.chain(answers, itertools.repeat("no")):
+        read_frame(sys.stdin.buffer)
+        print(file=asked)
+        opened.read(1)
+        write_frame(sys.stdout.buffer, answer.encode())
+"""
 
 
-@pytest.mark.parametrize(("elapsed", "error"), [(60, ""), (0.2, "not compiled within 0.2 s; make it simpler, or try")])
-def test_a_busy_machine_is_waited_for(tmp_path, elapsed, error):
+class Scripted:
+    """A program that gives these answers, then `no`, each when it may."""
+
+    def __init__(self, folder: Path, *answers: str) -> None:
+        path, gate = folder / "worker.py", folder / "gate"
+        path.write_text(SCRIPT)
+        os.mkfifo(gate)
+        self.command = (sys.executable, "-P", str(path), str(gate), *answers)
+        self._gate, self._asked = os.open(gate, os.O_RDWR), folder / "gate.asked"
+
+    @property
+    def asked(self) -> int:
+        """How many requests it has read."""
+        return self._asked.stat().st_size if self._asked.exists() else 0
+
+    def answer(self, count: int = 1) -> None:
+        os.write(self._gate, b"." * count)
+
+    def close(self) -> None:
+        os.close(self._gate)
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[Callable[..., Scripted]]:
+    with contextlib.ExitStack() as opened:
+        yield lambda *answers: opened.enter_context(contextlib.closing(Scripted(tmp_path, *answers)))
+
+
+class Clock:
+    """A clock that stands still until it is moved, and counts how often it was read."""
+
+    def __init__(self) -> None:
+        self.now, self.reads = 0.0, 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("after", "error"), [(59, ""), (61, "not compiled within 60 s; make it simpler, or try again on a less busy")]
+)
+async def test_a_busy_machine_is_waited_for(scripted, after, error):
     """The process computes nothing for longer than the processor time that it has."""
-    program = scripted(tmp_path, "while True:\n    read_frame(inp)\n    time.sleep(1)\n    write_frame(out, b'')\n")
-    check = GrammarCheck(vocabulary, program, seconds=0.1, elapsed=elapsed)
+    program, clock = scripted(""), Clock()
+    check = GrammarCheck(vocabulary, program.command, seconds=0.1, elapsed=60, clock=clock)
     try:
-        answer = why(check, text(choice=["x"]))
-        assert answer.startswith(f"structured_outputs: {error}") if error else answer == ""
+        answer = asyncio.create_task(check.check(text(choice=["x"])))
+        await eventually_in_loop(lambda: program.asked == 1)
+        clock.now, reads = after, clock.reads
+        await eventually_in_loop(lambda: clock.reads > reads)
+        if error:
+            with pytest.raises(RequestError, match=error):
+                await answer
+        else:
+            assert not answer.done()
+            program.answer()
+            await answer
     finally:
         check.close()
 
 
-def test_what_passed_is_not_tried_again(tmp_path, monkeypatch):
-    """The process answers `no` from the second grammar on."""
-    program = scripted(tmp_path, "for say in (b'', b'no', b'no'):\n    read_frame(inp)\n    write_frame(out, say)\n")
+def test_what_passed_is_not_tried_again(scripted, monkeypatch):
+    program = scripted("")
+    program.answer(2)
     monkeypatch.setattr(grammar_check, "MAX_PASSED", 1)
-    check = GrammarCheck(vocabulary, program)
+    check = GrammarCheck(vocabulary, program.command)
     try:
         assert [why(check, Grammar(each)) for each in ("a", "a", "b")] == ["", "", "structured_outputs: no"]
     finally:
         check.close()
 
 
-SLOW = "while True:\n    read_frame(inp)\n    time.sleep(0.2)\n    write_frame(out, b'')\n"
-
-
-def test_a_full_line_is_refused_and_other_keys_keep_their_share(tmp_path):
+async def test_a_full_line_is_refused_and_other_keys_keep_their_share(scripted):
     """32 grammars of one key are in line: more of it are refused, and another key's first is the next but one."""
-
-    async def run() -> None:
-        check = GrammarCheck(vocabulary, scripted(tmp_path, SLOW))
-        try:
-            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), "a", 32)) for i in range(40)]
-            await asyncio.sleep(0)
-            refusals = [task.exception() for task in many if task.done()]
-            assert len(refusals) == 8
-            assert all(isinstance(each, QueueFullError) and "this API key" in str(each) for each in refusals)
-            await asyncio.wait_for(check.check(Grammar("b"), "b", 32), 60)
-            assert sum(task.done() for task in many) - len(refusals) <= 3
-            for task in many:
-                task.cancel()
-            await asyncio.gather(*many, return_exceptions=True)
-            await asyncio.wait_for(check.check(Grammar("c"), "a", 32), 60)
-        finally:
-            check.close()
-
-    asyncio.run(run())
-
-
-def test_the_line_is_bounded_for_all_keys_together(tmp_path):
-    async def run() -> None:
-        check = GrammarCheck(vocabulary, scripted(tmp_path, SLOW))
-        try:
-            many = [asyncio.create_task(check.check(Grammar(f"a{i}"), f"k{i % 8}")) for i in range(64)]
-            await asyncio.sleep(0)
-            with pytest.raises(QueueFullError, match="too many new grammars in line; try again later"):
-                await check.check(Grammar("b"), "b")
-            for task in many:
-                task.cancel()
-            await asyncio.gather(*many, return_exceptions=True)
-        finally:
-            check.close()
-
-    asyncio.run(run())
+    program = scripted(*[""] * 40)
+    check = GrammarCheck(vocabulary, program.command)
+    try:
+        many = [asyncio.create_task(check.check(Grammar(f"a{i}"), "a", 32)) for i in range(40)]
+        await asyncio.sleep(0)
+        refusals = [task.exception() for task in many if task.done()]
+        assert len(refusals) == 8
+        assert all(isinstance(each, QueueFullError) and "this API key" in str(each) for each in refusals)
+        other = asyncio.create_task(check.check(Grammar("b"), "b", 32))
+        program.answer(3)
+        await asyncio.wait_for(other, 60)
+        assert sum(task.done() for task in many) - len(refusals) <= 3
+        for task in many:
+            task.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+        program.answer(30)
+        await asyncio.wait_for(check.check(Grammar("c"), "a", 32), 60)
+    finally:
+        check.close()
 
 
-def test_a_grammar_in_line_is_compiled_once_for_all_who_wait(tmp_path):
-    """The process answers `no` from the second grammar on. The first request is cancelled: the others go on."""
-    program = scripted(
-        tmp_path,
-        "for say in (b'', b'no', b'no'):\n    read_frame(inp)\n    time.sleep(0.2)\n    write_frame(out, say)\n",
-    )
+async def test_the_line_is_bounded_for_all_keys_together(scripted):
+    check = GrammarCheck(vocabulary, scripted().command)
+    try:
+        many = [asyncio.create_task(check.check(Grammar(f"a{i}"), f"k{i % 8}")) for i in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="too many new grammars in line; try again later"):
+            await check.check(Grammar("b"), "b")
+        for task in many:
+            task.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+    finally:
+        check.close()
 
-    async def run() -> None:
-        check = GrammarCheck(vocabulary, program)
-        try:
-            await asyncio.gather(*(check.check(Grammar("same"), "a", 1) for _ in range(200)))
-            same = [asyncio.create_task(check.check(Grammar("other"), "a", 1)) for _ in range(3)]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            same[0].cancel()
-            ends = await asyncio.gather(*same, return_exceptions=True)
-            assert [type(each) for each in ends] == [asyncio.CancelledError, RequestError, RequestError]
-        finally:
-            check.close()
 
-    asyncio.run(run())
+async def test_a_grammar_in_line_is_compiled_once_for_all_who_wait(scripted):
+    """The first request is cancelled: the others go on."""
+    program = scripted("")
+    check = GrammarCheck(vocabulary, program.command)
+    try:
+        program.answer()
+        await asyncio.gather(*(check.check(Grammar("same"), "a", 1) for _ in range(200)))
+        same = [asyncio.create_task(check.check(Grammar("other"), "a", 1)) for _ in range(3)]
+        await eventually_in_loop(lambda: program.asked == 2)
+        same[0].cancel()
+        program.answer(2)
+        ends = await asyncio.gather(*same, return_exceptions=True)
+        assert [type(each) for each in ends] == [asyncio.CancelledError, RequestError, RequestError]
+        assert program.asked == 3
+    finally:
+        check.close()
 
 
 def test_a_process_that_does_not_start_is_no_answer():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import resource
+import subprocess
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support.fork_server import FreshPopen
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.text.chat_template import MAX_TEMPLATE_CHARS, render
@@ -24,6 +26,15 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
+    made = TemplateRenderer(seconds=0.2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateRenderer]:
+    """One whose processes import for themselves what they need."""
+    monkeypatch.setattr(subprocess, "Popen", FreshPopen)
     made = TemplateRenderer(seconds=0.5)
     yield made
     made.close()
@@ -69,12 +80,13 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_takes_any_time_is_refused_in_time(renderer: TemplateRenderer, name: str) -> None:
-    began = time.monotonic()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(RequestError) as caught:
         renderer.render(BOMBS[name], CHAT, lane="client")
     assert caught.value.field == "messages"
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 30
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime < 30, "processor time, of whatever else runs"
     assert renderer.render(PLAIN, CHAT, lane="client") == "<user>hi"
 
 
@@ -113,13 +125,13 @@ def resident(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
-def test_memory_of_bombs_is_bounded(renderer: TemplateRenderer) -> None:
+def test_memory_of_bombs_is_bounded(fresh: TemplateRenderer) -> None:
     peaks = [0]
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.005):
-            worker, _ = renderer._lane("client")
+            worker, _ = fresh._lane("client")
             if worker.pid is not None:
                 try:
                     peaks.append(resident(worker.pid))
@@ -131,19 +143,20 @@ def test_memory_of_bombs_is_bounded(renderer: TemplateRenderer) -> None:
     try:
         for name in ("memory", "tojson of objects", "string"):
             with pytest.raises(RequestError):
-                renderer.render(BOMBS[name], CHAT, lane="client")
+                fresh.render(BOMBS[name], CHAT, lane="client")
     finally:
         ended.set()
         thread.join()
     assert 50 << 20 < max(peaks) < MEMORY_BYTES + (64 << 20)
 
 
-def test_a_bomb_delays_no_other_lane(renderer: TemplateRenderer) -> None:
-    renderer.start(PLAIN)
-    bomb = renderer.submit("client", lambda: renderer.render(BOMBS["tojson"], CHAT, lane="client"))
-    assert renderer.submit("short", lambda: renderer.render(PLAIN, CHAT, lane="short")).result(20) == "<user>hi"
+def test_a_bomb_delays_no_other_lane() -> None:
+    patient = TemplateRenderer(seconds=1_000.0)
+    bomb = patient.submit("client", lambda: patient.render(BOMBS["key of a lookup"], CHAT, lane="client"))
+    assert patient.submit("short", lambda: patient.render(PLAIN, CHAT, lane="short")).result(60) == "<user>hi"
     assert not bomb.done()
-    with pytest.raises(RequestError):
+    patient.close()
+    with pytest.raises((RequestError, EngineDeadError)):
         bomb.result(60)
 
 
@@ -232,7 +245,7 @@ def test_a_template_whose_analysis_takes_any_time(renderer: TemplateRenderer) ->
     """Each assignment is from the next one, so that each pass of the search for the content's aliases finds one."""
     names = [f"a{i}" for i in range(9_000)]
     template = "".join(f"{{% set {a} = {b} %}}" for a, b in pairwise(names)) + "{% set a8999 = m.content %}"
-    with pytest.raises(RequestError, match=r"more than 0.5 s"):
+    with pytest.raises(RequestError, match=r"more than 0.2 s"):
         renderer.render(template, CHAT, lane="client")
 
 
@@ -245,9 +258,9 @@ def test_a_closed_renderer_starts_no_process() -> None:
     closed.close()
 
 
-def test_the_process_has_none_of_the_heavy_libraries(renderer: TemplateRenderer) -> None:
-    renderer.start(PLAIN)
-    pid = renderer._lane("short")[0].pid
+def test_the_process_has_none_of_the_heavy_libraries(fresh: TemplateRenderer) -> None:
+    fresh.start(PLAIN)
+    pid = fresh._lane("short")[0].pid
     assert pid is not None
     mapped = Path(f"/proc/{pid}/maps").read_text()
     assert not any(name in mapped for name in ("numpy", "tokenizers", "torch"))

@@ -27,8 +27,8 @@ def handle(data):
     if word == "spin":
         while True:
             pass
-    if word == "sleep":
-        time.sleep(float(number))
+    if word == "hang":
+        signal.pause()
     if word == "allocate":
         bytearray(int(number))
     if word == "print":
@@ -41,7 +41,7 @@ def handle(data):
 
 def worker_of(folder: Path, *, seconds: float = 60, elapsed: float = 60) -> ChildWorker:
     path = folder / "child.py"
-    head = "import os, sys, time\nfrom pagoda.server.processing.worker import serve\nserved = 0\n"
+    head = "import os, signal, sys\nfrom pagoda.server.processing.worker import serve\nserved = 0\n"
     path.write_text(head + textwrap.dedent(HANDLE) + f"serve(lambda setup: handle, {64 << 20})\n")
     return ChildWorker((sys.executable, "-P", str(path)), seconds, elapsed)
 
@@ -102,7 +102,7 @@ def test_a_child_that_does_not_reply_is_ended(tmp_path: Path) -> None:
     worker = worker_of(tmp_path, elapsed=0.3)
     worker.start()
     with pytest.raises(WorkerTimeoutError):
-        worker.call(b"sleep 60")
+        worker.call(b"hang")
     assert young() == []
     worker.close()
 
@@ -114,14 +114,14 @@ def test_closing_ends_a_request_in_flight(tmp_path: Path) -> None:
 
     def call() -> None:
         try:
-            worker.call(b"sleep 60")
+            worker.call(b"hang")
         except (WorkerEndedError, RuntimeError) as error:
             errors.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     worker.close()
-    thread.join(30)
+    thread.join(60)
     assert len(errors) == 1
     with pytest.raises(RuntimeError, match="closed"):
         worker.call(b"x")
@@ -154,7 +154,7 @@ def test_a_child_starts_with_more_open_files_than_select_can_watch(tmp_path: Pat
 
 def test_a_program_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.5)
-    for code in ("pass", "import time; time.sleep(60)"):
+    for code in ("pass", "import signal; signal.pause()"):
         worker = ChildWorker((sys.executable, "-c", code), 60, 60, name="test")
         with pytest.raises(RuntimeError, match="the process of the test did not start"):
             worker.call(b"x")

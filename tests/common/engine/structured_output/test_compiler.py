@@ -240,7 +240,7 @@ def test_a_spent_budget_ends_the_reasoning(structured):
 def test_abort_while_the_grammar_compiles(structured, monkeypatch):
     slow, go = Structured(vocabulary), threading.Event()
     usual = slow.mask_state
-    monkeypatch.setattr(slow, "mask_state", lambda request: go.wait(5) and usual(request))
+    monkeypatch.setattr(slow, "mask_state", lambda request: go.wait(60) and usual(request))
     core = engine(slow)
     core.add_request(asking(grammar(choice=CHOICES)))
     with pytest.raises(RequestError, match="already in the engine"):
@@ -258,7 +258,7 @@ def test_abort_while_the_grammar_compiles(structured, monkeypatch):
 def test_requests_whose_grammar_compiles_are_counted_beside_running_ones(monkeypatch):
     slow, go = Structured(vocabulary), threading.Event()
     usual = slow.mask_state
-    monkeypatch.setattr(slow, "mask_state", lambda request: go.wait(5) and usual(request))
+    monkeypatch.setattr(slow, "mask_state", lambda request: go.wait(60) and usual(request))
     backend = FakeShards(full_layout(), 2, num_blocks=40, next_token=scrambled)
     core = sharded_core(backend, backend.layout, limits(), (40,), 2, structured=slow)
     core.add_request(asking(grammar(choice=CHOICES)))

@@ -1,8 +1,8 @@
 """/v1/batches with OpenAI's client: from the file of requests to the files of answers."""
 
+import asyncio
 import io
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from support.live_server import LiveServer, live_server
+from support.watching import eventually
 
 from pagoda.server.openai.batch import runner
 
@@ -46,11 +47,12 @@ def started(client: openai.OpenAI, *lines: str, endpoint: Any = "/v1/completions
 
 
 def until(client: openai.OpenAI, batch: Any, *statuses: str) -> Any:
-    deadline = time.monotonic() + 60
-    while (batch := client.batches.retrieve(batch.id)).status not in statuses:
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.02)
-    return batch
+    eventually(lambda: client.batches.retrieve(batch.id).status in statuses)
+    return client.batches.retrieve(batch.id)
+
+
+def until_one_is_answered(client: openai.OpenAI, batch: Any) -> None:
+    eventually(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
 
 
 def lines_of(client: openai.OpenAI, file_id: str | None) -> list[Any]:
@@ -172,9 +174,7 @@ def test_cancel_keeps_the_answers_so_far() -> None:
         client = client_of(server)
         batch = started(client, line({"prompt": "a", "max_tokens": 1}, custom_id="fast"), slow)
         waiting = started(client, line(TEXT))
-        deadline = time.monotonic() + 60
-        while not (state := client.batches.retrieve(batch.id)).request_counts.completed:
-            assert time.monotonic() < deadline, state
+        until_one_is_answered(client, batch)
         assert client.batches.cancel(batch.id).status == "cancelling"
         batch = until(client, batch, "cancelled")
         assert batch.cancelling_at <= batch.cancelled_at
@@ -184,13 +184,31 @@ def test_cancel_keeps_the_answers_so_far() -> None:
         assert server.state.running == 0
 
 
-def test_a_batch_expires() -> None:
-    lines = [line({"prompt": "a", "max_tokens": 60}, custom_id=str(number)) for number in range(1_000)]
-    with live_server("fake:slow", engine={"max_num_seqs": 2}) as server:
+def test_a_batch_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeout, windows = asyncio.timeout, dict[float, asyncio.Timeout]()
+
+    def without_end(seconds: float | None) -> asyncio.Timeout:
+        if seconds is None or seconds < 1_000:
+            return timeout(seconds)
+        windows[seconds] = timeout(None)
+        return windows[seconds]
+
+    async def end(window: asyncio.Timeout) -> None:
+        window.reschedule(asyncio.get_running_loop().time())
+
+    monkeypatch.setattr(asyncio, "timeout", without_end)
+    lines = [line({"prompt": "a", "max_tokens": count}, custom_id=str(count)) for count in (1, 10**6)]
+    with live_server("fake:endless") as server:
         client = client_of(server)
-        batch = until(client, started(client, *lines, completion_window="1s"), "expired", "completed")
-        assert batch.expired_at >= batch.expires_at
-        assert batch.request_counts.completed < batch.request_counts.total == 1_000
+        batch = started(client, *lines, completion_window="2h")
+        until_one_is_answered(client, batch)
+        ((seconds, window),) = windows.items()
+        assert batch.expires_at - batch.created_at == 7200
+        assert 7000 < seconds <= 7200
+        server.call(end(window))
+        batch = until(client, batch, "expired", "completed")
+        assert batch.expired_at is not None
+        assert (batch.request_counts.completed, batch.request_counts.total) == (1, 2)
 
 
 def test_lists_and_owners() -> None:
@@ -236,9 +254,7 @@ def test_a_stopped_server_keeps_what_was_answered(tmp_path: Path) -> None:
     with live_server("fake:slow", files_dir=str(tmp_path)) as server:
         client = client_of(server)
         batch = started(client, fast, slow)
-        deadline = time.monotonic() + 60
-        while not client.batches.retrieve(batch.id).request_counts.completed:
-            assert time.monotonic() < deadline
+        until_one_is_answered(client, batch)
         server.call(server.state.drain())
     with live_server(files_dir=str(tmp_path)) as server:
         client = client_of(server)
