@@ -5,3 +5,5 @@ from __future__ import annotations
 import importlib.util
 
 collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("jax") is None else []
+if not collect_ignore_glob:
+    import support.jax_devices  # noqa: F401

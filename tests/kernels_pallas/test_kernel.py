@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -39,15 +39,20 @@ SHAPES = {
     "int8-scales": ("int8", 2, 1, 128, 8, ("k_scale", "v_scale"), 1e-1),
     "e4m3": ("float8_e4m3fn", 1, 2, 64, 8, ("window",), 3e-2),
     "e5m2": ("float8_e5m2", 3, 1, 128, 16, (), 3e-2),
+    "every term": ("bfloat16", 1, 4, 64, 8, ("window", "softcap", "sinks", "slopes"), 2e-2),
+    "narrow values in 8 bits, chunks and those before": ("float8_e4m3fn", 2, 2, 192, 8, ("sinks",), 3e-2),
 }
 CHUNKS = "narrow values, chunks and those before"
-FEW = ["fp32-hd64", "window-softcap", "slopes of roots", CHUNKS, "e4m3"]
+FEW = ["bf16", "every term", "narrow values in 8 bits, chunks and those before"]
+"""Every type of word, every term of the logits and every rule of what is seen, in as few programs as hold them."""
 TWO_CORES = replace(STRICT, num_cores_or_threads=2)
 RULES = {
     "chunks": plan.StaticRules(11, lookback=11),
     "chunks of pages": plan.StaticRules(24),
     "narrow values, chunks and those before": plan.StaticRules(16, lookback=16),
     "slopes of roots": plan.StaticRules(alibi_root=True),
+    "every term": plan.StaticRules(alibi_root=True),
+    "narrow values in 8 bits, chunks and those before": plan.StaticRules(16, lookback=16),
 }
 VALUES = {name: 128 for name in SHAPES if name.startswith("narrow")} | {"narrow values side by side": 40}
 
@@ -110,7 +115,8 @@ def test_two_cores_divide_the_heads(name: str) -> None:
     run(name, [(1, 15), (1, 20), (5, 3), (19, 7)], seed=3, chip=CHIPS["v5p"], interpret=TWO_CORES)
 
 
-@pytest.mark.parametrize("name", some(["bf16", "slopes", "e5m2", CHUNKS], ["bf16"]))
+@pytest.mark.slow_matrix
+@pytest.mark.parametrize("name", ["bf16", "slopes", "e5m2", CHUNKS])
 def test_the_cores_may_run_in_any_order(name: str) -> None:
     run(name, MIXED, seed=3, chip=CHIPS["v5p"])
 
@@ -133,44 +139,55 @@ def test_batches_of_one_kind(seqs: list[tuple[int, int]]) -> None:
     run("bf16", seqs, seed=2)
 
 
-@pytest.mark.parametrize("terms", [(), ("sinks", "slopes")], ids=["plain", "sinks and slopes"])
-def test_tiles_of_whole_lanes(monkeypatch: pytest.MonkeyPatch, terms: tuple[str, ...]) -> None:
-    """Tiles of 128 tokens are columns of one array, of which a tile has a part per query head of a KV head."""
-    monkeypatch.setitem(SMALL, "queries", 128)
-    monkeypatch.setitem(SMALL, "fetch", 128)
-    monkeypatch.setitem(SMALL, "tokens", 64)
+def of_whole_lanes(
+    monkeypatch: pytest.MonkeyPatch, chip: str, terms: tuple[str, ...] = ()
+) -> tuple[str, np.ndarray]:
+    """Check tiles of 128 tokens, and return the order of their halves of passes, and the output.
+
+    Such tiles are columns of one array, of which a tile has a part per query head of a KV head.
+    """
+    for name, size in {"queries": 128, "fetch": 128, "tokens": 64}.items():
+        monkeypatch.setitem(SMALL, name, size)
     layout, limits = PagedKvLayout(2, 64, "float32", 64), Limits(tokens=300, seqs=4, pages=16, max_pages=4)
     knobs = {name: np.linspace(0.05, 1, 6).astype(np.float32) for name in terms}
     case = make_case(layout, 3, [(1, 70), (150, 30), (1, 5), (110, 0)], limits=limits, seed=3, **knobs)
-    out, _ = attention(layout, interpret=STRICT)(case.arrays, knobs)
+    order: list[str] = []
+    with monkeypatch.context() as patch:
+        for half in (ColumnLogits, ColumnSoftmax):
+            patch.setattr(half, "run", recorded(half, order))
+        out, _ = attention(layout, interpret=STRICT, chip=CHIPS[chip])(case.arrays, knobs)
     assert not races_found()
     np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=3e-5)
+    return "".join(order), np.asarray(out)
 
 
-def test_halves_of_passes_alternate_where_matrix_units_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each pair of passes, chain by chain, on v6e; v5e computes all logits first. The results are the same bits."""
-    for name, size in {"queries": 128, "fetch": 128, "tokens": 64}.items():
-        monkeypatch.setitem(SMALL, name, size)
-    layout, limits = PagedKvLayout(2, 64, "float32", 64), Limits(tokens=256, seqs=2, pages=16, max_pages=4)
-    case = make_case(layout, 3, [(1, 70), (150, 30)], limits=limits, seed=3)
-    run = {half: half.run for half in (ColumnLogits, ColumnSoftmax)}
+def recorded(half: type, order: list[str]) -> Callable[..., None]:
+    """Return what such a half runs; it notes L for logits, S for a softmax."""
+    run = half.run
 
-    def computed(chip: str) -> tuple[str, np.ndarray]:
-        order: list[str] = []
+    def noted(self: ColumnLogits | ColumnSoftmax, first: int) -> None:
+        order.append(half.__name__[len("Column")])
+        run(self, first)
 
-        def recorded(self: ColumnLogits | ColumnSoftmax, first: int) -> None:
-            order.append(type(self).__name__[len("Column")])
-            run[type(self)](self, first)
+    return noted
 
-        for half in run:
-            monkeypatch.setattr(half, "run", recorded)
-        out, _ = attention(layout, interpret=STRICT, chip=CHIPS[chip])(case.arrays, {})
-        assert not races_found()
-        return "".join(order), np.asarray(out)
 
-    (alternating, wide), (whole, narrow) = computed("v6e"), computed("v5e")
-    assert ("LSLSLS" in alternating, "LLLSSS" in alternating) == (True, False)
-    assert ("LSLSLS" in whole, "LLLSSS" in whole) == (False, True)
+def test_tiles_of_whole_lanes_where_matrix_units_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On v6e halves of each pair of passes alternate, chain by chain."""
+    order, _ = of_whole_lanes(monkeypatch, "v6e")
+    assert ("LSLSLS" in order, "LLLSSS" in order) == (True, False)
+
+
+def test_tiles_of_whole_lanes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """v5e computes all logits first."""
+    order, _ = of_whole_lanes(monkeypatch, "v5e", ("sinks", "slopes"))
+    assert ("LSLSLS" in order, "LLLSSS" in order) == (False, True)
+
+
+@pytest.mark.slow_matrix
+@pytest.mark.parametrize("terms", [(), ("sinks", "slopes")], ids=["plain", "sinks and slopes"])
+def test_the_order_of_halves_changes_no_bit(monkeypatch: pytest.MonkeyPatch, terms: tuple[str, ...]) -> None:
+    (_, wide), (_, narrow) = (of_whole_lanes(monkeypatch, chip, terms) for chip in ("v6e", "v5e"))
     np.testing.assert_array_equal(wide, narrow)
 
 
@@ -234,7 +251,11 @@ def test_an_injected_race_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught
 
 
-@pytest.mark.parametrize("knobs", [{}, {"window": 14, "softcap": 2.0}], ids=["plain", "window-softcap"])
+@pytest.mark.parametrize(
+    "knobs",
+    [pytest.param({}, marks=pytest.mark.slow_matrix), {"window": 14, "softcap": 2.0}],
+    ids=["plain", "window-softcap"],
+)
 def test_a_batch_invariant_token_is_the_same_bits_alone(knobs: dict[str, float]) -> None:
     """The last tokens of each sequence of a mixed batch, without the others and with the rest of it in the cache."""
     heads, group, tolerance = 1, 3, 3e-5

@@ -107,6 +107,31 @@ class Batch:
         return marks
 
 
+@partial(jax.jit, static_argnums=(8, 9))
+def step(
+    keys: jax.Array,
+    latents: jax.Array,
+    new_keys: jax.Array,
+    new_latents: jax.Array,
+    queries: jax.Array,
+    weights: jax.Array,
+    q: jax.Array,
+    batch: RaggedBatch,
+    key_layout: LatentLayout,
+    use_kernel: bool,
+) -> Any:
+    """Store keys and latents, select tokens, attend to them: one program for all batches of a layout."""
+    options: dict[str, Any] = {"use_kernel": use_kernel, "interpret": STRICT}
+    layout, layer = LatentLayout(RANK, ROPE, key_layout.dtype, key_layout.page_size), jnp.int32(LAYER)
+    keys = store_latents(new_keys, keys, layer, batch, key_layout, **options)
+    latents = store_latents(new_latents, latents, layer, batch, layout, **options)
+    shared = {"layer": layer, "batch": batch, "top": TOP, **options}
+    selection = select_tokens(queries, weights, keys, layout=key_layout, **shared)
+    options |= {"layout": layout, "decode_only": False, "chip": CHIPS["v6e"]}
+    knobs = make_knobs(SCALE, *(None,) * 6)
+    return keys, latents, selection, selected_attention(q, latents, layer, batch, knobs, selection, **options)
+
+
 @pytest.mark.parametrize(
     ("dtype", "page_size", "seqs"),
     [
@@ -118,24 +143,12 @@ class Batch:
 )
 def test_the_best_tokens_are_selected_and_attended_to(dtype: str, page_size: int, seqs: list[tuple[int, int]]) -> None:
     case = Batch(seqs, dtype, page_size, dim=24)
-    knobs, layer = make_knobs(SCALE, *(None,) * 6), jnp.int32(LAYER)
     expected, outs, stored = case.selected(TOP), [], []
     real, decodes = sum(new for new, _ in seqs), int(case.batch.counts[0])
+    queries, weights, q = (jnp.asarray(x, dtype) for x in (case.queries, case.weights, case.heads))
+    arrays = (case.cache(case.keys), case.cache(case.latents), case.new(case.keys), case.new(case.latents))
     for use_kernel in (True, False):
-        options: dict[str, Any] = {"use_kernel": use_kernel, "interpret": STRICT}
-
-        def run(keys: jax.Array, latents: jax.Array, options: dict[str, Any] = options) -> Any:
-            keys = store_latents(case.new(case.keys), keys, layer, case.batch, case.keys, **options)
-            latents = store_latents(case.new(case.latents), latents, layer, case.batch, case.latents, **options)
-            queries, weights = jnp.asarray(case.queries, dtype), jnp.asarray(case.weights, dtype)
-            shared = {"layer": layer, "batch": case.batch, "top": TOP, **options}
-            selection = select_tokens(queries, weights, keys, layout=case.keys, **shared)
-            q = jnp.asarray(case.heads, dtype)
-            options = {**options, "layout": case.latents, "decode_only": False, "chip": CHIPS["v6e"]}
-            out = selected_attention(q, latents, layer, case.batch, knobs, selection, **options)
-            return keys, latents, selection, out
-
-        keys, latents, selection, out = jax.jit(run)(case.cache(case.keys), case.cache(case.latents))
+        keys, latents, selection, out = step(*arrays, queries, weights, q, case.batch, case.keys, use_kernel)
         chosen = np.asarray(selection.of_tokens(TOKENS, case.batch.counts[0]))[:real, : expected.shape[1]]
         for s, (new, before) in enumerate(seqs):
             rows = slice(case.starts[s], case.starts[s + 1])

@@ -1,6 +1,7 @@
 """Import this before any array is made: on the CPU, of whose devices `conftest.py` has XLA make eight.
 
-Compiled programs are kept in the temporary folder, not in the user's: many tests run the same tiny models.
+Compiled programs are kept in the temporary folder, not in the user's: many tests run the same tiny models. They are
+compiled with few optimisations, since compiling them takes far longer than running them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import jax
 DEVICES = int(os.environ["JAX_NUM_CPU_DEVICES"])
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)
 TEMPORARY = Path(tempfile.gettempdir())
 os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "pagoda-tests-cache")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
