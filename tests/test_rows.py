@@ -96,6 +96,18 @@ def test_rows_are_of_the_length_and_parameters_of_the_test() -> None:
         each_row("other", [1])(lambda row: None)
 
 
+def test_rows_that_cannot_be_shown_have_the_name_of_their_type() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+
+    @each_row("row", [deep, 10**5000])
+    def table(row: Any) -> None:
+        raise AssertionError
+
+    assert failure(table).count("[list]") == failure(table).count("[int]") == 1
+
+
 def test_a_table_of_coroutines() -> None:
     @each_row("row", [1, 2])
     async def table(row: int) -> None:

@@ -54,7 +54,6 @@ def each_row(
 
         @functools.wraps(test)
         def check(*args: Any, **fixtures: Any) -> None:
-            __tracebackhide__ = True
             faults = Faults()
             for place, (name, values) in enumerate(listed()):
                 with ExitStack() as stack, faults.of(name):
@@ -63,7 +62,6 @@ def each_row(
 
         @functools.wraps(test)
         async def check_async(*args: Any, **fixtures: Any) -> None:
-            __tracebackhide__ = True
             faults = Faults()
             for place, (name, values) in enumerate(listed()):
                 with ExitStack() as stack, faults.of(name):
@@ -89,7 +87,6 @@ class Faults:
 
     def report(self) -> None:
         """Raise AssertionError if any row was faulty, with the names of all and the messages of the first."""
-        __tracebackhide__ = True
         if self._found:
             raise AssertionError("\n".join(self._lines())) from self._found[0][1]
 
@@ -133,7 +130,12 @@ def _row(names: Sequence[str], is_single: bool, given: Any, identify: Any) -> Ro
 
 def _text(value: Any, identify: Callable[[Any], object] | None) -> str:
     found = identify(value) if identify is not None else None
-    return str(found) if found is not None else value if isinstance(value, str) else repr(value)[:40]
+    if isinstance(found or value, str):
+        return str(found or value)
+    try:
+        return repr(value if found is None else found)[:40]
+    except (RecursionError, ValueError):  # deep objects and long numbers are rows, too
+        return type(value).__name__
 
 
 def _of_one_row(place: int, fixtures: dict[str, Any], stack: ExitStack) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.byte_text import EOS, byte_tokenizer
+from support.rows import each_row
 from support.watching import Children
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
@@ -64,7 +65,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "asked",
     [
         {"regex": "(a+)+b"},
@@ -80,7 +81,7 @@ def test_what_compiles_passes(check, asked):
     assert why(check, text(**asked)) == ""
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("grammar", "words"),
     [
         (text(regex="(a"), "unclosed group"),

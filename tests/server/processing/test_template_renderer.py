@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.text.chat_template import MAX_TEMPLATE_CHARS, render
@@ -67,7 +68,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@each_row("name", BOMBS)
 def test_a_template_that_takes_any_time_is_refused_in_time(renderer: TemplateRenderer, name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as caught:
@@ -85,7 +86,7 @@ def nested(depth: int, width: int = 1) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
+@each_row(
     "extra",
     [
         [nested(300)] * 5_000,  # indented: 450 M characters
@@ -181,7 +182,7 @@ class Text(str):
     """A string that a template must not reach."""
 
 
-@pytest.mark.parametrize(
+@each_row(
     "messages",
     [
         [{"role": "user", "content": "é 日本 \ud800 \x00"}],
@@ -196,7 +197,7 @@ def test_the_text_is_that_of_render(renderer: TemplateRenderer, messages: Any) -
     assert renderer.render(template, messages, **options) == render(template, messages, **options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "messages",
     [
         None,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rows import each_row
 from support.tool_examples import EXAMPLES, TOOLS, Example
 
 from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, merge_events
@@ -142,7 +143,7 @@ def test_calls_are_streamed(example: Example) -> None:
     assert merge_events([*events, *last_events]) == list(example.events)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_row("form", FORMATS)
 def test_text_without_calls_is_content(form: str) -> None:
     for text in (
         "",
