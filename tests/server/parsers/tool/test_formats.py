@@ -14,9 +14,7 @@ from support.tool_examples import EXAMPLES, TOOLS, Example
 from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
-ALL = pytest.mark.parametrize(
-    "example", [pytest.param(each, id=f"{each.format}-{n}") for n, each in enumerate(EXAMPLES)]
-)
+ALL = each_row("example", EXAMPLES, ids=[f"{each.format}-{n}" for n, each in enumerate(EXAMPLES)])
 FORMATS = sorted(TOOL_FORMATS)
 TAGGED_CONTENT = ("openai", "kimi_k3")
 """Formats whose content is tagged, too."""
