@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from support.api_bodies import LEAST, OTHER, path_of
 from support.live_server import LiveServer, live_server
 from support.marks import marks
+from support.rows import each_row
 
 from pagoda.common import pooling_params, sampling_params
 from pagoda.common.errors import RequestError
@@ -65,7 +66,7 @@ def test_every_schema_is_ours_or_absent() -> None:
     assert sorted(schemas - known - set(interface.UNSUPPORTED_SCHEMAS)) == []
 
 
-@pytest.mark.parametrize("row", http_rows())
+@each_row("row", http_rows)
 def test_every_field_is_known(row: dict[str, str]) -> None:
     assert row["field"] in body_of(row["schema"]).model_fields
 
@@ -84,7 +85,7 @@ def test_every_field_of_pooling_params_is_known() -> None:
 # --- defaults and bounds ---
 
 
-@pytest.mark.parametrize("row", http_rows())
+@each_row("row", http_rows)
 def test_defaults_are_those_of_the_table(row: dict[str, str]) -> None:
     field = body_of(row["schema"]).model_fields[row["field"]]
     if row["required"] == "y":
@@ -123,7 +124,7 @@ def bound_rows() -> Iterator[Any]:
             yield pytest.param(row["schema"], row["field"], inside, beyond, id=f"{param.id}-{name}")
 
 
-@pytest.mark.parametrize(("schema", "field", "inside", "beyond"), list(bound_rows()))
+@each_row(("schema", "field", "inside", "beyond"), bound_rows)
 def test_bounds_are_those_of_the_table(schema: str, field: str, inside: Any, beyond: Any) -> None:
     refused = is_unsupported(body_of(schema).model_fields[field])
     if not refused and inside is not None:
@@ -153,7 +154,7 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.mark.parametrize(("path", "body", "field"), fields_marked(is_unsupported))
+@each_row(("path", "body", "field"), lambda: fields_marked(is_unsupported))
 def test_a_refused_field_is_named(server: LiveServer, path: str, body: str, field: str) -> None:
     status, answer = server.post(path, LEAST[body] | {field: OTHER.get(field, {"x": 1})})
     assert status == 400, answer
@@ -162,7 +163,7 @@ def test_a_refused_field_is_named(server: LiveServer, path: str, body: str, fiel
     assert field in error["message"]
 
 
-@pytest.mark.parametrize(("path", "body", "field"), fields_marked(is_hint))
+@each_row(("path", "body", "field"), lambda: fields_marked(is_hint))
 def test_a_hint_is_reported_as_ignored(path: str, body: str, field: str) -> None:
     asked = json.dumps(LEAST[body] | {field: {"x": 1}}).encode()
     _, ignored = parse_tolerant(body_of(body), asked)

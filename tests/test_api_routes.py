@@ -8,6 +8,7 @@ from typing import Any
 import interface
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.server.http.server import OPEN_PATHS
 
@@ -46,7 +47,7 @@ def _walked(routes: Iterable[Any]) -> Iterator[tuple[str, str]]:
             yield from ((method, route.path) for method in route.methods)
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@each_row(("method", "path"), ROUTES)
 def test_a_route_is_answered_or_refused_by_name(server: LiveServer, method: str, path: str) -> None:
     assert (method, path) in routes_of(server)
     status, answer = server.request(method, path, None if method == "GET" else {})
@@ -89,7 +90,7 @@ def test_everything_but_the_short_list_needs_a_key(closed: LiveServer) -> None:
                 assert status == 401, f"{method} {spelling}"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "headers",
     [
         {"host": "localhost/health"},

@@ -32,7 +32,7 @@ VALUES = sorted((DEPLOY / "helm").glob("values*.yaml"))
 
 def check_flags(words: list[str]) -> dict[str, Any]:
     """Return what `pagoda serve` reads from its arguments. Fails for an unknown flag or value."""
-    return vars(interface.parser_of(dict(interface.commands())["serve"]).parse_args(words))
+    return vars(interface.parsers()["serve"].parse_args(words))
 
 
 def manifest(kind: str) -> Any:

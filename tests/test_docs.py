@@ -15,11 +15,11 @@ import httpx
 import interface
 import pytest
 from model_support import FALLBACK_ONLY, UNSUPPORTED
+from support.rows import each_row
 from support.served import REAL, environment, served, wait_ready
 
 import docs
 from pagoda.common.models.registry import ARCHITECTURES
-from pagoda.server.settings.flags import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -51,13 +51,13 @@ def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
     assert sorted(listed - rows) == sorted(UNSUPPORTED)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@each_row("document", DOCUMENTS)
 def test_make_targets_named_in_the_documents_exist(document: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)`", (ROOT / document).read_text())) <= targets
 
 
-@pytest.mark.parametrize("document", ["BUILD.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"])
+@each_row("document", ["BUILD.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"])
 def test_files_named_in_the_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for name in re.findall(
@@ -66,7 +66,7 @@ def test_files_named_in_the_documents_exist(document: str) -> None:
         assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@each_row("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / document).read_text()):
         assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
@@ -117,7 +117,7 @@ def command_lines(document: str) -> list[str]:
     return [*plain, *(line[2:] for line in prompted if line.startswith("$ "))]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@each_row("document", DOCUMENTS)
 def test_command_lines_in_the_documents_are_understood(document: str) -> None:
     for line in command_lines(document):
         words = shlex.split(line.removesuffix(" &"), comments=True)
@@ -129,7 +129,7 @@ def test_command_lines_in_the_documents_are_understood(document: str) -> None:
 def parse(words: list[str]) -> None:
     known = dict(interface.commands())
     name = next(name for count in (3, 2, 1) if (name := " ".join(words[:count])) in known)
-    parser: FlagParser = interface.parser_of(known[name])
+    parser = interface.parsers()[name]
     rest = words[len(name.split()) :]
     if any(word.startswith("--help") for word in rest):
         with pytest.raises(SystemExit) as ended:
@@ -139,7 +139,7 @@ def parse(words: list[str]) -> None:
         parser.parse_args(rest)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@each_row("document", DOCUMENTS)
 def test_installs_name_the_clone_and_an_extra_that_there_is(document: str) -> None:
     """The name on PyPI is another project's; `pagoda[extra]` adds to an installation, as error messages say it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

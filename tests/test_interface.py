@@ -16,6 +16,7 @@ from typing import Any
 import interface
 import pytest
 from support.marks import marks
+from support.rows import each_row
 
 import pagoda
 from pagoda.common.config.commands import COMMAND_SETTINGS
@@ -30,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = interface.rows("flags")
 COMMANDS = dict(interface.commands())
 SETTINGS = [setting for known in interface.groups().values() for setting in known.values()]
-PARSERS = {name: interface.parser_of(command) for name, command in COMMANDS.items() if command.module}
 VARIABLE_BY_NAME: dict[str, EnvVar] = {name: row for row in VARIABLES for name in (row.name, *row.aliases)}
 
 OF_THE_PARSER = {"help", "config", "explain_config"}
@@ -76,27 +76,27 @@ def test_nothing_was_left_out_of_the_lists() -> None:
     assert counts == {"flags": 252, "env": 100, "commands": 18, "metrics": 35}
 
 
-@pytest.mark.parametrize("row", flag_rows())
+@each_row("row", flag_rows)
 def test_a_flag_has_a_row_in_each_of_its_commands(row: dict[str, str]) -> None:
     assert len({setting.option.status for setting in settings_of_row(row)}) == 1
 
 
 def test_commands_take_the_flags_of_their_table_and_no_others() -> None:
-    for name, parser in PARSERS.items():
+    for name, parser in interface.parsers().items():
         taken = {action.dest for action in parser._actions if action.option_strings}
         assert taken - OF_THE_PARSER == set(COMMAND_SETTINGS.get(name, ())), name
 
 
-@pytest.mark.parametrize("row", flag_rows())
+@each_row("row", flag_rows)
 def test_every_spelling_of_a_flag_is_taken(row: dict[str, str]) -> None:
     for command in row["commands"].split(","):
         for spelling in spellings(row):
             words = [] if spelling.startswith("--no-") else words_of(row)
-            said = vars(PARSERS[command].parse_args([spelling, *words]))
+            said = vars(interface.parsers()[command].parse_args([spelling, *words]))
             assert row["flag"][2:].replace("-", "_") in said, f"{command} {spelling}"
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row["flag"]) for row in FLAGS if row["choices"]])
+@each_row("row", [pytest.param(row, id=row["flag"]) for row in FLAGS if row["choices"]])
 def test_every_choice_is_known(row: dict[str, str]) -> None:
     if row["flag"] in interface.PARSER_ARGUMENTS:
         return
@@ -123,7 +123,7 @@ def refusal(setting: Setting, value: Any) -> None:
 @pytest.mark.setting("model_tag", "-v")
 def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(interface.PARSER_ARGUMENTS) - {row["flag"] for row in FLAGS} == {"--explain-config"}
-    args = PARSERS["serve"].parse_args(["org/name"])
+    args = interface.parsers()["serve"].parse_args(["org/name"])
     assert resolve_settings(args, COMMAND_SETTINGS["serve"]).values["model"] == "org/name"
     assert main(["-v"]) == 0
     assert capsys.readouterr().out == f"{pagoda.__version__}\n"
@@ -131,17 +131,17 @@ def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> N
         if row["flag"] == "--help":
             for command in set(row["commands"].split(",")) - {"pagoda"}:
                 with pytest.raises(SystemExit) as ended:
-                    PARSERS[command].parse_args(["--help"])
+                    interface.parsers()[command].parse_args(["--help"])
                 assert ended.value.code == 0
                 assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [row["name"] for row in interface.rows("env")])
+@each_row("name", [row["name"] for row in interface.rows("env")])
 def test_a_variable_has_one_row(name: str) -> None:
     assert sum(name in (row.name, *row.aliases) for row in VARIABLES) == 1
 
 
-@pytest.mark.parametrize("name", [row["command"] for row in interface.rows("commands")])
+@each_row("name", [row["command"] for row in interface.rows("commands")])
 def test_a_command_has_a_row(name: str) -> None:
     assert name in interface.command_statuses()
 
@@ -233,7 +233,7 @@ def test_marks_name_what_there_is() -> None:
 # --- command lines of vLLM's documentation ---
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "serve Qwen/Qwen1.5-32B-Chat-AWQ --max-model-len 4096",
@@ -260,5 +260,5 @@ def settled(line: str) -> tuple[str, ...]:
     """What the user hears about a command line's engine settings. Raises ConfigError."""
     words = shlex.split(line)
     name = " ".join(words[:2]) if words[0] == "bench" else words[0]
-    args = PARSERS[name].parse_args(words[len(name.split()) :])
+    args = interface.parsers()[name].parse_args(words[len(name.split()) :])
     return resolve_settings(args, COMMAND_SETTINGS[name]).notes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
-import pytest
+from support.rows import each_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "backends", "kernels_pallas", "server")
@@ -89,6 +90,7 @@ def modules() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
 def imports(path: Path) -> list[str]:
     """Every module a file imports, absolute, wherever in the file it stands."""
     found = []
@@ -110,7 +112,7 @@ def rule(table: dict, path: Path):
     return table[max(matches, key=len)] if matches else None
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+@each_row("path", modules, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_follow_the_arrows(path: Path) -> None:
     allowed, forbidden = rule(OURS, path), rule(FOREIGN, path) or frozenset()
     for name in imports(path):
@@ -127,7 +129,7 @@ def layer(name: str, layers: tuple[tuple[str, ...], ...] = LAYERS) -> int:
     return next(index for index, names in enumerate(layers) if first in names)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@each_row("path", lambda: sorted((ROOT / "common").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_common_is_built_in_layers(path: Path) -> None:
     if path == ROOT / "common" / "__init__.py":
         return
@@ -137,7 +139,7 @@ def test_common_is_built_in_layers(path: Path) -> None:
             assert layer(name, COMMON_LAYERS) <= own, f"{path} may not import {name}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@each_row("path", lambda: sorted((ROOT / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_server_is_built_in_layers(path: Path) -> None:
     if path == ROOT / "server" / "__init__.py":
         return

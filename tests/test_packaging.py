@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support.rows import each_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -94,7 +95,7 @@ def imported(folders: tuple[str, ...]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]])
+@each_row("extra", ["", *PROJECT["optional-dependencies"]])
 def test_what_an_extra_installs_is_imported(extra: str) -> None:
     """By the product; what the extras of developers install, by tests, tools or benchmarks."""
     requirements = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import pkgutil
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -46,6 +47,12 @@ def parser_of(command: Command) -> FlagParser:
     parser = FlagParser(prog="pagoda")
     import_module(command.module).add_arguments(parser)
     return parser
+
+
+@cache
+def parsers() -> Mapping[str, FlagParser]:
+    """Return command -> its argument parser, for all that have a module. Do not change them."""
+    return {name: parser_of(command) for name, command in commands() if command.module}
 
 
 def groups() -> dict[str, dict[str, Setting]]:
@@ -101,6 +108,7 @@ UNSUPPORTED_SCHEMAS: Final = {
 """Unsupported schema -> its route, which refuses such bodies."""
 
 
+@cache
 def bodies() -> dict[str, type[RequestBody]]:
     """Return all request body classes by name."""
     by_name: dict[str, type[RequestBody]] = {}

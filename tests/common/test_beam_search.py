@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.errors import RequestError
@@ -50,8 +51,8 @@ def searched(model: Mapping[tuple[int, ...], dict[int, float]], params: BeamSear
     return search.best()
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@each_row("seed", range(20))
+@each_row("penalty", [0.0, 1.0, 2.0])
 def test_a_beam_as_wide_as_the_tree_finds_the_best(seed: int, penalty: float) -> None:
     model = table(seed)
     params = BeamSearchParams(beam_width=64, max_tokens=3, length_penalty=penalty)
@@ -59,7 +60,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best(seed: int, penalty: float) ->
     assert searched(model, params) == best[:64]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_row("seed", range(20))
 def test_a_beam_of_one_is_greedy(seed: int) -> None:
     model = table(seed)
     tokens: tuple[int, ...] = ()
@@ -89,7 +90,7 @@ def test_early_stopping_ends_with_the_first_answers(early: bool, tokens: tuple[i
     assert [beam.token_ids for beam in searched(model, params)] == [tokens]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "field"),
     [
         ({"beam_width": 0}, "beam_width"),

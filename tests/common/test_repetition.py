@@ -1,11 +1,11 @@
 """Repetition detection."""
 
-import pytest
+from support.rows import each_row
 
 from pagoda.common.sampling_params import RepetitionDetectionParams
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokens", "params", "ends"),
     [
         ([1, 2, 1, 2, 1, 2], (2, 1, 3), True),

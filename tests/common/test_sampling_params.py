@@ -1,5 +1,6 @@
 import interface
 import pytest
+from support.rows import each_row
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (
@@ -87,7 +88,7 @@ def test_positions_and_defaults_are_those_of_the_interface():
     "SamplingParams.presence_penalty|frequency_penalty|repetition_penalty|temperature|top_p|top_k|min_p|seed"
     "|min_tokens|logprobs|prompt_logprobs|logit_bias|allowed_token_ids|extra_args"
 )
-@pytest.mark.parametrize("name", sorted(SET_VALUES))
+@each_row("name", sorted(SET_VALUES))
 def test_every_honoured_field_has_an_effect(name):
     """Each one changes the resolved rules, or is read elsewhere by name."""
     read_elsewhere = {
@@ -100,7 +101,7 @@ def test_every_honoured_field_has_an_effect(name):
     assert (changed != SamplingParams().rules(**plain)) == (name not in read_elsewhere)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value"),
     [
         ("n", 0), ("n", 1 << 20), ("n", True), ("n", 1.0), ("n", None), ("n", "1"),
@@ -139,7 +140,7 @@ def test_values_outside_their_bounds_name_the_field(name, value):
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize(
+@each_row(
     "values",
     [
         {"n": 16_384}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1}, {"temperature": 0}, {"min_p": 1.0},
@@ -199,7 +200,7 @@ def test_rules_resolve_ids():
     assert params.rules(vocab_size=10, eos_token_ids=[9]).stop_ids == (7,)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value"),
     [("logit_bias", {10: 1.0}), ("allowed_token_ids", [2**70]), ("stop_token_ids", [10]), ("logprob_token_ids", [10])],
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.spying import spy_on
 
 LINES = (Path(__file__).parents[1] / "data" / "agent_requests.jsonl").read_text(encoding="utf-8").splitlines()
@@ -30,7 +31,7 @@ def test_there_are_enough_records() -> None:
     assert len({record["name"] for record in RECORDS}) == len(RECORDS) >= 25
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=[record["name"] for record in RECORDS])
+@each_row("record", RECORDS, ids=[record["name"] for record in RECORDS])
 def test_requests_of_agents_are_accepted(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.watching import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -68,7 +69,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
+@each_row(("path", "body", "status", "param"), BAD)
 def test_bad_requests_are_refused_and_the_next_is_served(
     server: LiveServer, path: str, body: Any, status: int, param: str | None
 ) -> None:

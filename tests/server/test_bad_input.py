@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.rows import each_row
 
 from pagoda.server.cli import main
 
@@ -108,13 +109,13 @@ WORDS = [
 
 
 @pytest.mark.command("serve")
-@pytest.mark.parametrize(("words", "message"), CONTRADICTIONS + RANGES + WORDS)
+@each_row(("words", "message"), CONTRADICTIONS + RANGES + WORDS)
 def test_serve_reports_bad_input_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(["serve", *words.split(" ")], capsys)
 
 
-@pytest.mark.parametrize("command", ["run-batch -i a -o b", "bench latency", "bench throughput", "bench startup"])
-@pytest.mark.parametrize(
+@each_row("command", ["run-batch -i a -o b", "bench latency", "bench throughput", "bench startup"])
+@each_row(
     ("words", "message"),
     [
         ("--max-num-seqs 0", "--max-num-seqs: 0 is not positive; use 1 or more, or drop it"),
@@ -131,8 +132,8 @@ def test_other_commands_report_bad_input_in_one_line(
 
 
 @pytest.mark.setting("--config")
-@pytest.mark.parametrize("command", ["serve", "run-batch -i a -o b", "bench latency"])
-@pytest.mark.parametrize(
+@each_row("command", ["serve", "run-batch -i a -o b", "bench latency"])
+@each_row(
     ("text", "message"),
     [
         ("max-num-seq: 5", "unknown key max-num-seq; did you mean max-num-seqs?"),
@@ -168,8 +169,8 @@ def test_invalid_variables_are_one_error_line(
 
 
 @pytest.mark.setting("--log-error-stack")
-@pytest.mark.parametrize("flag", ["--log-error-stack", "--log_error_stack"])
-@pytest.mark.parametrize("command", ["serve", "run-batch -i a -o b", "bench latency", "chat"])
+@each_row("flag", ["--log-error-stack", "--log_error_stack"])
+@each_row("command", ["serve", "run-batch -i a -o b", "bench latency", "chat"])
 def test_traceback_is_shown_on_request(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--max-tokens", "0"] if command == "chat" else ["--max-num-seqs", "0"]
     assert main.main([*command.split(), *words, flag]) == 2

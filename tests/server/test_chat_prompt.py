@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.slow_matrix import some
 
 from pagoda.common.errors import RequestError
@@ -102,7 +103,7 @@ def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None
         assert prompt_of(bare, params).params is params
 
 
-@pytest.mark.parametrize("long", ["content", "tool_calls", "tools", "documents", "keywords"])
+@each_row("long", ["content", "tool_calls", "tools", "documents", "keywords"])
 def test_long_conversations_are_rendered_among_long_ones_and_tokenised_in_a_thread(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

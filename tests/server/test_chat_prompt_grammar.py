@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.sampling_params import StructuredOutputsParams
@@ -42,7 +43,7 @@ def names_of(choice: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in choice["message"].get("tool_calls") or ()]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "fields",
     [
         {"response_format": FORM},
@@ -93,7 +94,7 @@ def test_constraints_that_exclude_calls_are_refused(server: LiveServer) -> None:
 ASKED = StructuredOutputsParams(json=AB, disable_any_whitespace=True)
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@each_row("name", sorted(TOOL_FORMATS))
 def test_delimiters_of_every_format_make_a_grammar(name: str) -> None:
     format = tool_format(name)
     both = output_or_calls(ASKED, format, [Tool("f")], (), parallel=True)
@@ -104,7 +105,7 @@ def test_delimiters_of_every_format_make_a_grammar(name: str) -> None:
         assert "grammars" in guidance_text(both, {})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "special", "possible"),
     [
         ("hermes", {"<tool_call>", "</tool_call>"}, True),  # they begin and end it, and are named by id

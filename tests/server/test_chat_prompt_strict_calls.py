@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.server.chat_prompt import strict_calls
@@ -78,7 +79,7 @@ def test_an_unsupported_schema_is_refused_by_name(server: LiveServer) -> None:
     assert (status, answer["error"]["param"]) == (400, "tools")
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@each_row("name", sorted(TOOL_FORMATS))
 def test_formats_that_support_strict_calls(name: str) -> None:
     grammar = strict_calls(tool_format(name), [Tool("f", X, strict=True)], parallel=True)
     assert (grammar is not None) == (name in HELD)

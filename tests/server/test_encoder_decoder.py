@@ -14,6 +14,7 @@ import transformers
 from models import tiny
 from support.byte_text import framed_tokenizer
 from support.live_server import live_server
+from support.rows import each_row
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.errors import ConfigError, ModelError, RequestError
@@ -79,7 +80,7 @@ def test_a_prompt_is_what_the_encoder_reads(saved: Saved, llm: LLM) -> None:
     assert cut.encoder_prompt_token_ids == ENCODE("abcdef")[-4:]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("decoder", "ids"),
     [
         (None, [START]),
@@ -97,7 +98,7 @@ def test_explicit_prompts_of_encoder_and_decoder(saved: Saved, llm: LLM, decoder
         assert output.outputs[0].token_ids == saved.greedy(ENCODE("abc"), ids, 6)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "field", "words"),
     [
         (
@@ -154,7 +155,7 @@ def test_defaults_and_what_is_lost(saved: Saved, caplog: pytest.LogCaptureFixtur
     assert found.limits.max_num_seqs == 32
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "more"),
     [
         ("--enable-prefix-caching: ", {"enable_prefix_caching": True}),

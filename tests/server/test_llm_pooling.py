@@ -10,6 +10,7 @@ import torch
 from support.byte_text import framed_tokenizer
 from support.fake_engine import build
 from support.fake_pooling import vector
+from support.rows import each_row
 
 import pagoda
 from pagoda import PoolingParams, SamplingParams
@@ -44,9 +45,7 @@ def test_embed() -> None:
     assert len({each.request_id for each in outputs}) == 2
 
 
-@pytest.mark.parametrize(
-    "prompt", ["abc", [97, 98, 99, 256], {"prompt": "abc"}, {"prompt_token_ids": [97, 98, 99, 256]}]
-)
+@each_row("prompt", ["abc", [97, 98, 99, 256], {"prompt": "abc"}, {"prompt_token_ids": [97, 98, 99, 256]}])
 def test_one_prompt_of_any_form(prompt: Any) -> None:
     (output,) = make("embed").embed(prompt, use_tqdm=False)
     assert output.outputs.embedding == pytest.approx(vector("abc"))
@@ -75,7 +74,7 @@ def test_encode_and_its_params() -> None:
         assert caught.value.field in wrong
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "value"),
     [
         ("step_tag_id", -1),

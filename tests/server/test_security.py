@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
@@ -66,7 +67,7 @@ def test_no_code_is_made_from_data() -> None:
 # Who may reach the server.
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "expected"),
     [
         ({}, False),
@@ -163,7 +164,7 @@ def test_every_route_of_something_stored_is_404_for_another_key(shared: LiveServ
         assert shared.get(path, **ALICE)[1]["data"] != []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "body"),
     [
         ("/v1/responses", {"input": "a", "max_output_tokens": 1, "previous_response_id": "{response_id}"}),
@@ -205,9 +206,9 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.mark.parametrize("depth", [129, 1000, 60_000])
-@pytest.mark.parametrize(("left", "right"), [(b"[", b"]"), (b'{"a":', b"}")])
-@pytest.mark.parametrize(
+@each_row("depth", [129, 1000, 60_000])
+@each_row(("left", "right"), [(b"[", b"]"), (b'{"a":', b"}")])
+@each_row(
     ("path", "head"),
     [
         ("/v1/completions", b'{"prompt": "a", "guided_json": {"a": '),
@@ -324,7 +325,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), WRONG)
+@each_row(("path", "body"), WRONG)
 def test_errors_show_nothing_of_the_server(server: LiveServer, path: str, body: Any) -> None:
     answer = server.response("POST", path, body)
     assert 400 <= answer.status < 500, answer.body

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.byte_text import EOS
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server import chat_prompt
@@ -38,7 +39,7 @@ def test_parse_makes_them_control_tokens(server: LiveServer) -> None:
         assert tokens(server, CHAT) == list(PROMPT.encode())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": CHAT}),
@@ -87,9 +88,9 @@ def test_rendered_prompts_have_the_offsets_of_their_tokens(server: LiveServer, m
     assert answer["prompt_text"] == PROMPT
 
 
-@pytest.mark.parametrize("keep", [3, 14, 15, 18, 23, 24])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("special", [True, False])
+@each_row("keep", [3, 14, 15, 18, 23, 24])
+@each_row("side", ["left", "right"])
+@each_row("special", [True, False])
 def test_truncated_prompts_are_the_end_of_the_whole(server: LiveServer, keep: int, side: str, special: bool) -> None:
     params = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side)
     conversation = Conversation(messages=CHAT, add_special_tokens=special)

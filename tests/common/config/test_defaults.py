@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.defaults import (
     BatchDefaults,
@@ -45,7 +46,7 @@ def row(actual: ResolvedLimits, name: str) -> ResolvedRow:
     return one
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("platform", "llm", "server"),
     [
         (H100, (16384, 1024), (8192, 1024)),
@@ -75,7 +76,7 @@ def test_the_reason_names_the_number_of_cpu_devices() -> None:
 
 
 @pytest.mark.setting("--max-num-batched-tokens", "--max-num-seqs", "--max-model-len", "--enable-chunked-prefill")
-@pytest.mark.parametrize(
+@each_row(
     ("max_len", "settings", "tokens", "seqs"),
     [
         (4096, {}, 8192, 1024),
@@ -97,7 +98,7 @@ def test_unset_limits_are_clamped_and_given_ones_kept(
     assert (actual.max_num_batched_tokens, actual.max_num_seqs) == (tokens, seqs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "name", "why"),
     [
         ({}, "max_num_batched_tokens", "for an API server on a GPU (NVIDIA H100 80GB HBM3) with 80 GiB"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config import env
 from pagoda.common.config.env import is_secret
@@ -37,7 +38,7 @@ def test_every_variable_has_a_help_text_status_and_unique_name() -> None:
 
 
 @pytest.mark.variable("PAGODA_API_KEY", "HF_TOKEN", "PAGODA_TEST_FORCE_LOAD_FORMAT", "PAGODA_CPU_KVCACHE_SPACE")
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "setting", "value"),
     [
         ("VLLM_API_KEY", "k", "api_key", ("k",)),
@@ -78,7 +79,7 @@ def test_pagoda_variable_overrides_its_alias() -> None:
     assert settings_from(PAGODA_RPC_TIMEOUT="3000", VLLM_RPC_TIMEOUT="9000") == {"rpc_timeout": 3000}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "line"),
     [
         ("VLLM_CPU_KVCACHE_SPACE", "much", "VLLM_CPU_KVCACHE_SPACE: 'much': not a number"),

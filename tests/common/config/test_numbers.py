@@ -1,9 +1,10 @@
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto, json_object, json_or_text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "value"),
     [
         ("7", 7),
@@ -33,7 +34,7 @@ def test_a_fraction_of_a_power_of_two_is_refused(text: str, better: str) -> None
         human_readable_int(text)
 
 
-@pytest.mark.parametrize("text", ["", "k", "1KiB", "1kb", "-1k", "1 k", "1e3", "1.5", "auto", "٣k"])
+@each_row("text", ["", "k", "1KiB", "1kb", "-1k", "1 k", "1e3", "1.5", "auto", "٣k"])
 def test_invalid_numbers(text: str) -> None:
     with pytest.raises(ValueError, match="4K"):
         human_readable_int(text)
@@ -45,7 +46,7 @@ def test_auto_and_minus_one_parse_to_none(text: str) -> None:
     assert human_readable_int_or_auto("2k") == 2000
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"', '{"x": NaN}', '{"x": Infinity}', "{'x': 1}"])
+@each_row("text", ["", "{", "[1]", "3", '"x"', '{"x": NaN}', '{"x": Infinity}', "{'x': 1}"])
 def test_invalid_json_objects(text: str) -> None:
     with pytest.raises(ValueError, match="JSON"):
         json_object(text)

@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 import pytest
+from support.rows import each_row
 
 from pagoda.backends.registry import BACKENDS, load_backend
 from pagoda.common.config.defaults import BLOCK_SIZES, KINDS, Platform, detect
@@ -45,7 +46,7 @@ def _pci(folder: Path, **devices: tuple[str, str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("device", "name", "gib"), [("0x0062", "V5P", 95), ("0x0063", "V5E", 16), ("0x006f", "V6E", 32), ("0x005e", "", 0)]
 )
 def test_tpu_is_detected_by_pci_id(device: str, name: str, gib: int, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.settings import (
     ENGINE_SETTINGS,
@@ -37,8 +38,8 @@ def values(layer: dict[str, Sourced]) -> dict[str, Any]:
 # --- layers ---
 
 
-@pytest.mark.parametrize("upper", [0, 1, 2])
-@pytest.mark.parametrize("lower", [1, 2, 3])
+@each_row("upper", [0, 1, 2])
+@each_row("lower", [1, 2, 3])
 def test_the_layer_with_precedence_wins(upper: int, lower: int) -> None:
     if upper >= lower:
         return
@@ -94,7 +95,7 @@ def test_two_deprecated_flags_merge_into_one_setting() -> None:
     assert resolved_settings.values["hf_overrides"] == {"x": 1, "rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "values",
     [
         {"rope_theta": 5.0, "hf_overrides": {"rope_theta": 7.0}},
@@ -133,7 +134,7 @@ def test_a_refusal_names_the_deprecated_flag_that_was_given() -> None:
 # --- what the user hears ---
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "starts"),
     [
         ({"swap_space": 1}, ["--swap-space has no effect: "]),
@@ -196,7 +197,7 @@ def test_a_kubernetes_service_variable_is_no_setting() -> None:
 # --- files ---
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "meant"),
     [
         ("", {}),
@@ -235,7 +236,7 @@ def test_files(text: str, meant: dict[str, Any] | None, tmp_path: Path) -> None:
         assert values(yaml(tmp_path, text)) == meant
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "message"),
     [
         ("max-num-seq: 7", "unknown key max-num-seq; did you mean max-num-seqs?"),

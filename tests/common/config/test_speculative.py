@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig, ExtensionConfig, Limits
 from pagoda.common.config.groups.speculative import METHODS, SpeculativeConfig, speculative_of
@@ -19,7 +20,7 @@ def test_without_keys_there_is_no_speculation(settings: dict[str, Any]) -> None:
     assert speculative_of(settings) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "want"),
     [
         (NGRAM, {"prompt_lookup_min": 5, "prompt_lookup_max": 5}),
@@ -51,7 +52,7 @@ def test_keys(settings: dict[str, Any], want: dict[str, Any]) -> None:
     assert {key: getattr(config, key) for key in want} == want
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "message"),
     [
         ({"metod": "ngram"}, "metod is unknown; did you mean method?; drop it"),

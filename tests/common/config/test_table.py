@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_SETTINGS, SERVER_SETTINGS, settings_of
 from pagoda.common.errors import ConfigError
@@ -12,7 +13,7 @@ from pagoda.common.errors import ConfigError
 ALL = ENGINE_SETTINGS | SERVER_SETTINGS
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "value"),
     [
         ("max_num_seqs", "7", 7),
@@ -39,7 +40,7 @@ def test_text(name: str, text: Any, value: Any) -> None:
     assert ALL[name].convert_text(text) == value
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "given", "value"),
     [
         ("max_num_seqs", 7, 7),
@@ -59,7 +60,7 @@ def test_keywords(name: str, given: Any, value: Any) -> None:
     assert ALL[name].convert(given) == value
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "value"),
     [
         ("served_model_name", "a b", ("a", "b")),
@@ -75,7 +76,7 @@ def test_variables(name: str, text: str, value: Any) -> None:
     assert ALL[name].convert_variable(text) == value
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "message"),
     [
         ("max_num_seqs", "x", "--max-num-seqs: 'x' is not an integer"),
@@ -106,7 +107,7 @@ def test_an_unknown_choice_error_lists_all_and_the_nearest() -> None:
         ALL["load_format"].convert("nope")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "given"),
     [
         ("max_num_seqs", True),
@@ -151,7 +152,7 @@ def test_shown_values() -> None:
         assert ALL[name].shown(value) == text
 
 
-@pytest.mark.parametrize(
+@each_row(
     "setting", [each for group in DOCUMENTED_GROUPS for each in settings_of(group)], ids=lambda setting: setting.flag
 )
 def test_every_setting_is_well_formed(setting: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.loopback import own_address, own_port
+from support.rows import each_row
 
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.handshake import meet
@@ -96,7 +97,7 @@ def test_matching_hosts_connect() -> None:
     meeting.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changed", "difference", "remedy"),
     [
         ({"versions": {"pagoda": "1.0", "jax": "0.10.1"}}, "jax 0.10.1 instead of 0.10.2", "install the same versions"),
@@ -217,7 +218,7 @@ class WaitingHost0:
         return meet(parallel, fingerprint(rank, self.nodes), nothing, PATIENT)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "data",
     [
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",

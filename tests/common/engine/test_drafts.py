@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeBackend, FakeShards, counting, full_layout, hybrid_layout, pools_layout
 from support.engine_runs import drain, new_tokens
 from support.replaying import Replaying, drafting
+from support.rows import each_row
 from support.scripted_masks import FINAL, add_masked, allowed
 
 from pagoda.common.config.engine import Limits
@@ -244,8 +245,8 @@ def test_there_are_masks_up_to_the_first_draft_that_the_grammar_forbids() -> Non
     assert all(token in allowed(answer[:place], 64) for place, token in enumerate(answer))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("drafts", [1, 3, 7])
+@each_row("ahead", [False, True])
+@each_row("drafts", [1, 3, 7])
 def test_a_reasoning_budget_ends_among_drafts(drafts: int, ahead: bool) -> None:
     """The first tokens have no mask."""
     thinking = Thinking(starts=(), ends=((7,),), open=True, budget=5, in_grammar=False)
@@ -255,7 +256,7 @@ def test_a_reasoning_budget_ends_among_drafts(drafts: int, ahead: bool) -> None:
     assert new_tokens(drain(engine)["a"]) == [11, 12, 13, 14, 15, 7, 8, 9, 10]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rules", "first"),
     [
         (SamplingRules(), 0),
@@ -264,7 +265,7 @@ def test_a_reasoning_budget_ends_among_drafts(drafts: int, ahead: bool) -> None:
         (SamplingRules(min_tokens=2, stop_ids=(999,), bad_words=((1, 2, 3),)), 3),
     ],
 )
-@pytest.mark.parametrize("ahead", [False, True])
+@each_row("ahead", [False, True])
 def test_no_drafts_while_a_rule_depends_on_the_number_of_tokens(rules: SamplingRules, first: int, ahead: bool) -> None:
     proposer = Replaying(TEXTS)
     engine, _ = start(proposer, 3, async_scheduling=ahead)
@@ -338,8 +339,8 @@ class Fixed:
         return [self.tokens for _ in contexts]
 
 
-@pytest.mark.parametrize("token", [VOCAB, -1, 10**30])
-@pytest.mark.parametrize("ahead", [False, True])
+@each_row("token", [VOCAB, -1, 10**30])
+@each_row("ahead", [False, True])
 def test_drafts_outside_the_vocabulary_turn_them_off(token: int, ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
     proposer = Fixed(5, token)
     engine, backend = start(proposer, 3, async_scheduling=ahead)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from fakes import FakeBackend, full_layout
+from support.rows import each_row
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -188,7 +189,7 @@ def test_stats():
     assert engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("request_", "field", "words"),
     [
         (ask("x", 31), "prompt", "31 tokens, the model takes 30"),

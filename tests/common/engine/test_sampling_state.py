@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
+from support.rows import each_row
 from support.sampling_definition import decode_step
 
 from pagoda.common.engine.sampling import SamplingRules, mix, noise_keys
@@ -23,7 +23,7 @@ def table(*rules: SamplingRules, rows: int = 6) -> RowTable:
 FLAGS = ("random", "filtered", "penalised", "edited", "masked", "logprobs", "prompt_logprobs", "needs_edit")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rules", "flags"),
     [
         ({}, ()),

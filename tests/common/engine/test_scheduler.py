@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from fakes import full_layout
+from support.rows import each_row
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
@@ -164,7 +165,7 @@ class TestRefusals:
         with pytest.raises(RequestError, match="already"):
             bench.add("a", 2)
 
-    @pytest.mark.parametrize(
+    @each_row(
         "limits",
         [
             {"policy": "lottery"},
@@ -562,7 +563,7 @@ class TestSplitBudget:
         split = split_budget(batch, rows, limits)
         return dict(zip(split.rows.tolist(), split.tokens.tolist()))
 
-    @pytest.mark.parametrize(
+    @each_row(
         ("wants", "budget", "split"),
         [
             ([1, 1], 9, {0: 1, 1: 1}),

@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from fakes import FakeBackend, mixed_layout, scrambled, state_layout
+from support.rows import each_row
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -47,8 +48,8 @@ def tokens(outputs: list[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("layout", "cached"), [(state_layout(), 16), (mixed_layout(), 20)])
+@each_row("ahead", [False, True])
+@each_row(("layout", "cached"), [(state_layout(), 16), (mixed_layout(), 20)])
 def test_a_prefix_is_continued_from_the_last_snapshot(layout: KvLayout, cached: int, ahead: bool) -> None:
     engine, _ = core(layout, async_scheduling=ahead)
     first = run(engine, a=PROMPT)["a"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.hub_configs import GENERATORS, SAVED
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
@@ -28,7 +29,7 @@ def test_generations_of_falcon(name: str, kv_heads: int, norms: int, parallel: b
     assert (layer.norms.before_ffn is not None) == (norms == 2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "dim", "theta"),
     [
         ("pythia-1.4b", 32, 10_000.0),
@@ -45,7 +46,7 @@ def test_older_names_of_rope_keys(name: str, dim: int, theta: float) -> None:
     assert (rope.dim, rope.theta) == (dim, theta)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "ropes", "windows"),
     [
         ("SmolLM3-3B", [True, False], [None, None]),
@@ -66,7 +67,7 @@ def test_fourth_layers_of_command_have_no_rope() -> None:
     assert [mixer.rope is None for mixer in mixers] == [False, False, False, True] * 2
 
 
-@pytest.mark.parametrize(("heads", "last"), [(1, 2**-8), (8, 2**-8), (12, 2**-3.5), (16, 2**-8)])
+@each_row(("heads", "last"), [(1, 2**-8), (8, 2**-8), (12, 2**-3.5), (16, 2**-8)])
 def test_slopes_of_alibi(heads: int, last: float) -> None:
     """The paper's: 2^(-8 i / n) for n heads, a power of two; others take every second of the next power's."""
     slopes = alibi_slopes(heads)
@@ -97,7 +98,7 @@ def test_gelu_of_gemma_is_the_approximation() -> None:
     assert ffn.activation == "gelu_tanh"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "key", "value"),
     [
         ("gpt-j-6b", "rotary_dim", 63),
@@ -133,7 +134,7 @@ def sizes(layers: int, width: int, heads: int, kv_heads: int | None, inner: int 
     return {key: value for key, value in keys.items() if value is not None or key in ("layer_types", "no_rope_layers")}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "changes", "published"),
     [
         ("SmolLM3-3B", sizes(36, 2048, 16, 4, 11008, 128256), 3_075_098_624),

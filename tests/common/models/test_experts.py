@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hub_configs import GENERATORS, SAVED
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import spec_from_config
@@ -52,7 +53,7 @@ def moe(name: str, **changes: Any) -> Moe:
     return last
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@each_row("name", COUNTS)
 def test_published_parameter_counts(name: str) -> None:
     changes, count = COUNTS[name]
     assert sum(param.size for param in params(spec(name, **changes)).values()) == pytest.approx(count, rel=0.01)
@@ -96,7 +97,7 @@ def test_dense_layers_of_published_configs() -> None:
     assert [type(layer.ffn) for layer in ernie.layers] == [Mlp, Moe, Moe, Moe, Mlp]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "changes", "words"),
     [
         ("DeepSeek-V3", {"n_group": 7}, "4 of 7 groups cannot be formed of 256 experts"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.hub_configs import GENERATORS, LEGACY, POOLERS, SAVED
 from support.real_models import REAL
+from support.rows import each_row
 
 from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
@@ -22,7 +23,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     return spec_from_config({**SAVED, **config})[0]
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@each_row("name", GENERATORS)
 def test_published_generators(name: str) -> None:
     assert spec(GENERATORS[name]).vocab == GENERATORS[name]["vocab_size"]
 
@@ -49,21 +50,21 @@ def test_blocks_that_are_not_computed_are_refused(part: str, key: dict[str, Any]
         spec({**config, "block_configs": [{**first, part: {**first[part], **key}}, second]})
 
 
-@pytest.mark.parametrize("name", POOLERS)
+@each_row("name", POOLERS)
 def test_published_poolers(name: str) -> None:
     config = {**SAVED, **POOLERS[name]}
     use = "classify" if "Classification" in config["architectures"][0] else "embed"
     assert pooling_spec(config, use, None, PoolerConfig())[0].pooler is not None  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ONE_EACH)
+@each_row("kind", ONE_EACH)
 def test_keys_added_by_writers_do_not_change_the_spec(kind: str) -> None:
     """Every PretrainedConfig field of older files, in every generating family."""
     config = ONE_EACH[kind]
     assert spec({**LEGACY, **config}) == spec(config)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "key", "value", "words"),
     [
         ("Qwen3-Coder-30B-A3B-Instruct", "use_qk_norm", False, "use_qk_norm is False; only True is supported"),
@@ -100,7 +101,7 @@ def test_biases_that_are_read_are_built(key: str) -> None:
     assert plain == spec(GENERATORS["Llama-2-7b-hf"]) != biased
 
 
-@pytest.mark.parametrize(
+@each_row(
     "extra",
     [
         {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_type": "llama", "tokenizer_name": "org/model"},
@@ -118,7 +119,7 @@ def test_bookkeeping_keys_and_mechanisms_that_are_off_do_not_change_the_spec(ext
     assert spec({**plain, **extra}) == spec(plain)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("extra", "words"),
     [
         ({"use_sliding_window": True}, "use_sliding_window is True; only False .*--hf-overrides"),
@@ -160,7 +161,7 @@ def test_a_softmax_router_has_no_correction() -> None:
 NESTED = "gemma-3 of transformers 5"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "extra", "message", "override"),
     [
         ("Llama-2-7b-hf", {"swirl": 3}, "swirl unknown key that could", {"swirl": None}),

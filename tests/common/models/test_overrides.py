@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from fakes import tiny_spec
+from support.rows import each_row
 
 from pagoda.common.models.registry import overridden, without_windows
 
@@ -15,7 +15,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_th
 PER_LAYER = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "overrides", "result"),
     [
         ({"a": 1}, {}, {"a": 1}),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.hub_configs import SAVED
 from support.real_models import REAL
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.caches import StateCache
@@ -14,7 +15,7 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 
 
-@pytest.mark.parametrize("name", REAL)
+@each_row("name", REAL)
 def test_size_and_bytes_per_token(name: str) -> None:
     real = REAL[name]
     spec, _ = spec_from_config({**SAVED, **real.config})
@@ -27,7 +28,7 @@ def test_sixty_models_are_written_down() -> None:
     assert len(REAL) >= 60
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "extra", "words"),
     [
         ("Hunyuan-A13B-Instruct", {"moe_topk": [8] * 31}, "moe_topk is .* it must be 32 integers, one per layer"),

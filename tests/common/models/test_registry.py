@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hub_configs import GENERATORS
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.caches import StateCache
@@ -296,7 +297,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     return spec_from_config(config)[0]
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@each_row("name", PARAMETERS)
 def test_published_configs_have_the_published_parameter_count(name: str):
     config, count = PARAMETERS[name]
     assert sum(param.size for param in params(spec(config)).values()) == count
@@ -323,13 +324,13 @@ def test_an_unknown_architecture_names_the_three_nearest(unknown: str, nearest: 
         spec({**LLAMA, "architectures": [unknown]})
 
 
-@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM", "OPTForCausalLM"], "LlamaForCausalLM"])
+@each_row("architectures", [None, [], ["LlamaForCausalLM", "OPTForCausalLM"], "LlamaForCausalLM"])
 def test_exactly_one_architecture_is_required(architectures: object):
     with pytest.raises(ModelError, match="must name one architecture"):
         spec({**LLAMA, "architectures": architectures})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("extra", "message"),
     [
         ({"attention_sinks": 4}, r"attention_sinks unknown key that could change the result \(model type 'llama'\)"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.rows import each_row
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -62,8 +63,8 @@ def transformers_frequencies(scaling: dict[str, Any], length: int) -> tuple[np.n
     return frequencies.numpy(), factor
 
 
-@pytest.mark.parametrize("length", [32, 64, 65, 128, 500])
-@pytest.mark.parametrize("name", SCALINGS)
+@each_row("length", [32, 64, 65, 128, 500])
+@each_row("name", SCALINGS)
 def test_scaling_is_transformers(name: str, length: int):
     scaling = SCALINGS[name]
     expected, factor = transformers_frequencies(scaling, length)
@@ -84,7 +85,7 @@ def test_cos_sin_carry_the_attention_factor():
     np.testing.assert_allclose(cos**2 + sin**2, 1.5**2)
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@each_row("name", SCALINGS)
 def test_old_and_new_spelling_agree(name: str):
     old = dict(SCALINGS[name])
     old["type"] = old.pop("rope_type")
@@ -124,7 +125,7 @@ def test_per_layer_type_in_both_spellings():
         assert rope_per_layer_type(HfConfig(values), HEAD_DIM, full=1e6, sliding=1e4) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("scaling", "tokens"),
     [
         (None, POSITIONS),
@@ -140,7 +141,7 @@ def test_context_length(scaling: dict[str, Any] | None, tokens: int):
     assert context_length(reader, rope(reader, HEAD_DIM)) == tokens
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("scaling", "message"),
     [
         ({"rope_type": "spiral"}, "'spiral'; supported: default, linear"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import Attention, LatentAttention
@@ -322,7 +323,7 @@ def spec(name: str, changes: dict[str, Any] | None = None) -> ModelSpec:
     return spec_from_config(overridden(MULTIMODAL[name], changes or {}))[0]
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
+@each_row("name", MULTIMODAL)
 def test_published_configs(name: str) -> None:
     count = sum(param.size for param in params(spec(name)).values())
     assert count == pytest.approx(PARAMETERS[name], rel=0.01)
@@ -354,7 +355,7 @@ def test_multimodal_positions_of_text_are_plain_ones() -> None:
     assert isinstance(spec("Kimi-VL-A3B-Instruct").mixers[0], LatentAttention)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "top", "section", "tied"),
     [
         ("4.57.0", False, True, True),  # transformers 4 reads the section
@@ -389,13 +390,13 @@ def test_an_unknown_key_of_the_text_is_refused_with_the_override_that_drops_it()
     assert spec("gemma-3-4b-it", {"swirl": 3}) == spec("gemma-3-4b-it")
 
 
-@pytest.mark.parametrize("entry", [*TEXT_TOWERS.values(), *TEXT_TYPES.values()], ids=lambda entry: entry.architecture)
+@each_row("entry", [*TEXT_TOWERS.values(), *TEXT_TYPES.values()], ids=lambda entry: entry.architecture)
 def test_every_text_model_is_supported(entry: TextTower | TextType) -> None:
     if entry.architecture is not None:
         assert entry.architecture in ARCHITECTURES
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "message"),
     [
         ({"architectures": ["MllamaForConditionalGeneration"]}, "Mllama.* cross-attention layers; serve"),

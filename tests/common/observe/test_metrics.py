@@ -1,12 +1,14 @@
 """The metrics of one server, from what is recorded to what is printed."""
 
 import csv
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.rows import each_row
 
 from pagoda.common.engine.messages import (
     DRAFT_STATES,
@@ -26,9 +28,10 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 LABELS = {"model_name": "m", "engine": "0"}
 
 
-def rows(name: str) -> list[Any]:
+def rows(name: str, without: Collection[str] = ()) -> list[Any]:
     with (DATA / name).open(newline="") as file:
-        return [pytest.param(row, id=row["name"]) for row in csv.DictReader(file, delimiter="\t")]
+        found = csv.DictReader(file, delimiter="\t")
+        return [pytest.param(row, id=row["name"]) for row in found if row["name"] not in without]
 
 
 def step(**stats: Any) -> StepOutputs:
@@ -79,16 +82,17 @@ def complete_metrics() -> Metrics:
     return metrics
 
 
+NEEDS_A_SERVER = ("vllm:cache_config_info",)
+"""Metrics whose labels are tested with a server."""
+
 PRINTED = {
     f"{family.name}_total" if family.type == "counter" else family.name: family
     for family in complete_metrics().registry.collect()
 }
 
 
-@pytest.mark.parametrize("row", rows("vllm_metrics.tsv"))
+@each_row("row", rows("vllm_metrics.tsv", without=NEEDS_A_SERVER))
 def test_a_metric_of_vllm_has_its_type_and_labels(row: dict[str, str]) -> None:
-    if row["name"] == "vllm:cache_config_info":
-        pytest.skip("its labels are tested with a server")
     family = PRINTED[row["name"]]
     assert family.type == row["type"]
     assert family.samples
@@ -96,7 +100,7 @@ def test_a_metric_of_vllm_has_its_type_and_labels(row: dict[str, str]) -> None:
     assert all(set(sample.labels) - {"le"} == labels for sample in family.samples)
 
 
-@pytest.mark.parametrize("row", rows("interface/metrics.tsv"))
+@each_row("row", rows("interface/metrics.tsv"))
 def test_a_metric_of_earlier_versions_of_vllm_has_its_type(row: dict[str, str]) -> None:
     name = row["name"]
     if row["type"] == "counter" and not name.endswith("_total"):
@@ -124,7 +128,7 @@ BUCKETS = {
 )
 
 
-@pytest.mark.parametrize(("name", "bounds"), BUCKETS.items())
+@each_row(("name", "bounds"), BUCKETS.items())
 def test_buckets_are_those_of_vllm(name: str, bounds: str) -> None:
     samples = PRINTED[f"vllm:{name}"].samples
     found = [float(sample.labels["le"]) for sample in samples if sample.name.endswith("_bucket")]
@@ -134,7 +138,7 @@ def test_buckets_are_those_of_vllm(name: str, bounds: str) -> None:
 # --- formats ---
 
 
-@pytest.mark.parametrize("accept", ["", "*/*", "text/plain", "text/plain;version=0.0.4;q=0.5, */*;q=0.1"])
+@each_row("accept", ["", "*/*", "text/plain", "text/plain;version=0.0.4;q=0.5, */*;q=0.1"])
 def test_the_text_format_is_the_default(accept: str) -> None:
     text, content_type = complete_metrics().exposition(accept)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"

@@ -3,6 +3,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from support.rows import each_row
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
@@ -116,8 +117,8 @@ def oracle(template, messages, **options):
     return rendered[0]
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-@pytest.mark.parametrize("prompt", [True, False])
+@each_row("name", sorted(TEMPLATES))
+@each_row("prompt", [True, False])
 def test_same_text_as_transformers(name, prompt):
     template = TEMPLATES[name]
     ours = render(template, CHAT, add_generation_prompt=prompt, special_tokens=SPECIAL, enable_thinking=False)
@@ -125,8 +126,8 @@ def test_same_text_as_transformers(name, prompt):
     assert "日本" in ours
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-@pytest.mark.parametrize("content", ["The answer", "The answer  ", "  \n The answer\n"])
+@each_row("name", sorted(TEMPLATES))
+@each_row("content", ["The answer", "The answer  ", "  \n The answer\n"])
 def test_continued_messages_same_as_transformers(name, content):
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     ours = render(
@@ -150,7 +151,7 @@ def test_arguments_as_text_become_objects():
     assert isinstance(function["arguments"], str)
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Zü', "[]", "42", "", "[" * 100_000, None, [1]])
+@each_row("arguments", ['{"city": "Zü', "[]", "42", "", "[" * 100_000, None, [1]])
 def test_invalid_tool_call_arguments_become_an_empty_object(arguments):
     calls = json.loads(json.dumps(CALLS))
     calls[1]["tool_calls"][0]["function"]["arguments"] = arguments
@@ -210,7 +211,7 @@ def test_text_parts_are_joined():
     assert ours == render(HEADERS, [{"role": "user", "content": "one\ntwo\nthree"}], special_tokens=SPECIAL)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "message"),
     [
         ([], "non-empty"),
@@ -315,7 +316,7 @@ def test_invalid_template_error_names_chat_template():
     assert caught.value.field == "chat_template"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "template",
     [
         "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
@@ -355,7 +356,7 @@ def test_runaway_templates_end_with_an_error(template):
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize(
+@each_row(
     "template",
     [
         "{{ messages.__class__.__mro__ }}",
@@ -431,12 +432,12 @@ TEXT = [
 ]
 
 
-@pytest.mark.parametrize("body", PARTS)
+@each_row("body", PARTS)
 def test_a_loop_over_the_content_selects_the_openai_format(body: str) -> None:
     assert content_format_of(LOOP.replace("BODY", body)) == "openai"
 
 
-@pytest.mark.parametrize("body", TEXT)
+@each_row("body", TEXT)
 def test_other_templates_select_the_string_format(body: str) -> None:
     assert content_format_of(LOOP.replace("BODY", body)) == "string"
 
@@ -449,7 +450,7 @@ def test_content_format_of_invalid_jinja() -> None:
 SHOW = LOOP.replace("BODY", "[{% for part in m.content %}{{ part.type }}={{ part.text }};{% endfor %}]")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "shown"),
     [
         ("x", "[text=x;]"),

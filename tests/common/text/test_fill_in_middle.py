@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from support.byte_text import byte_tokenizer
+from support.rows import each_row
 from tokenizers import AddedToken
 
 from pagoda.common.text.fill_in_middle import fill_ends, fill_format, fill_prompt
@@ -17,7 +17,7 @@ def with_tokens(*tokens: str) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokens", "ids"),
     [
         (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), [257, 97, 258, 98, 259]),

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
+from support.rows import each_row
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pagoda.common.errors import ModelError
@@ -104,7 +105,7 @@ def pieces(metadata, text):
     return parts.backend.encode(text).tokens
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("pre", "expected"),
     [
         (None, ["hell", "o", "Ġhell", "Ġ", "10", "0"]),
@@ -118,7 +119,7 @@ def test_splitting_rules(pre, expected):
     assert pieces(byte_level(pre), "hello hell 100") == expected
 
 
-@pytest.mark.parametrize("rule", sorted(SPLITS))
+@each_row("rule", sorted(SPLITS))
 def test_every_splitting_rule_preserves_the_text(rule):
     backend = read_gguf(byte_level(rule)).backend
     for text in ["hello hell 100", "It's  A\n\nhELL/he(ll)!\n", "<tool>x</s>"]:
@@ -168,7 +169,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("rule", sorted(PIECES))
+@each_row("rule", sorted(PIECES))
 def test_splitting_rules_on_digits_ideographs_and_line_ends(rule):
     """Worked out by hand from the expressions of llama.cpp's vocabulary loader; every distinct rule is here."""
     decoder = decoders.ByteLevel()
@@ -483,7 +484,7 @@ def awkward():
             yield {**metadata, **{f"tokenizer.ggml.{key}": value for key, value in extra.items()}}
 
 
-@pytest.mark.parametrize("metadata", list(awkward()))
+@each_row("metadata", list(awkward()))
 def test_no_id_exceeds_the_vocabulary(metadata):
     parts = read_gguf(metadata)
     backend, size = parts.backend, len(metadata["tokenizer.ggml.tokens"])
@@ -541,8 +542,8 @@ def random_vocabulary(seed, by_length):
     return tokens, scores, [choose.random() < 0.9 for _ in tokens]
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-@pytest.mark.parametrize("seed", range(4))
+@each_row("by_length", [True, False])
+@each_row("seed", range(4))
 def test_pairs_that_are_left_out_are_never_merged(seed, by_length):
     tokens, scores, mergeable = random_vocabulary(seed, by_length)
     every, used = every_split(tokens, scores, mergeable), merges_from_scores(tokens, scores, mergeable)
@@ -604,7 +605,7 @@ def test_model_with_fewer_tokens_than_the_file_is_rejected_without_a_look_at_eve
         tokenizer.with_vocab(size - 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("metadata", "message"),
     [
         ({}, "has no tokenizer"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.byte_text import byte_tokenizer
+from support.rows import each_row
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text.hf_tokenizer import HfTokenizer
@@ -41,7 +42,7 @@ MESSAGES = [{"role": "user", "content": "Is 7 odd?"}, {"role": "assistant", "con
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "args", "options"),
     [
         ("encode", ("héllo <eos>",), {}),

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import pytest
 import tokenizers
+from support.rows import each_row
 from support.tiny_encoder import WORDS, word_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -241,7 +242,7 @@ def test_bad_words_at_the_start_and_after_a_space(folder):
     assert bad_words_token_ids(["world", " world", "world"], ours) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("files", "message"),
     [
         ({}, "tokenizer.json is missing"),
@@ -314,7 +315,7 @@ def test_encode_within_of_one_text_equals_encode():
     assert TOKENIZER.encode_within(None, "the cat") == (TOKENIZER.encode("the cat"), None)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("limit", "texts", "side", "kept"),
     [
         (5, ("a b c d e",), "right", "[CLS] a b c [SEP]"),

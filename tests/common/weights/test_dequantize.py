@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
+from support.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import to_float32
@@ -29,7 +30,7 @@ def _blocks(kind: Type, rows: int, blocks_per_row: int) -> np.ndarray:
 CASES = [(kind, shape) for kind in DEQUANTISABLE for shape in ((1, 1), (7, 3))] + [(kind, (40, 130)) for kind in OWN]
 
 
-@pytest.mark.parametrize(("kind", "shape"), CASES, ids=lambda part: getattr(part, "name", str(part)))
+@each_row(("kind", "shape"), CASES, ids=lambda part: getattr(part, "name", str(part)))
 def test_equals_the_gguf_package(kind: Type, shape: tuple[int, int]) -> None:
     data, known = _blocks(kind, *shape), block_type(int(kind))
     assert known is not None
@@ -45,7 +46,7 @@ def test_equals_the_gguf_package(kind: Type, shape: tuple[int, int]) -> None:
     assert same.all()
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda kind: kind.name)
+@each_row("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda kind: kind.name)
 def test_dequantised_values_are_near_the_originals(kind: Type) -> None:
     values = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
     known = block_type(int(kind))
@@ -80,7 +81,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: kind.name)
+@each_row("kind", GROUPS, ids=lambda kind: kind.name)
 def test_blocks_become_numbers_with_scales(kind: Type) -> None:
     known = block_type(int(kind))
     assert known is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from support.rows import each_row
 
 from pagoda.common.models.family import Rename, Split, Stack
 from pagoda.common.models.primitives import Param
@@ -16,7 +17,7 @@ TAGS = [getattr(dtypes, name) for name in dir(dtypes) if name.startswith(("BFLOA
 EVERY = np.arange(1 << 16, dtype=np.uint16)
 
 
-@pytest.mark.parametrize("tag", TAGS, ids=dtypes.dtype_name)
+@each_row("tag", TAGS, ids=dtypes.dtype_name)
 def test_a_tag_names_a_type_of_its_size_and_no_other(tag: np.dtype) -> None:
     theirs = np.dtype(getattr(ml_dtypes, dtypes.dtype_name(tag)))
     assert (tag.itemsize, tag.alignment) == (theirs.itemsize, theirs.itemsize)

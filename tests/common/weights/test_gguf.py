@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.weights.checkpoint import open_checkpoint
@@ -119,7 +120,7 @@ def _tensor(name: bytes, dims: tuple[int, ...], kind: int, offset: int) -> bytes
 U32, STRING, ARRAY = (struct.pack("<I", kind) for kind in (4, 8, 9))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "message"),
     [
         (_head(tensors=_tensor(b"a", (8,), 0, 0) + _tensor(b"b", (8,), 0, 0), num_tensors=2), "b overlaps a"),

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.rows import each_row
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.groups.pooler import PoolerConfig
@@ -52,7 +53,7 @@ def _rounded(text: str) -> list[str]:
     return [f"{float(word):.5g}" if word[0].isdigit() else word for word in words]
 
 
-@pytest.mark.parametrize("case", [*CASES, "qwen3moe"])
+@each_row("case", [*CASES, "qwen3moe"])
 def test_reads_back_what_transformers_saved(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, and with blocks in place of the matrices."""
     arch, _, extra = CASES.get(case, ("qwen3moe", "", {}))
@@ -109,7 +110,7 @@ def _is_matrix(name: str) -> bool:
     return re.search(r"\.(q|k|v|o|gate|up|down)$|^head$", name) is not None
 
 
-@pytest.mark.parametrize("case", [*REARRANGED, *MULTIPLIED])
+@each_row("case", [*REARRANGED, *MULTIPLIED])
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     tiny = _tiny(case)
     model = tiny.save(tmp_path / "hf")
@@ -124,7 +125,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arch", "case", "pooling"),
     [
         ("modern-bert", "modernbert", 1),
@@ -295,7 +296,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("extra", "message"),
     [
         ({"logit_scale": 2.0}, r"llama.logit_scale = 2.0 is not supported"),
@@ -327,7 +328,7 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
         open_checkpoint(_write(tmp_path / "m.gguf", "llama", metadata))
 
 
-@pytest.mark.parametrize("name", ["blk.0.surprise.weight", "blk.x", "token_embd.scale", "v.patch_embd.weight"])
+@each_row("name", ["blk.0.surprise.weight", "blk.x", "token_embd.scale", "v.patch_embd.weight"])
 def test_unknown_tensor_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=f"tensor {name} is unknown in a llama model"):
         _llama(tmp_path, {}, {name: np.ones(4, np.float32)})

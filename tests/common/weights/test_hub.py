@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from support.rows import each_row
 
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.weights.hub import DownloadPlan, gguf_in, is_local, pick_gguf, plan_download, resolve_model
@@ -70,7 +71,7 @@ SAFETENSORS = (*COMMON, "model*.safetensors")
 TORCH = (*COMMON, "pytorch_model*.bin")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("names", "load_format", "wanted"),
     [
         (["config.json", "model.safetensors", "pytorch_model.bin", "x.gguf"], "auto", DownloadPlan(SAFETENSORS)),
@@ -194,7 +195,7 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("quant", "file"),
     [
         ("Q4_K_M", "Model-1B-Q4_K_M.gguf"),
@@ -213,7 +214,7 @@ def test_a_quantisation_names_one_file(quant: str, file: str) -> None:
     assert pick_gguf(FILES, quant) == file
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("names", "quant", "words"),
     [
         (FILES, "Q4_K", "no GGUF file in it is Q4_K; there are: Model-1B-Q4_K_M.gguf, "),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from support.rows import each_row
 
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import as_uint, to_bfloat16, to_float32
@@ -50,7 +51,7 @@ def errors(tensor: QuantizedTensor, values: np.ndarray, size: int) -> np.ndarray
     return (tensor.dequantize() - values) / scales
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "scales"),
     [("fp8", (200, 1)), ("ptpc_fp8", (200, 1)), ("fp8_per_tensor", (1, 1)), ("fp8_per_block", (2, 3))],
 )
@@ -132,7 +133,7 @@ def test_mxfp4_has_the_nearest_values_times_powers_of_two() -> None:
     assert isinstance(narrow, np.ndarray), "32 does not divide its inputs"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_row("method", METHODS)
 def test_experts_are_quantised_one_by_one_and_other_types_converted(method: str) -> None:
     name, values = "layers.0.ffn.experts.up", matrix(3, 40, 128)
     whole = quantize_on_the_fly(name, to_bfloat16(values), method)

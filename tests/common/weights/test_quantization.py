@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.quantized_folder import awq, compressed_tensors, fp8, gptq
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Rename, Split, Stack, linear
@@ -108,7 +109,7 @@ def test_blocks_without_scales_that_fit(tensors: dict[str, tuple[int, ...]], pro
         list(join_scales([(name, np.zeros(shape, np.uint8)) for name, shape in tensors.items()], config))
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@each_row("kind", BLOCKS)
 def test_values_of_parts(kind: str) -> None:
     tensor, expected = random_tensor(kind)
     np.testing.assert_array_equal(tensor.dequantize(), expected)
@@ -141,7 +142,7 @@ def test_channel_scales_where_inputs_share_them() -> None:
 ROWS = Activations("float8", "row")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "scheme", "scale"),
     [
         (compressed_tensors(), Float8("channel", ROWS), "weight_scale"),
@@ -173,7 +174,7 @@ def test_a_dense_config_has_no_schemes() -> None:
     assert read_quantization({"model_type": "llama", "quantization_config": None}) is None
 
 
-@pytest.mark.parametrize("key", ["ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers"])
+@each_row("key", ["ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers"])
 def test_ignored_layers(key: str) -> None:
     names = ["model.layers.0.mlp.down_proj", r"re:.*layers\.1\..*(q|k)_proj", "model.layers.2", "gate"]
     read = read_quantization({"quantization_config": fp8(**{key: names})})
@@ -212,7 +213,7 @@ def group_with(**changes: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "words"),
     [
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: the weights are quantised by aqlm, "),
@@ -319,7 +320,7 @@ def joined(config: QuantizationConfig = CHANNELS, **tensors: np.ndarray) -> dict
     return dict(join_scales(((f"{NAME}.{name}", tensor) for name, tensor in tensors.items()), config))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1)])
+@each_row("shape", [(), (1,), (2,), (2, 1)])
 def test_scales_join_their_matrix_in_any_order(shape: tuple[int, ...]) -> None:
     scales = np.full(shape, 2, np.float32)
     for tensors in ({"weight": DATA, "weight_scale": scales}, {"weight_scale": scales, "weight": DATA}):
@@ -378,7 +379,7 @@ def test_numbers_of_an_ignored_layer_are_read_by_their_dtype() -> None:
     assert weight.scheme == Float8("channel", ROWS)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tensors", "message"),
     [
         ({"weight": DATA}, r"layers.0.out.weight: the checkpoint lacks its weight_scale; download"),
@@ -408,7 +409,7 @@ def gptq_tensors(**changes: Any) -> dict[str, Any]:
     return {**tensors, "scales": np.ones((4, 16), np.float16), **changes}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "tensors", "message"),
     [
         (
@@ -536,7 +537,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@each_row("kind", BLOCKS)
 def test_every_rule_keeps_tensors_quantised(kind: str) -> None:
     tensors = [random_tensor(kind, seed) for seed in range(5)]
     names = ["layers.0.out.weight", "layers.0.both.weight", "layers.0.turned.weight"]
@@ -591,7 +592,7 @@ ATTENTION = (
 KV = sources(ATTENTION, {f"layers.{each}.mixers.0.k": Param("", (2, 2), "..") for each in range(2)})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("names", "found"),
     [
         (["attn.k_proj.k_scale", "attn.v_proj.v_scale"], "kv"),
@@ -601,7 +602,7 @@ KV = sources(ATTENTION, {f"layers.{each}.mixers.0.k": Param("", (2, 2), "..") fo
         (["attn.kv_scale"], "kv"),
     ],
 )
-@pytest.mark.parametrize("prefix", ["model.", ""])
+@each_row("prefix", ["model.", ""])
 def test_scales_of_k_and_v(names: list[str], found: str, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
     stream = [(f"{prefix}layers.1.{name}", np.full(1, 2, np.float32)) for name in names]
     scales: Scales = {}
@@ -723,7 +724,7 @@ def test_blocks_of_a_gguf_file() -> None:
     np.testing.assert_array_equal(values(stack(rows[::2])), expected[::2, None])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "scheme",
     [Float8("channel"), Int8((1, 8)), Int4((1, 8), ordered=True), Mxfp4(), Nvfp4(), Codes4("fp4", (1, 8))],
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from support.reference_driver import random_weights, tiny_spec
+from support.rows import each_row
 
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.models.mixers import Attention
@@ -28,7 +28,7 @@ def spec(mixer: Attention) -> ModelSpec:
     return replace(tiny_spec(), layers=(layer,))
 
 
-@pytest.mark.parametrize("over", ["per_head", "full", "own_weights", None])
+@each_row("over", ["per_head", "full", "own_weights", None])
 def test_the_reordered_weights_with_half_split_rope_compute_the_same(over: str | None) -> None:
     norm = None if over is None else Norm(1e-5)
     mixer = Attention(4, 2, 6, 0.4, PAIRS, qk_norm=norm, qk_norm_over=over or "per_head", qkv_bias=True)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def test_the_reordered_weights_with_half_split_rope_compute_the_same(over: str |
     assert not torch.allclose(NaiveModel(halves, random_weights(pairs)).logits(PROMPT), theirs, atol=1e-3)
 
 
-@pytest.mark.parametrize("group", [(1, 32), (12, 32), (24, 32), (1, 8), (6, 8), (5, 32)])
+@each_row("group", [(1, 32), (12, 32), (24, 32), (1, 8), (6, 8), (5, 32)])
 def test_quantised_rows_keep_their_scales(group: tuple[int, int]) -> None:
     model = spec(Attention(4, 2, 6, 0.4, PAIRS))
     name = "layers.0.mixers.0.q"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Normalise, Rename, Reshape, Rule, Shift, Split, Stack, fused_linear, linear
@@ -138,8 +139,8 @@ def test_interleaved_split_with_several_query_heads_per_group():
     np.testing.assert_array_equal(filled["layers.0.y"], pairs[[2, 5]])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 12])
-@pytest.mark.parametrize("columns", [1, 3])
+@each_row("rows", [1, 2, 3, 4, 12])
+@each_row("columns", [1, 3])
 def test_interleaved_split_of_quantised_rows_takes_their_scales(rows: int, columns: int):
     """`rows`, `columns`: of a scale. Two groups, each of two rows of x and four of y."""
     params = {"layers.0.x": Param("layers.0.x", (4, 3), "ND", 2), "layers.0.y": Param("layers.0.y", (8, 3), "ND", 2)}
@@ -205,7 +206,7 @@ def test_a_rule_wins_over_an_ignored_pattern():
     run(shapes, {"embed.weight": array(1), "noise": array(1)}, ignored=("noi*",))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shapes", "tensors", "message"),
     [
         ({"embed": (2, 2)}, {}, r"parameter embed \[2, 2\]: the checkpoint lacks model.embed.weight"),
@@ -241,7 +242,7 @@ def test_parts_of_a_stack_share_a_dtype():
         run({"layers.0.experts": (2, 1)}, parts)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("names", "error"),
     [
         (["embed.weight", "layers.0.out.weight", "experts.x"], None),

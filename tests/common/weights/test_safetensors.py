@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes
@@ -33,7 +34,7 @@ NUMPY = {
 }
 
 
-@pytest.mark.parametrize("dtype", NUMPY, ids=str)
+@each_row("dtype", NUMPY, ids=str)
 def test_every_dtype_equals_the_library(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     save_file({"a": tensor, "none": tensor[:0].clone(), "scalar": tensor[0, 0].clone()}, tmp_path / "f.safetensors")
@@ -108,7 +109,7 @@ def test_missing_file(tmp_path: Path) -> None:
     _refused(tmp_path / "none.safetensors", "no such file")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("header", "data", "message"),
     [
         (b"{", b"", "corrupt header"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import Dense
@@ -39,7 +40,7 @@ def test_a_folder_without_pooling_module_has_no_modules(tmp_path: Path):
     assert read_sentence_modules(write(tmp_path, "Transformer")) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("pooling", "kind"),
     [
         (MEAN, "mean"),
@@ -83,7 +84,7 @@ def test_dense_layers_and_the_rest(tmp_path: Path):
         dict(module_tensors(modules))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kinds", "pooling", "words"),
     [
         (("Transformer", "Pooling", "WordWeights"), MEAN, "has Transformer, Pooling, WordWeights"),
@@ -100,7 +101,7 @@ def test_unsupported_modules_are_refused(tmp_path: Path, kinds: tuple[str, ...],
         read_sentence_modules(write(tmp_path, *kinds, pooling=pooling))
 
 
-@pytest.mark.parametrize("modules", [{}, [{"idx": 0}], [1], [{"idx": 0, "path": "../x", "type": "a.Pooling"}]])
+@each_row("modules", [{}, [{"idx": 0}], [1], [{"idx": 0, "path": "../x", "type": "a.Pooling"}]])
 def test_corrupt_lists(tmp_path: Path, modules: Any):
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelError, match=r"modules\.json"):

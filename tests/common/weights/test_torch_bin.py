@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
@@ -28,7 +29,7 @@ def _save(folder: Path, state: Any, **kwargs: Any) -> Path:
     return folder / "f.bin"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES, ids=str)
 def test_every_dtype_equals_torch(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4).abs().to(dtype)
     file = TorchFile(_save(tmp_path, {"a": tensor}))
@@ -113,7 +114,7 @@ def _refused(path: Path, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("function", "name"),
     [(os.system, r"posix\.system"), (eval, r"\w+\.eval"), (getattr, r"\w+\.getattr"), (open, r"io\.open")],
 )
@@ -164,7 +165,7 @@ def test_described_tensor_within_its_storage_is_read(tmp_path: Path) -> None:
     assert TorchFile(_described(tmp_path, 0, (2, 5), (5, 1))).tensor("a").shape == (2, 5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "message"),
     [
         ((0, (11,), (1,)), "needs 44 bytes, its record data/0 has 40"),
@@ -182,7 +183,7 @@ def test_tensors_that_reach_outside_their_storage_are_refused(args: Any, message
     _refused(_described(tmp_path, *args), message)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "pid", [("storage", "nonsense", "0", "cpu", 10), ("module", torch.FloatStorage, "0", "cpu", 10), "0", ("storage",)]
 )
 def test_corrupt_storages(pid: Any, tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_records_that_state_more_bytes_than_the_file_has(tmp_path: Path) -> None
     _refused(path, "record archive/data.pkl states 4000000000 bytes")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("state", "message"),
     [
         ([torch.ones(1)], "contains no state dict but a list"),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes
@@ -23,8 +24,8 @@ def saved(value: Any, **options: Any) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.float64, torch.int64, torch.bool])
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@each_row("kind", [torch.float32, torch.float16, torch.float64, torch.int64, torch.bool])
+@each_row("protocol", [2, 3, 4, 5])
 def test_values_equal_torch(kind: torch.dtype, protocol: int) -> None:
     value = (torch.randn(5, 7) * 9).to(kind)
     for view in (value, value[2:4], value.T, value[:, 3], value[1, 1], value[:0]):

@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.server.admin.chat_page import PAGE
 
@@ -71,7 +72,7 @@ ROWS = [["tr", ["th", "a"], ["th", "b"]], ["tr", ["td", "1"], ["td", ["em", "2"]
 TABLE = ["div", {"class": "table"}, ["table", *ROWS]]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "blocks"),
     [
         ("one\ntwo\n\nthree", [["p", "one\ntwo"], ["p", "three"]]),
@@ -140,7 +141,7 @@ TAGS = frozenset(
 ) | {"strong", "em", "del", "a", "table", "tr", "th", "td"}
 
 
-@pytest.mark.parametrize("text", ATTACKS)
+@each_row("text", ATTACKS)
 def test_no_text_becomes_html(text: str) -> None:
     def check(node: Any) -> None:
         if isinstance(node, str):
@@ -157,7 +158,7 @@ def test_no_text_becomes_html(text: str) -> None:
         check(block)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     ["[" * 50_000, "*" * 50_000, "`" * 50_000, "_a" * 30_000, "![](" * 20_000, "> " * 20_000, "- " * 20_000,
      "| " * 20_000 + "\n" + "|-" * 20_000, "**a " * 20_000, "<http://" * 10_000, "#" * 50_000, "- - " * 20_000 + "x",

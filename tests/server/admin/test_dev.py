@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.engine.incident.files import read_snapshot
 from pagoda.server.admin.unsupported_routes import UNSUPPORTED, UNSUPPORTED_DEV
@@ -113,7 +114,7 @@ def test_settings_are_shown_without_secrets() -> None:
         assert server.get("/server_info?config_format=yaml", **key)[0] == 400
 
 
-@pytest.mark.parametrize(("route", "why"), list((UNSUPPORTED | UNSUPPORTED_DEV).items()))
+@each_row(("route", "why"), list((UNSUPPORTED | UNSUPPORTED_DEV).items()))
 def test_unsupported_routes(route: tuple[str, str], why: str) -> None:
     method, path = route
     with live_server(server_dev_mode=True) as server:

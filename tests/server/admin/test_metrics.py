@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.watching import eventually
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -139,7 +140,7 @@ SELECTOR = re.compile(r"(vllm:\w+)(?:\{(\w+)=~?\"([^\"]+)\"\})?")
 GROUPING = re.compile(r"by ?\(([^)]+)\)")
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query['dashboard']}: {query['expression']}")
+@each_row("query", QUERIES, ids=lambda query: f"{query['dashboard']}: {query['expression']}")
 def test_a_panel_of_vllms_dashboards_has_series(server: LiveServer, query: dict[str, str]) -> None:
     """The metrics, label values and groupings of its expression exist."""
     samples = [sample for family in server.state.metrics.registry.collect() for sample in family.samples]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.server.http import generation
 from pagoda.server.pooling import scoring
@@ -100,7 +101,7 @@ def test_tokens_of_a_conversation(server: LiveServer) -> None:
         assert answer_of(other, "/tokenize", fields | {"chat_template": "{{ mood }}!"})["tokens"] == list(b"m!")
 
 
-@pytest.mark.parametrize("body", [{}, {"messages": []}, {"prompt": 5}, {"messages": [{"content": "a"}]}, []])
+@each_row("body", [{}, {"messages": []}, {"prompt": 5}, {"messages": [{"content": "a"}]}, []])
 def test_bad_tokenize_requests(server: LiveServer, body: Any) -> None:
     assert server.post("/tokenize", body)[0] == 400
 
@@ -232,9 +233,7 @@ def test_generative_scoring_tokens_are_bounded(server: LiveServer, monkeypatch: 
     assert param_of(server, "/generative_scoring", body | {"items": ["a", "b", "c"]}) == "items"
 
 
-@pytest.mark.parametrize(
-    "path", ["audio/transcriptions", "audio/translations", "audio/speech", "images/generations", "images/edits"]
-)
+@each_row("path", ["audio/transcriptions", "audio/translations", "audio/speech", "images/generations", "images/edits"])
 def test_audio_and_images_are_refused_by_name(path: str) -> None:
     with live_server() as server:
         for body, kind in (({}, "application/json"), (b"--x", "multipart/form-data; boundary=x")):

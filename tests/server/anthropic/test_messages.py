@@ -10,6 +10,7 @@ import anthropic
 import pytest
 from support.live_server import LiveServer, live_server
 from support.message_grammar import check_grammar
+from support.rows import each_row
 from support.spying import Spy, spy_on
 from support.watching import eventually
 
@@ -268,7 +269,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "expected"), BAD)
+@each_row(("body", "expected"), BAD)
 def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], expected: str) -> None:
     assert expected in fault(strict, **body)
     assert strict.state.running == 0
@@ -358,7 +359,7 @@ def test_thinking() -> None:
     assert conversation.reasoning_effort == "none"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("thinking", "shown"),
     [
         (None, "full"),

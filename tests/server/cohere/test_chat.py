@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.cohere.chat import CohereChatRequest
@@ -172,7 +173,7 @@ def test_messages_of_a_conversation_with_tools() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "field"),
     [
         ({"messages": [{"role": "tool", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),

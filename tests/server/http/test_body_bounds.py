@@ -12,6 +12,7 @@ import interface
 import pytest
 from support.api_bodies import LEAST, path_of
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.errors import RequestError
 from pagoda.common.request_bounds import (
@@ -90,7 +91,7 @@ def test_number_fields_are_collected() -> None:
     assert sorted(rows - names) == []
 
 
-@pytest.mark.parametrize(("body", "name", "listed"), fields())
+@each_row(("body", "name", "listed"), fields)
 def test_other_types_are_refused_by_name(body: type[RequestBody], name: str, listed: bool) -> None:
     least = json.dumps({key: value for key, value in LEAST[body.__name__].items() if key != name})[1:-1]
     for text in NO_NUMBERS:
@@ -116,7 +117,7 @@ def values_outside(bound: Bound) -> list[Any]:
     return [below, *(each for each in (bound.high + 1, *FAR_OUT) if not bound.low <= each <= bound.high)]
 
 
-@pytest.mark.parametrize(("body", "name", "listed"), fields())
+@each_row(("body", "name", "listed"), fields)
 def test_numbers_out_of_bounds_are_refused_by_name(
     server: LiveServer, body: type[RequestBody], name: str, listed: bool
 ) -> None:
@@ -134,7 +135,7 @@ def test_numbers_out_of_bounds_are_refused_by_name(
     assert not server.llm.num_unfinished
 
 
-@pytest.mark.parametrize(("body", "name", "listed"), fields())
+@each_row(("body", "name", "listed"), fields)
 def test_numbers_within_their_row_are_valid(body: type[RequestBody], name: str, listed: bool) -> None:
     """No body has narrower bounds than the table says."""
     bound = bound_of(body.__name__, name)
@@ -205,7 +206,7 @@ def _aliases(each: type[RequestBody]) -> list[str]:
 LONGEST_TRIED = 70_000
 
 
-@pytest.mark.parametrize(("body", "name"), [each for each in bounded_fields() if each[0].__name__ in LEAST])
+@each_row(("body", "name"), lambda: [each for each in bounded_fields() if each[0].__name__ in LEAST])
 def test_texts_and_lists_beyond_their_row_are_refused_by_name(body: type[RequestBody], name: str) -> None:
     bound, types = bound_of(body.__name__, name), types_of(body.model_fields[name].annotation)
     assert bound is not None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.server.http.body import parse
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest, ChatFields
@@ -143,7 +144,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "BatchChatCompletionRequest.top_k|top_p|truncate_prompt_tokens|vllm_xargs",
     "BatchChatCompletionRequest.add_special_tokens|chat_template|chat_template_kwargs|documents|reasoning_effort",
 )
-@pytest.mark.parametrize("name", [*SAMPLING, *TEMPLATE])
+@each_row("name", [*SAMPLING, *TEMPLATE])
 def test_settings_match_single_requests(name: str) -> None:
     messages = [{"role": "user", "content": "a"}]
 
@@ -188,7 +189,7 @@ def test_cache_salt_priority_and_logprobs(server: LiveServer) -> None:
     assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "field"),
     [
         ({"messages": []}, "messages"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.byte_text import EOS, byte_tokenizer
 from support.chat_messages import message as empty_message
+from support.rows import each_row
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
@@ -125,7 +126,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(("thinks", "calls"), COMBINED)
+@each_row(("thinks", "calls"), COMBINED)
 def test_streamed_equals_whole_at_any_max_tokens(thinks: str, calls: str) -> None:
     tokens = [*(THOUGHTS[thinks] + CALLS[calls]).encode(), EOS]
     reader = partial(reader_of, thinks, calls)
@@ -134,8 +135,8 @@ def test_streamed_equals_whole_at_any_max_tokens(thinks: str, calls: str) -> Non
         assert streamed(reader, cut, list(range(1, end)), []) == whole(reader, cut, []), bytes(cut[:-1])
 
 
-@pytest.mark.parametrize("stop", [[], ["Zür", "✓"], ["</think>"], ["\n<tool_call>"]])
-@pytest.mark.parametrize(("thinks", "calls"), COMBINED)
+@each_row("stop", [[], ["Zür", "✓"], ["</think>"], ["\n<tool_call>"]])
+@each_row(("thinks", "calls"), COMBINED)
 def test_streamed_equals_whole_for_any_grouping_of_tokens(thinks: str, calls: str, stop: list[str]) -> None:
     tokens = [*(THOUGHTS[thinks] + CALLS[calls]).encode(), EOS]
     reader = partial(reader_of, thinks, calls)
@@ -157,7 +158,7 @@ def test_compared_messages_are_not_empty() -> None:
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("tool_calls", "Zür")
 
 
-@pytest.mark.parametrize("text", ["<thi", "<think", " <tool_c", "<eo", "\n"])
+@each_row("text", ["<thi", "<think", " <tool_c", "<eo", "\n"])
 def test_held_back_text_is_flushed_at_the_end(text: str) -> None:
     reader = partial(reader_of, "qwen3", "hermes")
     response = whole(reader, [*text.encode(), EOS], [])

@@ -8,6 +8,7 @@ import openai
 import pytest
 from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
@@ -239,13 +240,13 @@ BAD_TOOLS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("tools", "field"), BAD_TOOLS, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+@each_row(("tools", "field"), BAD_TOOLS, ids=lambda value: value if isinstance(value, str) else "")
+@each_row("choice", ["auto", "none", "required"])
 def test_errors_name_the_bad_tool(strict: LiveServer, tools: Any, field: str, choice: str) -> None:
     assert refused(strict, asking("x", tools=tools, tool_choice=choice))[0] == field
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "field"),
     [
         ({"tool_choice": "required"}, "tool_choice"),

@@ -8,6 +8,7 @@ import openai
 import pytest
 from support.byte_text import byte_tokenizer
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.text.fill_in_middle import FillFormat
 from pagoda.server.openai import completion
@@ -152,7 +153,7 @@ def test_a_response_format_beside_a_required_call(server: LiveServer, choice: An
 
 
 @pytest.mark.field("ChatCompletionRequest.reasoning|thinking|enable_thinking|think")
-@pytest.mark.parametrize(
+@each_row(
     ("more", "shown"),
     [
         ({"reasoning_effort": "low"}, "low,True;"),
@@ -173,7 +174,7 @@ def test_reasoning_in_other_forms(server: LiveServer, more: dict[str, Any], show
     assert "x-pagoda-ignored" not in answer.headers
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "name"),
     [
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -222,7 +223,7 @@ def test_numbers_as_floats_and_text(server: LiveServer) -> None:
         assert refused(server, asking("x", **{name: value})) == name
 
 
-@pytest.mark.parametrize("stop", ["", [], [""], None, ["", "c"]])
+@each_row("stop", ["", [], [""], None, ["", "c"]])
 def test_empty_stops(server: LiveServer, stop: Any) -> None:
     text = answer_of(server, asking("abcd", stop=stop))["choices"][0]["message"]["content"]
     assert text == ("ab" if stop == ["", "c"] else "abcd")
@@ -253,7 +254,7 @@ def test_max_completion_tokens_has_precedence(server: LiveServer) -> None:
     assert answer.headers["x-pagoda-ignored"] == "max_tokens"
 
 
-@pytest.mark.parametrize(("value", "status"), [(0, 200), (2, 200), (2.1, 400), (-0.1, 400)])
+@each_row(("value", "status"), [(0, 200), (2, 200), (2.1, 400), (-0.1, 400)])
 def test_temperature_has_the_bounds_of_openai(server: LiveServer, value: float, status: int) -> None:
     for path, body in ((CHAT, asking("x")), (TEXT, {"prompt": "[[x]]assistant:", "max_tokens": 1})):
         code, answer = server.post(path, body | {"temperature": value})

@@ -10,6 +10,7 @@ import openai
 import pytest
 from support.chat_messages import message as empty_message
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 CHAT = "/v1/chat/completions"
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -170,8 +171,8 @@ def test_logprobs_have_openai_format(server: LiveServer) -> None:
     assert all(part is None or part["content"] for part in parts)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+@each_row("stream", [False, True])
+@each_row(
     ("more", "param"),
     [
         ({"temperature": 3e9}, "temperature"),

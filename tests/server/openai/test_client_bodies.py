@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 BODIES = json.loads((Path(__file__).parents[2] / "data" / "client_bodies.json").read_text(encoding="utf-8"))
 TEMPLATE = "{{ messages | length }}{% for t in tools or [] %}{{ t.function.name[:4] }}{% endfor %}assistant:"
@@ -19,7 +20,7 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.mark.parametrize("row", BODIES, ids=lambda row: row["client"])
+@each_row("row", BODIES, ids=lambda row: row["client"])
 def test_bodies_of_clients_are_answered(server: LiveServer, row: dict[str, Any]) -> None:
     answer = server.response("POST", row["path"], {**row["body"], "model": "fake"})
     assert answer.status == 200, answer.body

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 PATH = "/inference/v1/generate"
 BODY: dict[str, Any] = {"token_ids": [97], "sampling_params": {"max_tokens": 3, "temperature": 0}}
@@ -101,7 +102,7 @@ def test_a_rendered_prompt_is_a_body(server: LiveServer) -> None:
     assert answer["choices"][0]["text"] == whole["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "field", "message"),
     [
         ({"token_ids": []}, "token_ids", "token_ids"),

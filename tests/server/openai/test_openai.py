@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 USER = [{"role": "user", "content": "a"}]
 
@@ -71,7 +72,7 @@ def test_continuous_usage(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.field("CompletionRequest.stream")
-@pytest.mark.parametrize("extra", [{}, {"stop": ["CD"]}, {"n": 3}, {"logprobs": 2}, {"echo": True, "logprobs": 1}])
+@each_row("extra", [{}, {"stop": ["CD"]}, {"n": 3}, {"logprobs": 2}, {"echo": True, "logprobs": 1}])
 def test_streamed_completion_equals_whole(client: openai.OpenAI, extra: dict[str, Any]) -> None:
     whole = client.completions.create(model="fake", prompt=["@", "PQ"], max_tokens=8, seed=1, **extra)
     text = dict.fromkeys(range(2 * extra.get("n", 1)), "")
@@ -139,7 +140,7 @@ def test_echo_with_max_tokens_0(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.field("CompletionRequest.prompt")
-@pytest.mark.parametrize("prompt", ["ab", ["ab"], [97, 98], [[97, 98]]])
+@each_row("prompt", ["ab", ["ab"], [97, 98], [[97, 98]]])
 def test_prompt_forms(client: openai.OpenAI, prompt: Any) -> None:
     assert client.completions.create(model="fake", prompt=prompt, max_tokens=2).choices[0].text == "cd"
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.fake_engine import MAX_LEN, WIDTH, build
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
@@ -99,7 +100,7 @@ def test_equal_embeddings_are_cached_under_their_salt(server: LiveServer) -> Non
     assert cached("0123456x89", "a") == 4
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value",
     [
         torch.nn.Parameter(rows("abc")),
@@ -111,7 +112,7 @@ def test_equal_embeddings_are_cached_under_their_salt(server: LiveServer) -> Non
     ],
     ids=["parameter", "slice", "transposed", "one-of-a-batch", "float16", "float64"],
 )
-@pytest.mark.parametrize("protocol", [2, 4])
+@each_row("protocol", [2, 4])
 def test_tensors_of_every_dtype_and_layout(server: LiveServer, value: torch.Tensor, protocol: int) -> None:
     body = {"prompt_embeds": saved(value, pickle_protocol=protocol), "max_tokens": 2}
     status, answer = server.post(PATH, body)
@@ -210,7 +211,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_row("name", BAD)
 def test_bad_embeddings_are_a_400_that_names_the_field(
     server: LiveServer, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +225,7 @@ def test_bad_embeddings_are_a_400_that_names_the_field(
     assert "it ran" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "more"),
     [
         ("echo", {"echo": True}),
@@ -252,8 +253,8 @@ def test_embeddings_need_the_flag() -> None:
         assert "start the server with --enable-prompt-embeds" in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("model", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each_row("model", ["float32", "bfloat16", "float16"])
+@each_row("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_embeddings_are_converted_to_the_model_dtype(model: str, given: torch.dtype) -> None:
     built = build(EngineConfig(model=ModelConfig(model="fake", enable_prompt_embeds=True)))
     info = msgspec.structs.replace(built.info, dtype=model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from support.live_server import live_server
+from support.rows import each_row
 
 from pagoda.server.http.response import event
 from pagoda.server.openai.response import TextEvent
@@ -14,7 +14,7 @@ TEXTS = ["a", "", '"', "\\", "\n", "\u2028", "é", "\U0001f600", "\ufdd0", '"\uf
 IDS = ["x", "\ufdd0", '"\ufdd0"', '\\"', "}{"]
 
 
-@pytest.mark.parametrize("own", IDS)
+@each_row("own", IDS)
 def test_text_events_equal_whole_events(own: str) -> None:
     def chunk(text: str) -> dict:
         return {"id": f"cmpl-{own}", "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None}]}
@@ -24,8 +24,8 @@ def test_text_events_equal_whole_events(own: str) -> None:
     assert event(encoded("a")) == encoded("a")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("own", IDS)
+@each_row("path", ["/v1/completions", "/v1/chat/completions"])
+@each_row("own", IDS)
 def test_streamed_equals_whole(path: str, own: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
     body |= {"request_id": own, "n": 2, "max_tokens": 12}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.structured_output.grammar import closes_safely
@@ -41,7 +42,7 @@ def complete(server: LiveServer, **body: Any) -> Any:
     return answer["choices"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "fields"),
     [
         ("/v1/completions", {"response_format": {"type": "json_object"}}),
@@ -71,7 +72,7 @@ def test_without_the_library_constraints_are_refused_with_the_install_command(
     "|guided_choice|guided_regex|guided_grammar",
     "SamplingParams.structured_outputs",
 )
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "text"),
     [
         ({"response_format": {"type": "text"}}, "bcdefghijklmnopqrstu"),
@@ -160,8 +161,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("fields", "param", "words"), BAD)
+@each_row("stream", [False, True])
+@each_row(("fields", "param", "words"), BAD)
 def test_a_bad_constraint_is_a_400_that_names_its_field(server, fields, param, words, stream):
     status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | fields)
     if status == 200:  # it turned out while it was answered
@@ -174,7 +175,7 @@ def test_a_bad_constraint_is_a_400_that_names_its_field(server, fields, param, w
     assert complete(server, max_tokens=2)[0]["text"] == "bc"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tag",
     [
         "[]",
@@ -316,7 +317,7 @@ def test_settings_of_the_server(monkeypatch):
     assert forms.thinking(SamplingParams(), "a", []) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schema", "safe"),
     [
         (OPEN_OBJECT, True),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.byte_text import EOS, byte_tokenizer
+from support.rows import each_row
 from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
@@ -67,7 +67,7 @@ def ids_to_text(ids: list[int]) -> str:
     return bytes(token for token in ids if token != EOS).decode("utf-8", "ignore")
 
 
-@pytest.mark.parametrize("text", ["so|hello", "|hé𝄞", "é|", "thinking", "a|b|c"])
+@each_row("text", ["so|hello", "|hé𝄞", "é|", "thinking", "a|b|c"])
 def test_logprobs_of_content_only(text: str) -> None:
     events, tokens = read(text, [len(text.encode()) + 1])
     content = "".join(event.text for event in events if isinstance(event, Content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.rows import each_row
 
 from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, merge_events
@@ -93,8 +94,8 @@ def read(reasoning: str, tools: str, prompt: str, text: str, step: int) -> list[
     return merge_events([*events, *parser.finish()])
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(("reasoning", "tools", "prompt", "text"), EXAMPLES)
+@each_row("step", [1, 2, 3, 7, 1000])
+@each_row(("reasoning", "tools", "prompt", "text"), EXAMPLES)
 def test_thinking_and_a_call(reasoning: str, tools: str, prompt: str, text: str, step: int) -> None:
     reasoning_event, *rest = read(reasoning, tools, prompt, text, step)
     assert isinstance(reasoning_event, Reasoning)
@@ -112,8 +113,8 @@ def test_content_before_and_after_a_call(step: int) -> None:
     assert events == [Reasoning("Hm."), Content("Wait."), *CALL, Content("1 < 2")]
 
 
-@pytest.mark.parametrize("step", [1, 5, 1000])
-@pytest.mark.parametrize(("reasoning", "tools", "prompt", "call"), UNENDED)
+@each_row("step", [1, 5, 1000])
+@each_row(("reasoning", "tools", "prompt", "call"), UNENDED)
 def test_a_call_ends_the_thinking(reasoning: str, tools: str, prompt: str, call: str, step: int) -> None:
     reasoning_event, call_event, *rest = read(reasoning, tools, prompt, f"Hm: <b>\n{call}", step)
     assert reasoning_event == Reasoning("Hm: <b>")

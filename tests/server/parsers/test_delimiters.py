@@ -1,6 +1,6 @@
 """Delimiter search and stripping in split text."""
 
-import pytest
+from support.rows import each_row
 from support.splits import splits
 
 from pagoda.server.parsers.parser import DelimiterSet, DelimiterStripper
@@ -11,7 +11,7 @@ def strip(delimiters: DelimiterSet, pieces: list[str]) -> str:
     return "".join(map(stripper.feed, pieces)) + stripper.finish()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "left"),
     [
         ("plain", "plain"),

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 
-import pytest
+from support.rows import each_row
 from support.splits import read_all_splits
 
 from pagoda.server.parsers.output_parser import MAX_CHUNK_CHARS, OutputParser
@@ -110,7 +110,7 @@ def test_an_incomplete_special_token_is_flushed_before_a_call() -> None:
     ]
 
 
-@pytest.mark.parametrize("stages", [(thinking,), (thinking, required), (required,), (thinking, named)])
+@each_row("stages", [(thinking,), (thinking, required), (required,), (thinking, named)])
 def test_truncated_outputs(stages: tuple[Callable[[], Parser], ...]) -> None:
     text = '<think>hm é</think>\n[{"name": "f", "parameters": {"a": "ü<eos>"}}]'
     for length in range(len(text)):

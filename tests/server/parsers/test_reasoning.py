@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from support.rows import each_row
 from support.splits import events_of, read_all_splits, splits
 
 from pagoda.common.errors import ConfigError
@@ -68,7 +69,7 @@ def test_every_format_loads() -> None:
         reasoning_format("r1")
 
 
-@pytest.mark.parametrize("name", sorted(OPENED))
+@each_row("name", sorted(OPENED))
 def test_thinking_and_content(name: str) -> None:
     start, end = tags(name)
     events = [Reasoning("Größer: 9.8 → <b>"), Content("It is\n 9.8 ✓ ")]
@@ -76,7 +77,7 @@ def test_thinking_and_content(name: str) -> None:
     assert read(name, OPENED[name], f"\nGrößer: 9.8 → <b> \n{end}\n\nIt is\n 9.8 ✓ ") == events
 
 
-@pytest.mark.parametrize("name", sorted(OPENED))
+@each_row("name", sorted(OPENED))
 def test_a_prompt_that_opens_or_closes_the_thinking(name: str) -> None:
     format = reasoning_format(name)
     start, end = tags(name)
@@ -94,7 +95,7 @@ def test_a_prompt_that_opens_or_closes_the_thinking(name: str) -> None:
         assert format.thinks(prompt.replace("HELLO", f"what is {tag}?"))
 
 
-@pytest.mark.parametrize("name", sorted(OPENED))
+@each_row("name", sorted(OPENED))
 def test_an_answer_cut_anywhere_never_shows_half_a_tag_as_thinking(name: str) -> None:
     start, end = tags(name)
     text = f"{start}one two{end}three"
@@ -113,7 +114,7 @@ def test_a_start_in_the_middle_is_content() -> None:
     assert read("qwen3", "x", "Use <think> here</think>") == [Content("Use <think> here</think>")]
 
 
-@pytest.mark.parametrize("name", sorted(OPENED))
+@each_row("name", sorted(OPENED))
 def test_thinking_that_goes_on_or_is_ended_twice(name: str) -> None:
     start, end = tags(name)
     events = [Reasoning("one\ntwo\nthree"), Content("It is")]
@@ -178,8 +179,8 @@ def test_white_space_is_content_where_nothing_was_thought() -> None:
     assert read("qwen3", "x", " \n") == [Content(" \n")]
 
 
-@pytest.mark.parametrize("before", ["", "<think>", "<think>hm", "<think>hm</think>", "hm"])
-@pytest.mark.parametrize("after", ["", "<think>x", "</think>x", "x"])
+@each_row("before", ["", "<think>", "<think>hm", "<think>hm</think>", "hm"])
+@each_row("after", ["", "<think>x", "</think>x", "x"])
 def test_white_space_without_end_is_text(before: str, after: str) -> None:
     space = "\n" * (2 * MAX_SPACE)
     for prompt in ("x", OPENED["qwen3"]):
@@ -276,7 +277,7 @@ def test_harmony_without_its_markup() -> None:
     assert harmony_plain(text) == [Reasoning("User asks <b>."), Content("I look.\nGröße → 5")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "events"),
     [
         (FINAL, [Content("Größe → 5")]),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.live_server import live_server
+from support.rows import each_row
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
@@ -116,7 +117,7 @@ def test_a_plugin_may_be_a_module(plugin: str, monkeypatch: pytest.MonkeyPatch, 
     assert tool_format("shouting", "shouting_module").parser([]).feed("RUN") == [ToolCall(0, "RUN")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "line"),
     [
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
+from support.rows import each_row
 
 from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
@@ -33,7 +33,7 @@ def test_the_table_lists_the_registry() -> None:
     assert sorted(name for names, _ in ROWS for name in re.findall(r"`([^`]+)`", names)) == sorted(TOOL_FORMATS)
 
 
-@pytest.mark.parametrize(("name", "text"), SHOWN, ids=[name for name, _ in SHOWN])
+@each_row(("name", "text"), SHOWN, ids=[name for name, _ in SHOWN])
 def test_the_examples_in_the_table_parse(name: str, text: str) -> None:
     wraps = {
         "longcat": '<longcat_tool_call>{"name": "f", "arguments": {"a": 1}}</longcat_tool_call>',

@@ -4,8 +4,8 @@ import base64
 import sys
 
 import numpy as np
-import pytest
 import torch
+from support.rows import each_row
 
 from pagoda.server.pooling.fields import EmbedDType, Encoding
 
@@ -27,7 +27,7 @@ def odd_numbers() -> np.ndarray:
     return np.array([*sizes, *ties, *(-np.array(ties)), *odd], np.float32)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@each_row("dtype", TYPES)
 def test_conversions_match_torch(dtype: EmbedDType) -> None:
     vector = odd_numbers()
     if dtype == "fp8_e4m3":  # versions of torch differ on overflow
@@ -46,7 +46,7 @@ def test_e4m3_saturates() -> None:
     assert torch.frombuffer(bytearray(sent), dtype=torch.float8_e4m3fn).float().tolist() == [448, -448, 448]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@each_row("dtype", TYPES)
 def test_byte_orders(dtype: EmbedDType) -> None:
     vector = np.array([0.1, -2.5, 3.25], np.float32)
     little, big = (Encoding("base64", dtype, order).in_bytes(vector) for order in ("little", "big"))

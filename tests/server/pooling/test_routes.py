@@ -12,6 +12,7 @@ from support import fake_pooling
 from support.api_bodies import LEAST, path_of
 from support.fake_pooling import vector
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
@@ -177,7 +178,7 @@ def test_priority_reaches_the_engine() -> None:
         assert fake_pooling.requests[-1].priority == 2
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
+@each_row("schema", SCHEMAS)
 @pytest.mark.field(
     "EmbeddingCompletionRequest|EmbeddingChatRequest|EmbeddingBatchChatRequest|EmbeddingChatInputRequest|"
     "EmbeddingBatchChatInputRequest|ClassificationCompletionRequest|ClassificationChatRequest|"
@@ -196,8 +197,8 @@ def test_users_are_logged(schema: str, caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.field("EmbeddingCompletionRequest|PoolingCompletionRequest.input")
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
-@pytest.mark.parametrize(
+@each_row("path", ["/v1/embeddings", "/pooling"])
+@each_row(
     ("value", "texts"),
     [
         ("abc", ["abc"]),
@@ -270,7 +271,7 @@ def test_special_tokens(post: Callable[..., tuple[int, Any]], schema: str) -> No
     "ClassificationChatRequest|PoolingChatRequest.add_generation_prompt|continue_final_message|chat_template|"
     "chat_template_kwargs"
 )
-@pytest.mark.parametrize("schema", CHATS)
+@each_row("schema", CHATS)
 def test_templates(schema: str) -> None:
     kind = "classify" if "Classif" in schema else "embed"
 
@@ -419,8 +420,8 @@ FIELD_PAIRS = [("text_1", "text_2"), ("queries", "documents"), ("queries", "item
 
 @pytest.mark.field("ScoreTextRequest.text_1|text_2", "ScoreDataRequest.data_1|data_2")
 @pytest.mark.field("ScoreQueriesDocumentsRequest.queries|documents", "ScoreQueriesItemsRequest.queries|items")
-@pytest.mark.parametrize("path", ["/score", "/v1/score"])
-@pytest.mark.parametrize(("one", "two"), FIELD_PAIRS)
+@each_row("path", ["/score", "/v1/score"])
+@each_row(("one", "two"), FIELD_PAIRS)
 def test_scores(embed: LiveServer, cross: LiveServer, path: str, one: str, two: str) -> None:
     def scores(server: LiveServer, first: Any, second: Any) -> list[float]:
         status, answer = server.post(path, {one: first, two: second})
@@ -493,7 +494,7 @@ def test_rankings(embed: LiveServer, cross: LiveServer, path: str) -> None:
     "ScoreDataRequest|ScoreQueriesDocumentsRequest|ScoreQueriesItemsRequest|ScoreTextRequest|RerankRequest."
     "max_tokens_per_query|max_tokens_per_doc|instruction|chat_template_kwargs"
 )
-@pytest.mark.parametrize("schema", PAIRS)
+@each_row("schema", PAIRS)
 def test_prompts_of_pairs(embed: LiveServer, cross: LiveServer, template: LiveServer, schema: str) -> None:
     def prompts_of(server: LiveServer, **fields: Any) -> list[list[int]]:
         before = len(fake_pooling.requests)
@@ -548,7 +549,7 @@ def test_pooling_models_do_not_generate(embed: LiveServer) -> None:
         assert "--runner generate" in answer["error"]["message"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "body", "field"),
     [
         ("/v1/embeddings", b"{", None),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.byte_text import EOS, byte_tokenizer
+from support.rows import each_row
 from support.watching import Children, eventually_in_loop
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
@@ -66,7 +67,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "asked",
     [
         {"regex": "(a+)+b"},
@@ -82,7 +83,7 @@ def test_what_compiles_passes(check, asked):
     assert why(check, text(**asked)) == ""
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("grammar", "words"),
     [
         (text(regex="(a"), "unclosed group"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.byte_text import EOS, byte_tokenizer
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
@@ -138,7 +139,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@each_row("name", HOSTILE)
 def test_hostile_grammars_are_answered_and_the_next_request_is_served(server: LiveServer, name: str) -> None:
     body = {"prompt": "a", "max_tokens": 2, "structured_outputs": HOSTILE[name]}
     status, answer = server.post("/v1/completions", body)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from support.byte_text import EOS, byte_tokenizer
 from support.fake_engine import MAX_LEN, build
+from support.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
@@ -27,7 +28,7 @@ def child(prompt: PromptType, **params: Any) -> Any:
     return inputs().prepare("r", prompt, SamplingParams(**params)).children[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "text"),
     [
         ("abc", "abc"),
@@ -45,7 +46,7 @@ def test_every_form_of_prompt(prompt: PromptType, text: str | None) -> None:
     assert prepared.children[0].prompt_token_ids == [97, 98, 99]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "field", "words"),
     [
         ("", "prompt", "empty"),
@@ -80,7 +81,7 @@ def test_bad_prompts_name_the_field(prompt: Any, field: str, words: str) -> None
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("params", "field"),
     [
         ({"logprobs": 21}, "logprobs"),
@@ -131,15 +132,13 @@ def test_prepare_verifies_params_once(prompt: PromptType, monkeypatch: pytest.Mo
 
 
 @pytest.mark.field("SamplingParams.max_tokens")
-@pytest.mark.parametrize(
-    ("asked", "granted"), [(None, MAX_LEN - 3), (5, 5), (MAX_LEN - 3, MAX_LEN - 3), (10_000, MAX_LEN - 3)]
-)
+@each_row(("asked", "granted"), [(None, MAX_LEN - 3), (5, 5), (MAX_LEN - 3, MAX_LEN - 3), (10_000, MAX_LEN - 3)])
 def test_max_tokens_fills_up_the_context_at_most(asked: int | None, granted: int) -> None:
     assert child("abc", max_tokens=asked).max_tokens == granted
 
 
 @pytest.mark.field("SamplingParams.truncate_prompt_tokens")
-@pytest.mark.parametrize(("keep", "kept"), [(2, "yz"), (3, "xyz"), (9, "xyz"), (None, "xyz"), (-1, "xyz")])
+@each_row(("keep", "kept"), [(2, "yz"), (3, "xyz"), (9, "xyz"), (None, "xyz"), (-1, "xyz")])
 def test_truncation_keeps_the_end(keep: int | None, kept: str) -> None:
     assert child("xyz", truncate_prompt_tokens=keep).prompt_token_ids == list(kept.encode())
 
@@ -245,7 +244,7 @@ def test_sequences_name_their_key_and_their_request() -> None:
     assert {each.group for each in inputs().prepare("r", "abc", SamplingParams(n=2)).children} == {"r"}
 
 
-@pytest.mark.parametrize("params", [{"seed": 2**63 - 1}, {"seed": -5}, {}, {"temperature": 0.0}])
+@each_row("params", [{"seed": 2**63 - 1}, {"seed": -5}, {}, {"temperature": 0.0}])
 def test_each_answer_has_the_rules_of_its_number(params: dict[str, Any]) -> None:
     asked = SamplingParams(n=3, logit_bias={3: 1.0}, **params)
     children = inputs(seed=7).prepare("r", "abc", asked).children

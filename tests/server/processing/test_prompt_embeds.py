@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from support.rows import each_row
 from support.tiny_folder import write_model
 
 from pagoda.common.beam_search import BeamSearchParams
@@ -165,7 +166,7 @@ def test_steps_of_the_engine_stream(llm: LLM, table: np.ndarray) -> None:
     assert pieces == [[token] for token in expected.outputs[0].token_ids]
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+@each_row("kind", [torch.bfloat16, torch.float16, torch.float64])
 def test_numbers_of_other_types_are_taken_as_the_models(llm: LLM, table: np.ndarray, kind: torch.dtype) -> None:
     rows = torch.from_numpy(table[PROMPTS[1]]).to(kind)
     exact = ask(llm, [{"prompt_embeds": rows.float().numpy()}])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.fork_server import FreshPopen
+from support.rows import each_row
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.text.chat_template import MAX_TEMPLATE_CHARS, render
@@ -78,7 +79,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@each_row("name", BOMBS)
 def test_a_template_that_takes_any_time_is_refused_in_time(renderer: TemplateRenderer, name: str) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(RequestError) as caught:
@@ -97,7 +98,7 @@ def nested(depth: int, width: int = 1) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
+@each_row(
     "extra",
     [
         [nested(300)] * 5_000,  # indented: 450 M characters
@@ -194,7 +195,7 @@ class Text(str):
     """A string that a template must not reach."""
 
 
-@pytest.mark.parametrize(
+@each_row(
     "messages",
     [
         [{"role": "user", "content": "é 日本 \ud800 \x00"}],
@@ -209,7 +210,7 @@ def test_the_text_is_that_of_render(renderer: TemplateRenderer, messages: Any) -
     assert renderer.render(template, messages, **options) == render(template, messages, **options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "messages",
     [
         None,

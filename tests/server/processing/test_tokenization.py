@@ -5,6 +5,7 @@ import random
 import pytest
 import tokenizers
 from support.byte_text import byte_tokenizer, framed_tokenizer
+from support.rows import each_row
 from tokenizers import processors
 
 from pagoda.common.errors import RequestError
@@ -29,8 +30,8 @@ def library(tokenizer: Tokenizer, texts: tuple[str, ...], keep: int, side: Side)
     return own.encode(*texts)
 
 
-@pytest.mark.parametrize("make", [framed_tokenizer, bert_like])
-@pytest.mark.parametrize("side", ["left", "right"])
+@each_row("make", [framed_tokenizer, bert_like])
+@each_row("side", ["left", "right"])
 def test_texts_are_cut_as_the_library_cuts_them(make: type, side: Side) -> None:
     tokenizer, dice = make(), random.Random(1)
     for _ in range(200):
@@ -41,8 +42,8 @@ def test_texts_are_cut_as_the_library_cuts_them(make: type, side: Side) -> None:
         )
 
 
-@pytest.mark.parametrize("make", [framed_tokenizer, bert_like])
-@pytest.mark.parametrize("side", ["left", "right"])
+@each_row("make", [framed_tokenizer, bert_like])
+@each_row("side", ["left", "right"])
 def test_pairs_are_cut_as_the_library_cuts_them(make: type, side: Side) -> None:
     tokenizer, dice = make(), random.Random(2)
     for _ in range(400):

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.rows import each_row
 from support.watching import Children, gone
 
 from pagoda.server.processing import worker as module
@@ -54,7 +55,7 @@ def test_replies_of_any_size(tmp_path: Path) -> None:
     worker.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("request_", "out_of_time"),
     [(b"exit 0", False), (b"exit 9", False), (b"allocate 200000000", False), (b"spin", True)],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
@@ -55,7 +56,7 @@ def test_python_conveniences() -> None:
     assert (args.model, args.served_model_name, args.seed, args.max_num_batched_tokens) == ("a/b", ("x",), 0, 2000)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "flag"),
     [
         ({"dtype": "float63"}, "--dtype"),
@@ -188,7 +189,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("setting", NAMED)
+@each_row("setting", NAMED)
 def test_every_source_of_a_setting_gives_the_same_value(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +233,7 @@ def test_each_flag_without_effect_is_warned_about_once(caplog: pytest.LogCapture
 # --- spellings of flags ---
 
 
-@pytest.mark.parametrize(
+@each_row(
     "said",
     [
         ["--hf-overrides", '{"a": {"b": 1}, "c": ["x", "y", 2]}'],
@@ -248,7 +249,7 @@ def test_every_spelling_of_a_json_flag(said: list[str]) -> None:
     assert parse(*said).model.hf_overrides == {"a": {"b": 1}, "c": ["x", "y", 2]}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "value"),
     [
         ("1", 1),
@@ -265,20 +266,20 @@ def test_every_spelling_of_a_json_flag(said: list[str]) -> None:
         ("[1]", [1]),
     ],
 )
-@pytest.mark.parametrize("joined", [True, False])
+@each_row("joined", [True, False])
 def test_dotted_values_are_json_or_text(text: str, value: object, joined: bool) -> None:
     said = [f"--hf-overrides.x_y={text}"] if joined else ["--hf-overrides.x_y", text]
     assert parse(*said).model.hf_overrides == {"x_y": value}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "said", [["-O3"], ["-O", "3"], ["-O=3"], ["--optimization-level", "3"], ["-cc", "3"], ["--compilation-config", "3"]]
 )
 def test_optimization_levels(said: list[str]) -> None:
     assert parse(*said).compilation.optimization_level == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     "said",
     [
         ["-O.level=3"],

@@ -8,6 +8,7 @@ from typing import Any
 
 import interface
 import pytest
+from support.rows import each_row
 from support.tiny_folder import write_model
 
 from pagoda.common.config import backend_support, env
@@ -74,7 +75,7 @@ def cells() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "value", "backend"), cells())
+@each_row(("name", "value", "backend"), cells())
 def test_a_start_does_what_the_table_says(
     name: str,
     value: Any,

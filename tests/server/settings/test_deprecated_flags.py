@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ResolvedSettings
@@ -23,7 +24,7 @@ def resolved(*flags: str) -> ResolvedSettings:
 @pytest.mark.setting("--num-redundant-experts", "--eplb-window-size", "--eplb-step-interval", "--eplb-log-balancedness")
 @pytest.mark.setting("--enable-multimodal-encoder-data-parallel", "--disable-mm-preprocessor-cache")
 @pytest.mark.setting("--cuda-graph-sizes", "--tokens-only")
-@pytest.mark.parametrize(
+@each_row(
     ("words", "becomes"),
     [
         ("--task generate", {"runner": "generate"}),
@@ -76,7 +77,7 @@ def test_deprecated_flag_that_contradicts_its_replacement_is_refused() -> None:
         resolved("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flag", "value", "message"),
     [
         (

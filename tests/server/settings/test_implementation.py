@@ -18,6 +18,7 @@ from models.test_transformers_models import NANO, code_cache, expected_greedy, w
 from models.tiny_pooling import SMALL_BERT
 from safetensors.torch import save_file
 from support.byte_text import byte_tokenizer
+from support.rows import each_row
 from support.tiny_encoder import WORDS, word_pieces, write_modules
 
 from pagoda import PoolingParams
@@ -211,7 +212,7 @@ def test_a_window_can_be_disabled(tmp_path: Path) -> None:
 # --- what the fallback cannot do ---
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "error", "words"),
     [
         ({"backend": "torch_cuda", "tensor_parallel_size": 2}, ConfigError, "--tensor-parallel-size: is not supported"),

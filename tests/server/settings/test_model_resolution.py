@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from support.hub_server import HubServer
+from support.rows import each_row
 from support.tiny_folder import write_model
 
 from pagoda.common.errors import ConfigError, ModelError, RequestError
@@ -262,7 +263,7 @@ def test_hf_config_path(folder: Path, tmp_path: Path) -> None:
         info(folder, hf_config_path="/no/where")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("details", "method"),
     [
         ({"quant_method": "aqlm", "bits": 2}, "aqlm"),
@@ -303,7 +304,7 @@ def test_a_quantisation_nobody_knows_is_one_line(
 
 
 @pytest.mark.setting("--max-model-len")
-@pytest.mark.parametrize("asked", [None, -1, "auto", "AUTO"])
+@each_row("asked", [None, -1, "auto", "AUTO"])
 def test_unset_max_model_len_is_the_models(asked: object, folder: Path) -> None:
     assert info(folder, max_model_len=asked).limits.max_model_len == 128
     assert info(folder, max_model_len=asked, block_size=16, num_gpu_blocks_override=3).limits.max_model_len == 32
@@ -350,7 +351,7 @@ def test_generation_config_and_what_overrides_it(generating: Path, tmp_path: Pat
     assert info(generating, override_generation_config={"eos_token_id": 3}).eos_token_ids == (3,)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("over", "error", "words"),
     [
         (
@@ -460,7 +461,7 @@ def test_load_formats(folder: Path, tmp_path: Path) -> None:
         assert args("m", load_format=other).create_engine_config().load.load_format == name
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("format_", "words"),
     [
         ("tensorizer", "use the safetensors files"),
@@ -501,7 +502,7 @@ def test_code_of_a_repository_is_not_executed(trusted: bool, tmp_path: Path, cap
 # --- command lines of vLLM's documentation ---
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "status", "line"),
     [
         (

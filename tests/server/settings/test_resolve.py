@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rows import each_row
 from support.tiny_folder import write_model
 
 from pagoda.common.config.defaults import ResolvedRow, Usage
@@ -41,7 +42,7 @@ def test_every_setting_of_the_engine_has_one_row(folder: Path) -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "source", "why"),
     [
         ("dtype", "bfloat16", "model", "the checkpoint's dtype is float32, which auto serves in 16 bits"),
@@ -118,7 +119,7 @@ def test_row_of_the_generation_config(tmp_path: Path) -> None:
 IN_16_BITS = "the checkpoint's dtype is float32, which auto serves in 16 bits"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("stated", "backend", "dtype", "why"),
     [
         ("float64", "reference", "bfloat16", "the checkpoint's dtype is float64, which reference does not support"),
@@ -147,7 +148,7 @@ def test_models_that_overflow_in_float16(tmp_path: Path) -> None:
     assert _dtype("auto", {"dtype": "float32"}, "torch_cuda", pooling=True)[0] == "float16"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("stated", "backend", "dtype"),
     [
         ("float32", "reference", "float32"),
@@ -186,7 +187,7 @@ def test_no_weights_are_needed_and_no_framework_is_imported(folder: Path, tmp_pa
     assert done.stdout.split() == [str(len(resolved(folder).rows))]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "error", "words"),
     [
         ({"backend": "none"}, ConfigError, "--backend: none is unknown"),

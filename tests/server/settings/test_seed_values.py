@@ -5,13 +5,17 @@ The rows are those of tests/data/interface; `default` and `choices` are their va
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import interface
 import pytest
+from support.rows import each_row
 
 from pagoda.common.config import backend_support, env
 from pagoda.common.config.commands import COMMAND_SETTINGS
@@ -36,8 +40,6 @@ SAMPLES: Mapping[str, list[str]] = {
 }
 """Values of a flag by its type, besides those that the documentation names."""
 
-PARSERS = {name: interface.parser_of(command) for name, command in interface.commands() if command.module}
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -49,15 +51,17 @@ class Outcome:
     engine: EngineConfig | None = None
 
 
-def outcome(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> Outcome:
+def outcome(command: str, *words: str) -> Outcome:
     """Run the command's checks that need no model. Any error but a refusal is raised."""
     settings = COMMAND_SETTINGS[command]
     model = ["--model", "m"] if "model" in settings else []
     if command == "run-batch":
         model += ["--input-file", "in", "--output-file", "out"]
     backend = ["--backend", "reference"] if "backend" in settings and "--backend" not in words else []
+    printed = io.StringIO()
     try:
-        args = PARSERS[command].parse_args([*model, *backend, *words])
+        with redirect_stderr(printed):
+            args = interface.parsers()[command].parse_args([*model, *backend, *words])
         resolved = resolve_settings(args, settings)
         for config in {setting.config for setting in settings.values()} - {*ENGINE_GROUPS.values()}:
             build(config, resolved.values, settings.values())
@@ -70,9 +74,15 @@ def outcome(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) 
     except ConfigError as error:
         return Outcome(refusal=str(error))
     except SystemExit:
-        return Outcome(refusal=capsys.readouterr().err)
+        return Outcome(refusal=printed.getvalue())
     notes = (*resolved.notes, *backend_support.notes(engine, chosen))
     return Outcome(notes=notes, values=resolved.values, engine=engine)
+
+
+@cache
+def usual(command: str) -> Outcome:
+    """What becomes of the command without flags."""
+    return outcome(command)
 
 
 def words_of(row: dict[str, str]) -> Iterator[list[str]]:
@@ -119,15 +129,13 @@ def judge(setting: Setting, words: list[str], result: Outcome, usual: Outcome) -
     return "default"
 
 
-@pytest.mark.parametrize(("command", "words"), list(cases()))
-def test_every_value_of_a_flag_has_an_outcome(
-    command: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+@each_row(("command", "words"), cases)
+def test_every_value_of_a_flag_has_an_outcome(command: str, words: list[str]) -> None:
     name = words[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
     setting = COMMAND_SETTINGS[command].get(name)
     if setting is None:  # a switch whose own name begins with no
         setting = COMMAND_SETTINGS[command][words[0][2:].replace("-", "_")]
-    judge(setting, words, outcome(command, words, capsys), outcome(command, [], capsys))
+    judge(setting, words, outcome(command, *words), usual(command))
 
 
 NAMED = [
@@ -166,14 +174,14 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), NAMED)
-def test_named_values(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+@each_row(("line", "expected"), NAMED)
+def test_named_values(line: str, expected: str) -> None:
     words = line.split()
     name = {"-q": "quantization"}.get(words[0], words[0][2:].replace("-", "_"))
     setting = ENGINE_SETTINGS[name]
-    result = outcome("serve", words, capsys)
+    result = outcome("serve", *words)
     if expected in ("implemented", "no effect", "deprecated"):
-        assert judge(setting, words, result, outcome("serve", [], capsys)) == expected
+        assert judge(setting, words, result, usual("serve")) == expected
     else:
         assert re.match(rf"{setting.flag}: {expected}", result.refusal), result.refusal
 
@@ -182,10 +190,8 @@ def test_named_values(line: str, expected: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("sizes", "listed", "largest"), [(["512"], (), 512), (["1", "8"], (1, 8), None), (["4", "4"], (4, 4), None)]
 )
-def test_one_graph_size_is_the_largest(
-    sizes: list[str], listed: tuple[int, ...], largest: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = outcome("serve", ["--cuda-graph-sizes", *sizes], capsys).engine
+def test_one_graph_size_is_the_largest(sizes: list[str], listed: tuple[int, ...], largest: int | None) -> None:
+    engine = outcome("serve", "--cuda-graph-sizes", *sizes).engine
     assert engine is not None
     assert engine.compilation.cudagraph_capture_sizes == listed
     assert engine.compilation.max_capture_size == largest
@@ -196,7 +202,7 @@ def test_one_graph_size_is_the_largest(
 VALUES = ("1", "0", "cpu", "/tmp", "2,3", "XFORMERS", "FLASH_ATTN_VLLM_V1", "fork", "nonsense")
 
 
-@pytest.mark.parametrize("name", [row["name"] for row in interface.rows("env")])
+@each_row("name", [row["name"] for row in interface.rows("env")])
 def test_every_variable_has_an_outcome(name: str) -> None:
     (variable,) = [each for each in env.VARIABLES if name in each.names]
     row = next(row for row in interface.rows("env") if row["name"] == name)
@@ -257,7 +263,7 @@ def test_old_names_of_kernels(value: str, name: str) -> None:
     assert layer["attention_backend"].value == name
 
 
-@pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable.status != "implemented"])
+@each_row("name", [variable.name for variable in env.VARIABLES if variable.status != "implemented"])
 def test_no_reason_denies_what_exists(name: str) -> None:
     (variable,) = [each for each in env.VARIABLES if each.name == name]
     stale = r"no GPU backend|no NCCL|no Ray|one node|no float8|no CUDA|CPU only|AWQ is not|single GPU"

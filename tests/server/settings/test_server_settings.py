@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.served import served, wait_ready
 from support.watching import eventually, logged
 
@@ -328,7 +329,7 @@ def test_traceback_of_a_failed_stream(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.setting("--disable-uvicorn-access-log", "--uvicorn-log-level", "--disable-access-log-for-endpoints")
-@pytest.mark.parametrize(
+@each_row(
     ("config", "seen"),
     [
         ({"uvicorn_log_level": "info"}, ["/health", "/v1/models"]),

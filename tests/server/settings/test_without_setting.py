@@ -6,6 +6,7 @@ from pathlib import Path
 
 import interface
 import pytest
+from support.rows import each_row
 
 from pagoda import LLM
 from pagoda.common.config.settings import ENGINE_SETTINGS, from_file
@@ -15,19 +16,18 @@ from pagoda.server.settings.flags import EngineArgs
 
 NEWER = [line.split("\t")[1] for line in Path("tests/data/vllm_newer_flags.tsv").read_text().splitlines()[1:]]
 KNOWN = {flag for settings in interface.groups().values() for each in settings.values() for flag in each.flags}
-PARSER = interface.parser_of(dict(interface.commands())["serve"])
 
 
-@pytest.mark.parametrize("flag", NEWER)
+@each_row("flag", NEWER)
 def test_a_flag_is_a_setting_or_has_a_reason(flag: str) -> None:
     name = flag.removeprefix("--").replace("-", "_")
     assert (flag in KNOWN) != (name in FLAGS_WITHOUT_SETTING)
 
 
-@pytest.mark.parametrize("spelling", ["--numa-bind", "--numa_bind", "--no-numa-bind", "--numa-bind=1"])
+@each_row("spelling", ["--numa-bind", "--numa_bind", "--no-numa-bind", "--numa-bind=1"])
 def test_serve_gives_the_reason(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        PARSER.parse_args(["m", spelling])
+        interface.parsers()["serve"].parse_args(["m", spelling])
     assert ended.value.code == 2
     line = capsys.readouterr().err
     assert "numa-bind is not supported: there is no NUMA policy; start the server under numactl" in line
@@ -35,7 +35,7 @@ def test_serve_gives_the_reason(spelling: str, capsys: pytest.CaptureFixture[str
 
 def test_a_json_flag_gives_the_reason_for_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        PARSER.parse_args(["m", "--kernel-config.moe_backend", "triton"])
+        interface.parsers()["serve"].parse_args(["m", "--kernel-config.moe_backend", "triton"])
     assert "--kernel-config is not supported: each backend chooses its kernels" in capsys.readouterr().err
 
 

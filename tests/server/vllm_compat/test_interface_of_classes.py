@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rows import each_row
 
 from pagoda.server.vllm_compat.missing_methods import MISSING_METHODS
 
@@ -83,7 +84,7 @@ def has(kind: Any, member: str) -> bool:
     return hasattr(kind, member) or member in listed or member in getattr(kind, "__struct_fields__", ())
 
 
-@pytest.mark.parametrize(("module", "name", "member", "params"), MEMBERS, ids=lambda value: str(value)[:40])
+@each_row(("module", "name", "member", "params"), MEMBERS, ids=lambda value: str(value)[:40])
 def test_a_member_exists_with_its_parameters(module: str, name: str, member: str, params: str) -> None:
     full, kind = f"{name}.{member}", class_of(module, name)
     if full in MISSING:

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
+from support.rows import each_row
 
 import pagoda
 from pagoda.server.vllm_compat import modules
@@ -16,7 +17,7 @@ from pagoda.server.vllm_compat.modules import MISSING, MODULES, PROGRAMS, RENAME
 PACKAGES = sorted({name[:index] for name in MODULES for index, letter in enumerate(name) if letter == "."})
 
 
-@pytest.mark.parametrize("name", MODULES)
+@each_row("name", MODULES)
 def test_a_path_holds_pagodas_objects(name: str) -> None:
     module = import_module(f"pagoda.{name}")
     for word in MODULES[name].split():
@@ -25,17 +26,17 @@ def test_a_path_holds_pagodas_objects(name: str) -> None:
         assert getattr(module, alias or word) is getattr(import_module(home), own)
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@each_row("name", PACKAGES)
 def test_what_is_above_a_path_is_a_package(name: str) -> None:
     assert import_module(f"pagoda.{name}").__path__ == []
 
 
-@pytest.mark.parametrize("name", pagoda._NAMES)
+@each_row("name", pagoda._NAMES)
 def test_top_level_names(name: str) -> None:
     assert getattr(pagoda, name) is modules.public_object(name)
 
 
-@pytest.mark.parametrize("name", MISSING)
+@each_row("name", MISSING)
 def test_features_that_do_not_exist_are_named(name: str) -> None:
     for path in (f"pagoda.{name}", f"pagoda.{name}.something"):
         with pytest.raises(ImportError, match=f"there is no pagoda.{name}.*: "):

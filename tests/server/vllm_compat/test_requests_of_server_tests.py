@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.rows import each_row
 from support.vllm_requests.case import VllmCase, faults
 from support.vllm_requests.differences import DIFFERENCES, Difference
 from support.vllm_requests.servers import SERVERS, SMOL, Fleet, name_of
@@ -31,7 +32,7 @@ def real(model_file: object) -> Iterator[Fleet]:
     found.close()
 
 
-@pytest.mark.parametrize("case", FAKE, ids=lambda case: case.id)
+@each_row("case", FAKE, ids=lambda case: case.id)
 def test_a_request_without_a_model(case: VllmCase, fleet: Fleet) -> None:
     check(case, fleet)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import blocks_of, full_layout, hybrid_layout, state_layout
+from support.rows import each_row
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
 from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit, WindowRule
@@ -196,7 +197,7 @@ class TestWindow:
         assert [rule.max_blocks(9, tokens) for tokens in (2, 3, 4, 7, 8)] == [3, 3, 4, 4, 5]
         assert rule.max_blocks(2, 8) == 2
 
-    @pytest.mark.parametrize("window", [1, 4, 5, 6, 9])
+    @each_row("window", [1, 4, 5, 6, 9])
     def test_the_longest_hit_for_any_set_of_cached_pages(self, window: int):
         rule, hashes = WindowRule(0, 0, 4, window), [bytes([page]) for page in range(6)]
         for cached in range(1 << 6):

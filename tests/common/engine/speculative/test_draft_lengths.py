@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.rows import each_row
 
 from pagoda.common.engine.messages import DraftStats
 from pagoda.common.engine.request import RunningBatch
@@ -46,7 +47,7 @@ def test_a_rate_gives_the_length_at_which_a_draft_stops_to_pay() -> None:
     assert lengths.paying(batch, every, MOST).tolist() == [3], "0.5 ** 3 = 1 / (7 + 1)"
 
 
-@pytest.mark.parametrize(("num_rows", "want"), [(1, MOST), (16, 5), (64, 2), (256, 1)])
+@each_row(("num_rows", "want"), [(1, MOST), (16, 5), (64, 2), (256, 1)])
 def test_large_batches_have_fewer(num_rows: int, want: int) -> None:
     batch, every = running(num_rows)
     lengths = DraftLengths(256, 256)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from support.rows import each_row
 
 from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import DraftContext, PaddedGuesses, Proposer
@@ -39,7 +40,7 @@ def ends(text: Sequence[int], gram: Sequence[int]) -> list[int]:
     return [end for end in reversed(places) if list(text[end - length : end]) == list(gram) and EMBEDDED not in gram]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_row("seed", range(20))
 def test_an_index_finds_what_a_scan_finds(seed: int) -> None:
     rng = random.Random(seed)
     lengths = sorted(rng.sample(range(1, 9), 3))
@@ -77,7 +78,7 @@ def scanned(text: Sequence[int], drafts: Sequence[int], shortest: int, longest: 
     return proposed[: proposed.index(EMBEDDED)] if EMBEDDED in proposed else proposed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each_row("seed", range(6))
 def test_ngram_proposes_for_many_growing_sequences_what_scans_find(seed: int) -> None:
     rng = random.Random(seed)
     shortest, longest = rng.choice([(1, 1), (1, 3), (2, 5), (3, 3)])

@@ -10,6 +10,7 @@ from fakes import FakeBackend, FakePending, FakeShards, full_layout, scrambled
 from llguidance import gbnf_to_lark
 from support.engine_runs import drain, new_tokens
 from support.grammars import END_THINK, EOS, SPECIAL, TEXTS, asking, grammar, text_of, vocabulary
+from support.rows import each_row
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -44,8 +45,8 @@ def plain(name: str, **settings) -> EngineRequest:
     return replace(asking(name=name), stop_token_ids=frozenset(), eos_token_ids=frozenset(), **settings)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("num_blocks", [64, 9])
+@each_row("ahead", [False, True])
+@each_row("num_blocks", [64, 9])
 def test_constrained_answers_fit_and_others_are_unchanged(structured, ahead, num_blocks):
     """Few blocks: requests are preempted in the middle of their grammar."""
     core = engine(structured, num_blocks, async_scheduling=ahead)

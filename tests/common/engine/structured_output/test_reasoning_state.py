@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.rows import each_row
 
 from pagoda.common.engine.structured_output.grammar import Thinking
 from pagoda.common.engine.structured_output.token_mask import Phase, ReasoningState
@@ -17,7 +17,7 @@ def after(thinking: Thinking, *tokens: int) -> ReasoningState:
     return thought
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokens", "phase"),
     [
         ((), Phase.THINKING),

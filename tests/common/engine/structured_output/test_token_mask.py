@@ -27,6 +27,7 @@ from support.grammars import (
     text_of,
     vocabulary,
 )
+from support.rows import each_row
 
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import MAX_WHITESPACE, Grammar, Thinking
@@ -68,19 +69,19 @@ CHOICES = ["a", "ab", "abba,b", "bbb", ",", "aé"]
 WORDS = ["".join(letters) for size in range(7) for letters in itertools.product("ab,", repeat=size)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each_row("seed", range(8))
 def test_choices(structured, seed):
     assert follow(structured, grammar(choice=CHOICES), CHOICES, seed) in CHOICES
 
 
-@pytest.mark.parametrize("pattern", ["(a|b){2,4},?", "^a(b,?){1,2}$", "[ab]{3}|,", "(ab|b)?,a", "^$|a", "a/b?|\\."])
+@each_row("pattern", ["(a|b){2,4},?", "^a(b,?){1,2}$", "[ab]{3}|,", "(ab|b)?,a", "^$|a", "a/b?|\\."])
 def test_regular_expressions(structured, pattern):
     fits = [word for word in (*WORDS, "a/", "a/b", ".") if re.fullmatch(pattern, word)]
     for seed in range(4):
         assert follow(structured, grammar(regex=pattern), fits, seed) in fits
 
 
-@pytest.mark.parametrize(
+@each_row(
     "schema",
     [
         {"enum": ["a", "ab", 1, 12, None, True, {"a": 1}, [1, "b"]]},
@@ -235,7 +236,7 @@ def test_masks_that_depend_on_the_newest_token(structured):
     assert not free.go(END_THINK).mask_state.depends_on(9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each_row("seed", range(6))
 def test_masks_after_drafts_equal_those_of_accepting_the_tokens(structured, seed):
     """The state itself is unchanged."""
     rng, constraint = random.Random(seed), grammar(regex="(a|b){3,6},")
@@ -270,7 +271,7 @@ def test_answers_of_one_grammar_are_independent(structured):
     assert second.allowed == {TEXTS.index(text) for text in ("a", "b", "ab", "ba")}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("params", "words"),
     [
         ({"regex": "(a"}, "unclosed group"),

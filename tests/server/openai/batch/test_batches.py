@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from support.live_server import LiveServer, live_server
+from support.rows import each_row
 from support.watching import eventually
 
 from pagoda.server.openai.batch import runner
@@ -144,7 +145,7 @@ def test_a_file_of_too_many_requests_fails(server: LiveServer, monkeypatch: pyte
     assert [each.code for each in batch.errors.data] == ["too_many_requests"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "field"),
     [
         ({"endpoint": "/v1/moderations"}, "endpoint"),

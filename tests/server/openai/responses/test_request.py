@@ -11,6 +11,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 from support.response_grammar import check_grammar
 from support.responses_api import ASK, FULL, ROUTES, TOOL, client_of, events_of, fault, posted
+from support.rows import each_row
 from support.spying import Spy, spy_on
 
 from pagoda.common.errors import RequestError
@@ -83,7 +84,7 @@ FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "null"}}
 
 
 @pytest.mark.field("ResponsesRequest.structured_outputs|text")
-@pytest.mark.parametrize(
+@each_row(
     ("body", "kind", "value"),
     [
         ({"text": {"format": {"type": "json_object"}}}, "json_object", True),

@@ -12,6 +12,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 from support.response_grammar import check_grammar, plain
 from support.responses_api import ASK, FULL, ROUTES, TOOL, client_of, events_of, fault, posted
+from support.rows import each_row
 from support.scripted import outputs
 from support.spying import Spy, spy_on
 from support.watching import eventually
@@ -202,7 +203,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), BAD)
+@each_row(("body", "param"), BAD)
 def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], param: str | None) -> None:
     named, message = fault(strict, **body)
     if param is not None:
@@ -301,7 +302,7 @@ def created(server: LiveServer, headers: dict[str, str], **body: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "suffix"),
     [
         ("GET", ""),

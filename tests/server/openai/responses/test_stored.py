@@ -9,6 +9,7 @@ import openai
 import pytest
 from support.live_server import LiveServer, live_server
 from support.responses_api import ROUTES, client_of, fault, posted
+from support.rows import each_row
 from support.spying import Spy, spy_on
 
 
@@ -52,7 +53,7 @@ def test_responses_are_listed_in_pages() -> None:
         assert ([each["id"] for each in page["data"]], page["has_more"]) == ([ids[3], ids[2]], True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("query", "field"),
     [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")],
 )

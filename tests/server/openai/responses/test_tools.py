@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.live_server import LiveServer, live_server
 from support.response_grammar import check_grammar
 from support.responses_api import ROUTES, client_of, events_of, posted
+from support.rows import each_row
 from support.scripted import pieces
 from support.spying import Spy, spy_on
 
@@ -243,7 +244,7 @@ def test_truncated_inputs_are_a_beginning(text: str, end: int) -> None:
     assert text.startswith(decoded(arguments[: max(start, end % (len(arguments) + 1))], [3, start + 1]))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "expected"),
     [
         ("plain", "plain"),

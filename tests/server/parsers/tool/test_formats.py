@@ -8,14 +8,13 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rows import each_row
 from support.tool_examples import EXAMPLES, TOOLS, Example
 
 from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
-ALL = pytest.mark.parametrize(
-    "example", [pytest.param(each, id=f"{each.format}-{n}") for n, each in enumerate(EXAMPLES)]
-)
+ALL = each_row("example", EXAMPLES, ids=[f"{each.format}-{n}" for n, each in enumerate(EXAMPLES)])
 FORMATS = sorted(TOOL_FORMATS)
 TAGGED_CONTENT = ("openai", "kimi_k3")
 """Formats whose content is tagged, too."""
@@ -142,7 +141,7 @@ def test_calls_are_streamed(example: Example) -> None:
     assert merge_events([*events, *last_events]) == list(example.events)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_row("form", FORMATS)
 def test_text_without_calls_is_content(form: str) -> None:
     for text in (
         "",

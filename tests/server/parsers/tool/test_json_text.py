@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
+from support.rows import each_row
 from support.splits import splits
 
 from pagoda.server.parsers.tool import json_text
@@ -37,7 +37,7 @@ def check(scan: Callable[[Scanner, Sink], Scan[object]], text: str, want: str, r
         assert scanned(scan, pieces) == (want, rest), pieces
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "value", "rest"),
     [
         ('"a b"c', "a b", "c"),
@@ -65,7 +65,7 @@ def test_decoded_strings(text: str, value: str, rest: str | type[Exception]) -> 
     check(json_text.decode_string, text, value, rest)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "copied", "rest"),
     [
         ('"a\\n\\u00e9\\"b"c', '"a\\n\\u00e9\\"b"', "c"),

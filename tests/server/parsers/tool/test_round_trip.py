@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rows import each_row
 from support.tool_writers import ANY, WRITERS
 
 from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall
@@ -59,7 +59,7 @@ def test_round_trip(form: str, made: list[tuple[str, dict[str, Any]]], step: int
     assert read(form, WRITERS[form](made), step) == ("", made)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_row("form", FORMATS)
 def test_long_strings_are_streamed(form: str) -> None:
     long = 'he said "\\hm" <b> 🗼\n' * 50
     text = WRITERS[form]([(ANY.name, {"s": long})])
@@ -73,7 +73,7 @@ def test_long_strings_are_streamed(form: str) -> None:
         assert len(emitted) + BUFFERED >= fed
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_row("form", FORMATS)
 def test_truncated_closing_markup_is_not_content(form: str) -> None:
     text = WRITERS[form]([(ANY.name, {"s": "last"})])
     for at in range(text.index("last"), len(text) + 1):
@@ -98,7 +98,7 @@ def count_calls(act: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_row("form", FORMATS)
 def test_time_is_linear_in_the_text(form: str) -> None:
     def written(size: int) -> str:
         text = "x <" * size + "\n"
@@ -109,7 +109,7 @@ def test_time_is_linear_in_the_text(form: str) -> None:
     assert count_calls(lambda: read(form, long, 5)) < 2.3 * count_calls(lambda: read(form, short, 5))
 
 
-@pytest.mark.parametrize("form", ["hermes", "pythonic", "qwen3_coder", "gemma4"])
+@each_row("form", ["hermes", "pythonic", "qwen3_coder", "gemma4"])
 def test_large_answers(form: str) -> None:
     made = [(ANY.name, {"s": "ab \n'\"<" * 27_000, "a": [[1, {"k": "v"}]] * 500})]
     text = WRITERS[form](made)

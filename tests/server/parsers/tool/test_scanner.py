@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rows import each_row
 
 from pagoda.server.parsers.tool.scanner import (
     Ended,
@@ -43,7 +44,7 @@ def result_of(scan: Callable[[Scanner], Scan[object]], pieces: list[str]) -> obj
     return results[0], scanner.rest()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("scan", "text", "result"),
     [
         (lambda s: s.peek(), "ab", ("a", "ab")),
@@ -132,7 +133,7 @@ def test_characters_of_a_class_are_passed_on_at_once() -> None:
     assert letters == ["ab", "c"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "name", "rest"),
     [
         ("f(", "f", "("),
@@ -147,7 +148,7 @@ def test_names(text: str, name: object, rest: str) -> None:
     assert result_of(scan_quoted_name, [text]) == (name, rest)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "result"),
     [('"f"(', ("f", "(")), ("'f'(", ("f", "(")), ("\"f'(", (Malformed, "'(")), ('f"(', ("f", '"('))],
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rows import each_row
 
 from pagoda.server.parsers.parser import Tool
 from pagoda.server.parsers.tool.schemas import arguments_shape, as_json, parameter_types
@@ -15,7 +15,7 @@ from pagoda.server.parsers.tool.schemas import arguments_shape, as_json, paramet
 STRING = {"type": "string"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schema", "types"),
     [
         (STRING, {"string"}),
@@ -64,12 +64,12 @@ def test_nested_shapes() -> None:
     assert shape.property("c").item().property("d").types == frozenset()
 
 
-@pytest.mark.parametrize("parameters", [{}, {"properties": 5}, {"properties": None}, None, 5])
+@each_row("parameters", [{}, {"properties": 5}, {"properties": None}, None, 5])
 def test_tools_without_types(parameters: Any) -> None:
     assert parameter_types([Tool("f", parameters)], "f", "a") == frozenset()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "types", "value"),
     [
         ("5", "", 5),
