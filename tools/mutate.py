@@ -22,6 +22,7 @@ import argparse
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -147,8 +148,10 @@ class Judge:
                 without = yield Run(None, (outcome.file,))
                 (self._good if without.passed else self._report.failing).add(outcome.file)
             if outcome.file in self._good:
-                return Result(chosen.target, chosen.name, "caught", outcome.how, outcome.test, seconds, len(passed) + 1)
-        return Result(chosen.target, chosen.name, "survived", seconds=seconds, files=len(passed))
+                return Result(
+                    chosen.target, chosen.name, "caught", outcome.how, outcome.test, round(seconds, 1), len(passed) + 1
+                )
+        return Result(chosen.target, chosen.name, "survived", seconds=round(seconds, 1), files=len(passed))
 
     def _tests(self, path: str, passed: Sequence[str]) -> tuple[str, ...]:
         """The test files near `path` within the budget that have not run yet."""
@@ -298,6 +301,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the mutants; the exit status."""
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its folder goes
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         checkouts = [Path(folder) / str(job) / "pagoda" for job in range(args.jobs)]
         for checkout in checkouts[: 1 if args.list else args.jobs]:

@@ -23,7 +23,7 @@ from typing import Final
 from mutation import child
 from mutation.child import Work
 
-TEST_SECONDS: Final = 120.0
+TEST_SECONDS: Final = 60.0
 """Processor seconds after which a single test hangs."""
 
 IDLE_SAMPLES: Final = 90
@@ -98,12 +98,11 @@ class Fork:
         for pid in _tree(self.pid, _processes()):
             _kill(pid)
 
-    def outcome(self, status: int) -> Outcome:
-        """How it ended, with the exit status `status`."""
+    def outcome(self, status: int, seconds: float) -> Outcome:
+        """How it ended, with this exit status after this much processor time."""
         lines = [json.loads(line) for line in self._report.read_text().splitlines() if line.endswith("}")]
         files = [line for line in lines if "file" in line]
         done = tuple(line["file"] for line in files if line["passed"])
-        seconds = round(lines[-1]["used"], 1) if lines else 0.0
         measured = {
             line["file"]: round(line["seconds"] if line["whole"] else max(line["seconds"], self._work.budget) + 1, 2)
             for line in files
@@ -141,9 +140,10 @@ def follow(forks: Sequence[Fork]) -> list[tuple[Fork, Outcome]]:
     looked = time.monotonic()
     while not ended:
         time.sleep(0.1)
-        while running and (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if (fork := running.pop(found[0], None)) is not None:
-                ended.append((fork, fork.outcome(found[1])))
+        while running and (found := os.wait4(-1, os.WNOHANG))[0]:
+            pid, status, used = found
+            if (fork := running.pop(pid, None)) is not None:
+                ended.append((fork, fork.outcome(status, used.ru_utime + used.ru_stime)))
         if time.monotonic() - looked >= 1 or ended:
             looked, processes = time.monotonic(), _processes()
             for fork in running.values():
