@@ -139,9 +139,7 @@ def test_batches_of_one_kind(seqs: list[tuple[int, int]]) -> None:
     run("bf16", seqs, seed=2)
 
 
-def of_whole_lanes(
-    monkeypatch: pytest.MonkeyPatch, chip: str, terms: tuple[str, ...] = ()
-) -> tuple[str, np.ndarray]:
+def of_whole_lanes(monkeypatch: pytest.MonkeyPatch, chip: str, terms: tuple[str, ...] = ()) -> tuple[str, np.ndarray]:
     """Check tiles of 128 tokens, and return the order of their halves of passes, and the output.
 
     Such tiles are columns of one array, of which a tile has a part per query head of a KV head.
