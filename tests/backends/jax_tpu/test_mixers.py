@@ -79,7 +79,7 @@ def naive(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[in
     ("mixers", "blocks"),
     [((DELTA, FULL, DELTA), (20, 9)), ((LATENT, LATENT), (8,)), ((MAMBA2, FULL, MAMBA), (20, 9, 20))],
 )
-def test_prefill_in_chunks_preemption_and_prefix_hits_give_the_naive_models_tokens(
+def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(
     mixers: tuple[Mixer, ...], blocks: tuple[int, ...]
 ) -> None:
     spec = model(*mixers)
