@@ -40,6 +40,9 @@ for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)
 
 
+pytest_plugins = ["support.short_ids"]
+
+
 @pytest.fixture(autouse=True)
 def usual_logging() -> Iterator[None]:
     """What a test sets up in logging ends with it."""

@@ -144,7 +144,7 @@ def test_invalid_parameters_are_refused_by_name_and_nothing_changes(backend: str
     ],
 )
 @pytest.mark.parametrize("collect", [list, iter])
-def test_a_part_of_what_is_packed_together_is_refused_and_nothing_changes(
+def test_a_part_of_what_is_packed_together_is_refused(
     backend: str, quantization: str | None, whole: list[str], missing: str, collect: Any
 ) -> None:
     d, new = driver(backend, quantization=quantization), dict(random_weights(SPEC, 1))

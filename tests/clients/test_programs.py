@@ -100,7 +100,7 @@ def test_a_client_works(client: ClientProgram, server_of: Callable[[str], str], 
 
 
 @pytest.mark.parametrize("client", CLIENT_PROGRAMS, ids=lambda client: client.file)
-def test_the_guide_lists_a_client_with_the_version_that_is_installed(client: ClientProgram) -> None:
+def test_the_guide_lists_the_version_of_a_client(client: ClientProgram) -> None:
     assert f"`{client.file}`" in GUIDE
     for package in client.packages:
         assert f"`{package}` {versions(client.environment)[package]}" in GUIDE

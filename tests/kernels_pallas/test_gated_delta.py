@@ -71,7 +71,7 @@ def reference(inputs: DeltaInputs, states: jax.Array, batch: RecurrentBatch) -> 
     return gated_delta(inputs, states, LAYER, batch, use_kernel=False)
 
 
-@pytest.mark.parametrize("seqs", [MIXED, [(1, 0), (1, 1), (1, 1)], [(300, 1)], []], ids=str)
+@pytest.mark.parametrize("seqs", [MIXED, [(1, 0), (1, 1), (1, 1)], [(300, 1)], []])
 @pytest.mark.parametrize("call", [kernel, reference], ids=["kernel", "reference"])
 def test_a_batch(call: Any, seqs: list[tuple[int, int]]) -> None:
     arguments, expected, after = make_case(seqs)

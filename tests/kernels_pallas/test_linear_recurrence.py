@@ -125,7 +125,6 @@ ALIKE = ("heads in parts", "one head per slot")
 @pytest.mark.parametrize(
     ("name", "seqs"),
     [pytest.param(*case, marks=pytest.mark.slow_matrix if case[0] in ALIKE else ()) for case in CASES],
-    ids=str,
 )
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "reference"])
 def test_a_batch(name: str, seqs: list[tuple[int, int]], kernel: bool) -> None:

@@ -139,7 +139,6 @@ def step(
         ("bfloat16", 32, MIXED),
         ("bfloat16", 32, []),
     ],
-    ids=str,
 )
 def test_the_best_tokens_are_selected_and_attended_to(dtype: str, page_size: int, seqs: list[tuple[int, int]]) -> None:
     case = Batch(seqs, dtype, page_size, dim=24)

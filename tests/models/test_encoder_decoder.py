@@ -93,7 +93,7 @@ def described(folder: Path, **changes: Any) -> TransformersSpec:
     return describe(folder, open_checkpoint(folder, "dummy").config() | changes, trust_remote_code=False)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name[:24])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnDisk:
     return OnDisk.save(request.param, tmp_path_factory.mktemp("model"))
 
@@ -202,7 +202,7 @@ def test_memory_of_cross_attention_is_counted(saved: OnDisk) -> None:
         plan_memory(spec, many, options.layout, options.cache, numerics("float32"), 0)
 
 
-def test_a_forced_first_token_is_part_of_the_decoder_prompt(saved: OnDisk) -> None:
+def test_a_forced_first_token_is_in_the_decoder_prompt(saved: OnDisk) -> None:
     assert saved.spec.encoder is not None
     assert saved.spec.encoder.decoder_start == (START,)
     forced = described(saved.folder, forced_bos_token_id=7).encoder

@@ -161,7 +161,7 @@ def ours(folder: Path) -> tiny.Logits:
 
 
 @pytest.mark.parametrize("tower", TOWERS, ids=lambda tower: f"{tower.architecture}-{tower.text.get('model_type')}")
-def test_the_text_of_a_multimodal_checkpoint(tower: Tower, tmp_path: Path) -> None:
+def test_the_text_of_a_checkpoint(tower: Tower, tmp_path: Path) -> None:
     model = tower.save(tmp_path)
     # transformers 5.24 cannot run the whole of Llama 4: its output looks for images.
     whole = not isinstance(model, transformers.Llama4ForConditionalGeneration)

@@ -190,7 +190,7 @@ def test_logits(saved: OnDisk, implementation: type[PagedTransformers | CudaTran
 
 
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
-def test_logits_of_architectures_without_a_specification(case: tiny.Tiny, tmp_path: Path) -> None:
+def test_logits_of_architectures_without_specification(case: tiny.Tiny, tmp_path: Path) -> None:
     saved, prompt = OnDisk.save(case, tmp_path), tiny.tokens()
     theirs = tiny.logits(saved.model, prompt)
     assert theirs.std() > 0.05, "a flat answer proves nothing"
@@ -443,7 +443,7 @@ def test_code_of_another_repository_is_not_fetched(llama: OnDisk, tmp_path: Path
         "inputs_embeds = inputs_embeds + inputs_embeds.cumsum(1)",
         "position_ids = torch.arange(inputs_embeds.shape[1])[None].to(inputs_embeds.device)",
     ],
-    ids=["tokens mixed outside of attention", "positions ignored"],
+    ids=["tokens mixed outside attention", "positions ignored"],
 )
 def test_hidden_dependence_on_other_tokens_is_found(llama: OnDisk, tmp_path: Path, change: str) -> None:
     folder = write_code(tmp_path / "pebble", llama.folder, change)

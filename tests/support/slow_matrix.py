@@ -20,10 +20,7 @@ def thinned(usual: Callable[..., bool], /, indirect: Sequence[str] = (), **axes:
         kept = [case[place] for case, is_usual in cases if is_usual]
         if never := [value for value in values if value not in kept]:
             raise ValueError(f"{name}: no usual case has {never}")
-    params = [
-        pytest.param(*case, marks=() if is_usual else pytest.mark.slow_matrix, id="-".join(map(str, case)))
-        for case, is_usual in cases
-    ]
+    params = [pytest.param(*case, marks=() if is_usual else pytest.mark.slow_matrix) for case, is_usual in cases]
     return pytest.mark.parametrize(list(axes), params, indirect=list(indirect))
 
 

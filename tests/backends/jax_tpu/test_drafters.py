@@ -97,7 +97,7 @@ def plain() -> dict[str, tuple[list[int], str | None]]:
     ("drafter", "tensor", "data"),
     [(feature_drafter(), 1, 1), (feature_drafter(), 2, 2), (LanguageDrafter(SPEC), 2, 1), (STAGES, 2, 1)],
 )
-def test_answers_are_those_without_a_drafter_and_nothing_compiles_while_serving(
+def test_answers_are_those_without_a_drafter_and_nothing_is_compiled(
     drafter: DrafterSpec, tensor: int, data: int, plain: dict[str, tuple[list[int], str | None]]
 ) -> None:
     core, backend = engine(drafter, 2, tensor, data)

@@ -80,7 +80,7 @@ def naive(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[in
     [((DELTA, FULL, MAMBA2, MAMBA), (20, 9, 20, 20)), ((LATENT, LATENT), (8,))],
     ids=["states", "latents"],
 )
-def test_prefill_in_chunks_preemption_and_prefix_hits_give_the_naive_models_tokens(
+def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(
     mixers: tuple[Mixer, ...], blocks: tuple[int, ...]
 ) -> None:
     spec = model(*mixers)

@@ -107,7 +107,7 @@ def test_copies_read_all_sources_before_they_write() -> None:
 
 
 @pytest.mark.parametrize("blocks", [(30, 20), (8, 90), (60, 90)])
-def test_chunked_prefill_preemption_and_prefix_hits_give_the_naive_models_tokens(blocks: tuple[int, ...]) -> None:
+def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(blocks: tuple[int, ...]) -> None:
     core = engine(SPEC, blocks, snapshot_tokens=8)
     assert generate(core, PROMPTS, 9) == naive(SPEC, PROMPTS)
     assert (core.stats.preemptions > 0) == (blocks == (30, 20))

@@ -78,7 +78,7 @@ def test_offloading_less_than_three_layers_is_refused(layers: int) -> None:
 
 
 @pytest.mark.setting("--cpu-offload-gb")
-def test_an_engine_with_layers_on_the_host_answers_the_same_and_plans_with_what_is_free() -> None:
+def test_an_engine_with_layers_on_the_host_answers_and_plans_as_without() -> None:
     spec, prompt = deep(6), TOKENS[:7]
     plain, part = (
         Driver(spec, backend="torch_cuda", device=CPU, sleep_mode=True, cache=CacheConfig(cpu_offload_gb=gib))

@@ -456,7 +456,7 @@ class TestTelling:
         assert [output.num_preemptions for output in bench.outputs["b"]] == [0, 0, 1, 0, 0, 0, 0, 1]
         assert all(output.num_preemptions == 0 for output in bench.outputs["a"])
 
-    def test_one_that_is_preempted_within_its_prompt_started_when_it_first_ran(self):
+    def test_one_preempted_within_its_prompt_started_when_it_first_ran(self):
         bench = Bench(num_blocks=6, limits={"prefix_caching": False, "long_prefill_token_threshold": 1})
         bench.add("a", 3, max_tokens=12)
         bench.add("b", 12, max_tokens=2)

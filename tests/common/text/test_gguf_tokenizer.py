@@ -578,7 +578,7 @@ def test_no_pair_is_left_out_where_a_byte_begins_a_token():
     assert merges_from_scores(tokens, scores, able, fallbacks) == pairs
 
 
-def test_merges_of_a_file_are_cut_at_the_first_space_that_is_not_their_first_character():
+def test_merges_are_cut_at_the_first_space_that_is_not_their_first_character():
     metadata = byte_level()
     metadata["tokenizer.ggml.tokens"] += [" ", " e", " ee", "e ", "e e"]
     metadata["tokenizer.ggml.token_type"] += [int(TokenType.NORMAL)] * 5
@@ -596,7 +596,7 @@ def test_merges_of_an_empty_vocabulary():
     assert merges_from_scores(["a", "b", "ab"], [0.0] * 3, [True, True, False]) == []
 
 
-def test_model_with_fewer_tokens_than_the_file_is_rejected_without_a_look_at_every_token(monkeypatch):
+def test_a_model_with_fewer_tokens_than_the_file_is_rejected_at_once(monkeypatch):
     tokenizer = load_tokenizer("", gguf_metadata=byte_level())
     monkeypatch.setattr("pagoda.common.text.tokenizer._highest_id", None)
     size = len(byte_level()["tokenizer.ggml.tokens"])

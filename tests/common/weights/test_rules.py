@@ -96,7 +96,7 @@ def test_values_that_are_changed_at_load_keep_their_dtype(dtype: str):
 
 
 @pytest.mark.parametrize(("tensor", "target"), [("rows", "unit"), ("layers.0.small", "layers.0.norm")])
-def test_values_that_are_changed_at_load_are_not_quantised_and_have_the_shape(tensor: str, target: str):
+def test_values_changed_at_load_are_not_quantised_and_have_the_shape(tensor: str, target: str):
     quantised = QuantizedTensor(Int8("tensor"), np.ones((2, 2), np.int8), np.ones((1, 1), np.float32), (2, 2))
     with pytest.raises(WeightError, match=rf"tensor {tensor} is quantised, which is not supported for {target}"):
         run({target: (2, 2)}, {tensor: quantised})

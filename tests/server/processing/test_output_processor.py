@@ -398,7 +398,7 @@ class TestMetrics:
         assert (answer.num_generation_tokens, answer.num_cached_tokens) == (3, 1)
         assert (answer.num_preemptions, answer.is_complete) == (2, True)
 
-    def test_the_cached_tokens_of_the_request_are_those_of_its_first_sequence(self) -> None:
+    def test_cached_tokens_of_the_request_are_those_of_its_first_sequence(self) -> None:
         made = processor(prepared(n=2, output_kind=DELTA))
         ready, _ = made.process([says("a", "1_r", num_cached_tokens=0), says("b", "0_r", num_cached_tokens=4)])
         assert [each.num_cached_tokens for each in ready] == [0, 0]

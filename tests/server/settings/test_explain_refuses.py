@@ -166,7 +166,7 @@ ENGINE = [
 
 
 @pytest.mark.setting("--explain-config")
-@pytest.mark.parametrize(("words", "message"), SERVER + ENGINE, ids=lambda words: words)
+@pytest.mark.parametrize(("words", "message"), SERVER + ENGINE)
 def test_explain_of_serve_raises_what_the_start_would(
     words: str, message: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

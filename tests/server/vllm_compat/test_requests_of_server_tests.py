@@ -57,12 +57,13 @@ def usual_requests() -> set[str]:
 
 
 USUAL = usual_requests()
+SLOW = pytest.mark.slow_matrix
 
 
 @pytest.mark.model
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.id, marks=() if case.id in USUAL else pytest.mark.slow_matrix) for case in REAL],
+    [pytest.param(case, id=case.id.rpartition(":")[2][:50], marks=() if case.id in USUAL else SLOW) for case in REAL],
 )
 def test_a_request_to_a_model(case: VllmCase, real: Fleet) -> None:
     check(case, real)

@@ -107,7 +107,6 @@ def test_a_program_is_launched_again(change: dict[str, Any], grid: tuple[int, ..
         {"FLAG": False},
         {"num_warps": 8},
     ],
-    ids=str,
 )
 def test_what_triton_would_compile_anew_is_launched_by_triton(change: dict[str, Any]):
     kernel = Kernel()
@@ -146,7 +145,6 @@ def test_last_arguments_and_constants_may_be_fixed():
         (X, (Y, 5, 0.5), {"SIZE": 32}),
         (X, (Y, 5, 0.5), {"num_warps": 8}),
     ],
-    ids=str,
 )
 def test_what_is_fixed_otherwise_is_compiled_anew(first: torch.Tensor, last: tuple, constants: dict[str, Any]):
     kernel = Kernel()

@@ -64,7 +64,7 @@ def _case(shape: str, dtype: torch.dtype, cache: torch.dtype, normed: bool):
         (torch.float16, torch.float8_e4m3fn),
     ],
 )
-def test_the_kernel_computes_the_reference_and_touches_nothing_else(dtype, cache, shape, normed) -> None:
+def test_the_kernel_writes_what_the_reference_does_alone(dtype, cache, shape, normed) -> None:
     got, want = [], []
     for use_kernel, result in ((True, got), (False, want)):
         arguments, facts = _case(shape, dtype, cache, normed)

@@ -84,7 +84,7 @@ def state_of(scheduler: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("layout", [full_layout(), hybrid_layout(), state_layout(), mixed_layout()], ids=str)
+@pytest.mark.parametrize("layout", [full_layout(), hybrid_layout(), state_layout(), mixed_layout()])
 @pytest.mark.parametrize("segment", [7, 100_000])
 def test_replay_gives_the_same_plans_and_state(
     monkeypatch: pytest.MonkeyPatch, layout: KvLayout, ahead: bool, segment: int

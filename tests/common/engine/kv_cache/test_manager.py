@@ -490,7 +490,7 @@ class TestExtents:
         assert admit(kv, second, 1).num_tokens == 8
         assert tables(second) == [[4, 5, 2, 3]]
 
-    def test_beyond_its_run_a_sequence_goes_on_while_the_next_block_is_spare(self):
+    def test_beyond_its_run_a_sequence_goes_on_while_the_next_is_spare(self):
         kv = manager(num_blocks=10, prefers_extents=True)
         kv.pools[0].allocate(2)
         r = request(8, 24)
