@@ -129,7 +129,7 @@ def bailing_v2(tensors: Tensors) -> Tensors:
 
 def bailing_linear(tensors: Tensors) -> Tensors:
     """Of a DeepseekV3 with lightning attention in some layers."""
-    return renamed(tensors, _BAILING)
+    return renamed(single_experts(tensors), _BAILING)
 
 
 def pangu_ultra(tensors: Tensors) -> Tensors:
@@ -228,8 +228,11 @@ _STEPS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def arctic(tensors: Tensors) -> Tensors:
     """Of a Mixtral whose first layer is dense, the second with a further MLP."""
-    names = {f"block_sparse_moe.{part}": f"block_sparse_moe.mlp.{name}" for part, name in _STEPS.items()}
-    return renamed(renamed(tensors, names), {"residual.block_sparse_moe.mlp": "residual_mlp"})
+    names = {"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts."}
+    names |= {f"mlp.{part}": f"block_sparse_moe.mlp.{name}" for part, name in _STEPS.items()}
+    names |= {f"residual.mlp.{part}": f"residual_mlp.{name}" for part, name in _STEPS.items()}
+    steps = {f".{part}.weight": f".{name}.weight" for part, name in _STEPS.items()}
+    return renamed(renamed(single_experts(tensors), names), steps)
 
 
 def step3p5(tensors: Tensors) -> Tensors:

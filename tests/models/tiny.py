@@ -74,16 +74,38 @@ class Tiny:
     def save(self, folder: Path) -> transformers.PreTrainedModel:
         """Write config.json and model.safetensors; the model that was written."""
         model = self.build()
-        model.save_pretrained(folder)
+        self._save_oracle(model, folder)
         if self.oracle:
             self._rewrite(folder)
         return model
 
+    def oracle_tensors(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Write config.json of the transformers class; the tensors as that class names them."""
+        model = self.build()
+        self._save_oracle(model, folder)
+        computed, tensors = computed_buffers(model), load_file(folder / "model.safetensors")
+        return {name: tensor for name, tensor in tensors.items() if name not in computed}
+
+    def _save_oracle(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        """Write the model as transformers does; of a model with exchanged parts, the names are those of its code."""
+        model.save_pretrained(folder)
+        if self.assemble is not None:
+            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            if model.config.tie_word_embeddings:
+                del tensors["lm_head.weight"]
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def config_of(self, folder: Path) -> dict[str, Any]:
+        """The content of config.json, from what the transformers class wrote."""
+        config = json.loads((folder / "config.json").read_text())
+        if not self.oracle:
+            return dict(config)
+        config |= {**self.written, "architectures": [self.architecture]}
+        return {key: value for key, value in config.items() if value is not None}
+
     def _rewrite(self, folder: Path) -> None:
         """Change config.json and the names of the tensors to those of the architecture."""
-        path = folder / "config.json"
-        config = {**json.loads(path.read_text()), **self.written, "architectures": [self.architecture]}
-        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+        (folder / "config.json").write_text(json.dumps(self.config_of(folder)))
         if self.rename is not None:
             tensors = self.rename(load_file(folder / "model.safetensors"))
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -1316,10 +1338,16 @@ def randomise(model: nn.Module) -> None:
         else:
             parameter.add_(torch.randn_like(parameter) * 0.3)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(std=0.2)
         if name.endswith("layer_scalar"):
             buffer.normal_(1.0, 0.2)
+
+
+def computed_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that follow from the configuration, such as rotary frequencies."""
+    learned = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    return {name for name, _ in model.named_buffers() if not name.endswith(learned)}
 
 
 def tokens(count: int = TOKENS, seed: int = 0) -> list[int]:

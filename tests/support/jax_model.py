@@ -24,6 +24,7 @@ from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import ModelSpec
 
 BLOCK = 8
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 class JaxModel:
@@ -75,7 +76,7 @@ class JaxModel:
                 tuple(blocks),
                 empty_row=1,
             )
-            program = self._programs.setdefault(shape, jax.jit(partial(self._run, shape)))
+            program = self._programs.setdefault(shape, jax.jit(partial(self._run, shape), compiler_options=QUICK))
             logits, caches = program(self.leaves, caches, packed[None])
             found.append(np.asarray(logits)[: end - begin, : self.model.spec.vocab])
             begin = end

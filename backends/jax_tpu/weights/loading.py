@@ -8,7 +8,6 @@ decoder has matrices of them, else dequantised.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Protocol
 
 import jax
@@ -82,10 +81,12 @@ class ArrayShapes(Protocol):
 
 
 def zeros(arrays: ArrayShapes) -> Leaves:
-    """Allocate the arrays on their devices."""
-    return tuple(
-        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in arrays.leaves
-    )
+    """Allocate the arrays on their devices, by one program."""
+
+    def make() -> Leaves:
+        return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays.leaves)
+
+    return jax.jit(make, out_shardings=tuple(leaf.sharding for leaf in arrays.leaves))()
 
 
 def constants(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
