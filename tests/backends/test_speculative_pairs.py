@@ -1,6 +1,7 @@
 """Random requests with speculative decoding and without: every answer is the same, with every sampler and backend.
 
-Part speculation of `make test-full` runs 1,000 pairs per backend without drafter models and 1,000 with one: PAGODA_TEST_PAIRS.
+Part speculation of `make test-full` runs 1,000 pairs per backend without drafter models and 1,000 with one
+(PAGODA_TEST_PAIRS).
 """
 
 from __future__ import annotations
