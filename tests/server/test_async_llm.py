@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from support.byte_text import byte_tokenizer
 from support.fake_engine import WIDTH, build
-from support.watching import eventually_in_loop
+from support.watching import until
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, QueueFullError, RequestError
 from pagoda.common.observe.metrics import Metrics
@@ -57,7 +57,7 @@ async def text_of(llm: AsyncLLM, request_id: str, prompt: PromptType, **params: 
 
 async def idle(llm: AsyncLLM) -> None:
     """Wait until the engine reports that nothing runs."""
-    await eventually_in_loop(lambda: not (llm.stats.running or llm.stats.waiting or llm.stats.kv_blocks_used))
+    await until(lambda: not (llm.stats.running or llm.stats.waiting or llm.stats.kv_blocks_used))
 
 
 async def test_deltas_concatenate_to_the_text(llm: AsyncLLM) -> None:
@@ -92,7 +92,7 @@ async def test_leaving_the_stream_ends_the_request(slow: AsyncLLM) -> None:
 
 async def test_cancelling_ends_the_request(slow: AsyncLLM) -> None:
     task = asyncio.create_task(text_of(slow, "r", "abc", max_tokens=60))
-    await eventually_in_loop(lambda: slow.stats.running > 0)
+    await until(lambda: slow.stats.running > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -249,7 +249,7 @@ def test_one_engine_in_two_event_loops() -> None:
 
 async def test_shutdown_fails_running_requests(slow: AsyncLLM) -> None:
     task = asyncio.create_task(text_of(slow, "r", "abc", max_tokens=60))
-    await eventually_in_loop(lambda: slow.stats.running > 0)
+    await until(lambda: slow.stats.running > 0)
     slow.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         await task

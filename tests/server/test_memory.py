@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.watching import eventually_in_loop
+from support.watching import until
 
 from pagoda.server import memory
 from pagoda.server.child import child_env
@@ -90,7 +90,7 @@ async def test_trimming_goes_on_until_its_task_ends(monkeypatch: pytest.MonkeyPa
     checks: list[MemoryTrimmer] = []
     monkeypatch.setattr(MemoryTrimmer, "check", lambda trimmer: checks.append(trimmer))
     task = asyncio.ensure_future(trim_memory(0.001))
-    await eventually_in_loop(lambda: len(checks) > 2)
+    await until(lambda: len(checks) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

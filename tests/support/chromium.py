@@ -7,12 +7,13 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from support.watching import eventually
 
 DRIVER = shutil.which("chromedriver")
 
@@ -47,13 +48,12 @@ class Page:
             "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent).join('|')", selector
         )
 
-    def until(self, condition: Callable[[], Any], seconds: float = 20) -> Any:
-        """What the condition says once it is something."""
-        deadline = time.monotonic() + seconds
-        while not (found := condition()):
-            assert time.monotonic() < deadline, self.run("return document.body.innerText")
-            time.sleep(0.02)
-        return found
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Return what the condition returns once that is true."""
+        try:
+            return eventually(condition)
+        except AssertionError as error:
+            raise AssertionError(self.run("return document.body.innerText")) from error
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._ask("GET", "screenshot")))

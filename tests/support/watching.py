@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -16,13 +16,14 @@ PATIENCE: Final = 120.0
 """Seconds after which something that should happen is given up, on the busiest machine; nothing takes so long."""
 
 
-def eventually(condition: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
-    """Wait until the condition is true. `then`: done between two looks, as a step that may have to be repeated."""
+def eventually(condition: Callable[[], Any], then: Callable[[], object] = lambda: None) -> Any:
+    """Return what the condition returns once that is true. `then`: called between two looks, to repeat a step."""
     deadline = time.monotonic() + PATIENCE
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline, f"it did not happen in {PATIENCE:g} s"
         then()
         time.sleep(0.005)
+    return value
 
 
 async def until(condition: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
@@ -32,13 +33,6 @@ async def until(condition: Callable[[], object], then: Callable[[], object] = la
         assert time.monotonic() < deadline, f"it did not happen in {PATIENCE:g} s"
         then()
         await asyncio.sleep(0.005)
-
-
-async def eventually_in_loop(condition: Callable[[], bool]) -> None:
-    """As `eventually`, while the event loop goes on."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def gone(pid: int) -> bool:

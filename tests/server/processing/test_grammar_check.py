@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.byte_text import EOS, byte_tokenizer
 from support.rows import each_row
-from support.watching import Children, eventually_in_loop
+from support.watching import Children, until
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
@@ -176,9 +176,9 @@ async def test_a_busy_machine_is_waited_for(scripted, after, error):
     check = GrammarCheck(vocabulary, program.command, seconds=0.1, elapsed=60, clock=clock)
     try:
         answer = asyncio.create_task(check.check(text(choice=["x"])))
-        await eventually_in_loop(lambda: program.asked == 1)
+        await until(lambda: program.asked == 1)
         clock.now, reads = after, clock.reads
-        await eventually_in_loop(lambda: clock.reads > reads)
+        await until(lambda: clock.reads > reads)
         if error:
             with pytest.raises(RequestError, match=error):
                 await answer
@@ -246,7 +246,7 @@ async def test_a_grammar_in_line_is_compiled_once_for_all_who_wait(scripted):
         program.answer()
         await asyncio.gather(*(check.check(Grammar("same"), "a", 1) for _ in range(200)))
         same = [asyncio.create_task(check.check(Grammar("other"), "a", 1)) for _ in range(3)]
-        await eventually_in_loop(lambda: program.asked == 2)
+        await until(lambda: program.asked == 2)
         same[0].cancel()
         program.answer(2)
         ends = await asyncio.gather(*same, return_exceptions=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from support.byte_text import byte_tokenizer
-from support.watching import eventually_in_loop
+from support.watching import until
 
 from pagoda.common.text.tokenizer import TokenisingCancelledError
 from pagoda.server.processing.queue_use import OverLimitError
@@ -45,7 +45,7 @@ async def test_characters_in_the_threads_are_bounded(threads: TextThreads) -> No
     tasks = [asyncio.create_task(threads.run(MAX_CHARACTERS // 2, running, name)) for name in range(5)]
     tasks.append(asyncio.create_task(threads.run(3 * MAX_CHARACTERS, running, 5)))  # alone
     tasks.append(asyncio.create_task(threads.run(1, running, 6)))  # in order: behind the long one
-    await eventually_in_loop(lambda: running.now == 2)
+    await until(lambda: running.now == 2)
     assert len(threads._line) == 5
     assert sorted(running.order) == [0, 1]
     running.go.set()

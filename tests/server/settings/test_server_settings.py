@@ -419,16 +419,22 @@ def test_idle_stream_sends_keep_alives() -> None:
 
 async def test_pauses_lose_nothing() -> None:
     closed = []
+    paused = asyncio.Event()
 
     async def slowly() -> Any:
         try:
             for number in range(3):
-                await asyncio.sleep(0.01)
+                await paused.wait()
+                paused.clear()
                 yield number
         finally:
             closed.append(True)
 
-    seen = [item async for item in with_pauses(slowly(), 0.001)]
+    seen = []
+    async for item in with_pauses(slowly(), 0.001):
+        seen.append(item)
+        if item is None:
+            paused.set()
     assert [item for item in seen if item is not None] == [0, 1, 2]
     assert None in seen
     left = with_pauses(slowly(), 0.001)
