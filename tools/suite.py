@@ -90,6 +90,7 @@ PARTS: Final = (
         *("tests/server/cli", "tests/server/core_client", "tests/server/startup", "tests/server/processing"),
         PAGODA_TEST_FORK="0",
     ),
+    _marked("properties", (*ALL_BACKENDS, "server/"), f"hypothesis and {_USUAL}", "tests", PAGODA_TEST_RANDOM="1"),
     _marked("programs", ("server/", "docs/", "benchmarks/"), "program", "tests"),
     _marked("tpu-compiler", ("kernels_pallas/", "backends/jax_tpu/"), "tpu_matrix", "tests"),
     _marked("gpu-compiler", ("backends/torch_cuda/kernels/",), "gpu_matrix", "tests"),
