@@ -213,7 +213,6 @@ def run_all(chosen: Sequence[Chosen], slots: Sequence[Slot], judge: Judge, repor
             run = steps.send(outcome)  # type: ignore[arg-type]  # None starts it
         except StopIteration as end:
             report.results[end.value.mutant] = end.value
-            report.write(chosen)
             print(_line(end.value), flush=True)
             free.append(slot)
         else:
@@ -226,6 +225,8 @@ def run_all(chosen: Sequence[Chosen], slots: Sequence[Slot], judge: Judge, repor
             slot, steps = busy.pop(fork)
             slot.restore()
             advance(slot, steps, outcome)
+            report.write(chosen)
+    report.write(chosen)
 
 
 def _line(result: Result) -> str:
