@@ -1,4 +1,4 @@
-"""vLLM's offline examples: the calls that they make, with `pagoda` in place of `vllm`, on SmolLM2 or random weights.
+"""vLLM's offline examples: the calls that they make, with `pagoda` in place of `vllm`, on random weights or SmolLM2.
 
 WORKING has one function for each example that runs, by the example's path; REFUSED the others, with the call that is
 refused and the message, for features that do not exist yet.
@@ -19,6 +19,7 @@ from support import tiny_folder
 from support.adapters import llama_modules, write_adapter
 from support.drafter_folders import DRAFTERS
 from support.slow_matrix import some
+from support.twin_model import write_twin
 
 from pagoda import (
     LLM,
@@ -57,8 +58,9 @@ QUICK: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 2
 class World:
     """What examples need: a model, and engines that several of them share."""
 
-    def __init__(self, model: str, pooling: str, folder: Path) -> None:
-        self.model, self.pooling, self.folder = model, pooling, folder
+    def __init__(self, model: str, gguf: str, folder: Path) -> None:
+        """`gguf`: the file of the real model; `model`: a folder with its tokenizer and few random weights."""
+        self.model, self.gguf, self.folder = model, gguf, folder
         self._shared: dict[str, LLM] = {}
 
     @property
@@ -68,7 +70,7 @@ class World:
 
     @property
     def embedder(self) -> LLM:
-        return self.start("embed", model=self.pooling, runner="pooling", enforce_eager=True)
+        return self.start("embed", model=self.model, runner="pooling", enforce_eager=True)
 
     @property
     def classifier(self) -> LLM:
@@ -584,14 +586,15 @@ def apply_model(world: World) -> None:
 
 @example("offline_inference/gguf_inference.py")
 def gguf(world: World) -> None:
-    tokenizer = world.llm.get_tokenizer()
+    llm = world.start("gguf", model=world.gguf)
+    tokenizer = llm.get_tokenizer()
     prompts = tokenizer.apply_chat_template([[each] for each in CHAT[1:2]], tokenize=False, add_generation_prompt=True)
-    texts(world.llm.generate(prompts, SamplingParams(temperature=0, **SHORT)))
+    texts(llm.generate(prompts, SamplingParams(temperature=0, **SHORT)))
 
 
 @example("pooling/embed/embed_matryoshka_fy_offline.py")
 def matryoshka(world: World) -> None:
-    llm = LLM(model=world.pooling, runner="pooling", hf_overrides={"is_matryoshka": True})
+    llm = LLM(model=world.model, runner="pooling", hf_overrides={"is_matryoshka": True})
     (output,) = llm.embed(["Follow the white rabbit."], pooling_params=PoolingParams(dimensions=8))
     llm.shutdown()
     assert len(output.outputs.embedding) == 8
@@ -608,7 +611,7 @@ def token_embed(world: World) -> None:
 
 @example("pooling/embed/embedding_requests (PoolerConfig, truncate_prompt_tokens)")
 def pooler_config(world: World) -> None:
-    llm = LLM(model=world.pooling, runner="pooling", pooler_config=PoolerConfig(pooling_type="MEAN"))
+    llm = LLM(model=world.model, runner="pooling", pooler_config=PoolerConfig(pooling_type="MEAN"))
     (output,) = llm.embed("One two three four five six", truncate_prompt_tokens=4)
     llm.shutdown()
     assert len(output.prompt_token_ids) == 4
@@ -650,7 +653,7 @@ def adapters_on_quantised_weights(world: World) -> None:
     modules = llama_modules(576, 1536, 9, 3, 30)
     paths = [write_adapter(world.folder / f"lora{seed}", modules, seed=seed, scale=0.1) for seed in (1, 2)]
     engine = LLMEngine.from_engine_args(
-        EngineArgs(world.model, enable_lora=True, max_loras=1, max_cpu_loras=2, **QUICK)
+        EngineArgs(world.gguf, enable_lora=True, max_loras=1, max_cpu_loras=2, **QUICK)
     )
     requests = [None, *(LoRARequest(path.name, index, str(path)) for index, path in enumerate(paths, 1))]
     for index, lora in enumerate([*requests, *requests]):
@@ -807,7 +810,7 @@ REFUSED: dict[str, tuple[Callable[[World], Any], str]] = {
 @pytest.fixture(scope="module")
 def world(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("examples")
-    made = World(str(model_file), str(model_file), folder)
+    made = World(str(write_twin(folder / "twin", model_file)), str(model_file), folder)
     yield made
     made.close()
 

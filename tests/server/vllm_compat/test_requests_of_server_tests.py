@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.rows import each_row
+from support.twin_model import write_twin
 from support.vllm_requests.case import VllmCase, faults
 from support.vllm_requests.differences import DIFFERENCES, Difference
 from support.vllm_requests.servers import SERVERS, SMOL, Fleet, name_of
@@ -18,6 +18,27 @@ REAL = [case for case in CASES if SERVERS[case.server].model == SMOL]
 FAKE = [case for case in CASES if SERVERS[case.server].model != SMOL]
 
 
+OF_WEIGHTS = (
+    "entrypoints/openai/chat_completion/test_chat.py::test_more_than_one_prompt_logprobs_chat",
+    "entrypoints/openai/chat_completion/test_chat.py::test_response_format_json_object",
+)
+"""Tests that want what only a trained model answers."""
+
+
+def by_file(cases: Sequence[VllmCase]) -> dict[str, list[VllmCase]]:
+    """The cases of each of vLLM's test files, by a short name of the file."""
+    files: dict[str, list[VllmCase]] = {}
+    for case in cases:
+        name = (
+            case.test.partition(".py::")[0]
+            .removeprefix("entrypoints/")
+            .replace("test_", "")
+            .replace("chat_completion/", "chat/")
+        )
+        files.setdefault(name, []).append(case)
+    return files
+
+
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     found = Fleet(None)
@@ -26,47 +47,36 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def real(model_file: object) -> Iterator[Fleet]:
+def twins(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A model with the tokenizer of the real one."""
+    found = Fleet(str(write_twin(tmp_path_factory.mktemp("twin"), model_file)))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def real(model_file: Path) -> Iterator[Fleet]:
     found = Fleet(str(model_file))
     yield found
     found.close()
 
 
-@each_row("case", FAKE, ids=lambda case: case.id)
-def test_a_request_without_a_model(case: VllmCase, fleet: Fleet) -> None:
-    check(case, fleet)
-
-
-REPEATED = (
-    "chat_completion/test_chat.py::test_structured_outputs_json_chat",
-    "completion/test_completion.py::test_parallel_no_streaming",
-    "completion/test_completion.py::test_single_completion",
-    "responses/test_function_call.py::test_function_tool_use",
-    "responses/test_simple.py::test_extra_sampling_params",
-    "test_chunked_prompt.py::test_completion_stream_options_and_logprobs_with_long_prompts",
-)
-"""Tests whose requests a real model answers for seconds, and which ask for what others ask for, too."""
-
-
-def usual_requests() -> set[str]:
-    """Ids of the cases that `make test` sends to a real model: the first of each of vLLM's tests."""
-    first: dict[str, str] = {}
-    for case in REAL:
-        first.setdefault(case.test, case.id)
-    return {name for test, name in first.items() if not test.endswith(REPEATED)}
-
-
-USUAL = usual_requests()
-SLOW = pytest.mark.slow_matrix
+@pytest.mark.parametrize("file", by_file(FAKE))
+def test_without_a_model(file: str, fleet: Fleet) -> None:
+    check(by_file(FAKE)[file], fleet)
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.id.rpartition(":")[2][:50], marks=() if case.id in USUAL else SLOW) for case in REAL],
-)
-def test_a_request_to_a_model(case: VllmCase, real: Fleet) -> None:
-    check(case, real)
+@pytest.mark.parametrize("file", by_file(REAL))
+def test_with_random_weights(file: str, twins: Fleet) -> None:
+    check([case for case in by_file(REAL)[file] if case.test not in OF_WEIGHTS], twins)
+
+
+@pytest.mark.model
+@pytest.mark.slow_matrix
+@pytest.mark.parametrize("file", by_file(REAL))
+def test_with_a_model(file: str, real: Fleet) -> None:
+    check(by_file(REAL)[file], real)
 
 
 def test_cases_and_differences_are_told_apart() -> None:
@@ -95,16 +105,20 @@ def found(name: str) -> list[Difference]:
     return [one for one in DIFFERENCES if name.startswith(one.cases)]
 
 
-def check(case: VllmCase, fleet: Fleet) -> None:
-    """Send the requests; the answers are as vLLM's test wants them, or as the difference says."""
+def check(cases: Sequence[VllmCase], fleet: Fleet) -> None:
+    """Send the requests; the answers are as vLLM's tests want them, or as the differences say."""
+    wrong = {case.id: fault for case in cases if (fault := fault_of(case, fleet))}
+    assert not wrong, "\n".join(f"{name}: {fault}" for name, fault in wrong.items())
+
+
+def fault_of(case: VllmCase, fleet: Fleet) -> str:
+    """Return what is wrong with the answers; empty: nothing."""
     views = case.answers(fleet[case.server], name_of(SERVERS[case.server]))
     if case.server == "crash":
         fleet.forget(case.server)
-    differences = found(case.id)
-    differing = case.faults(views)
+    differences, differing = found(case.id), case.faults(views)
     if not differences:
-        assert not differing, "\n".join(differing)
-        return
-    assert differing, f"answered as in vLLM: take {case.id} from differences.py"
-    left = list(faults(views, len(views) - 1, differences[0].instead))
-    assert not left, "\n".join(left)
+        return "; ".join(differing)
+    if not differing:
+        return "answered as in vLLM: take it from differences.py"
+    return "; ".join(faults(views, len(views) - 1, differences[0].instead))
