@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,28 +33,35 @@ def test_an_engine_that_does_not_start_is_an_error(starter: Starter) -> None:
         starter.compiled(Start("no such model"))
 
 
-@pytest.mark.parametrize(
-    ("model", "quantization", "limits"),
-    [
-        ("windows", None, {}),
-        ("experts", "int8", {}),
-        ("latents", None, {"max_num_batched_tokens": 150}),
-        ("full norms", "int4", {}),
-        ("blocks", None, {"max_drafts": 3}),
-        ("states", None, {}),
-        # Few sequences: no decode step has as many rows as short prompts, whose products have tiles of their own.
-        ("windows", "fp8", {"max_num_seqs": 1}),
-        ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
-        ("full norms", "int4", {"max_num_seqs": 8, "max_model_len": 48}),
-        ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
-        ("windows", "fp8-small-blocks", {"max_num_seqs": 9}),
-        ("full norms", "int4-ordered", {"max_num_seqs": 5}),
-        ("windows", None, {"max_drafts": 3}),
-        ("experts", "int8", {"max_drafts": 7, "max_num_seqs": 5}),
-        ("windows", None, {"max_loras": 3}),
-        ("experts", "int8", {"max_loras": 1, "max_drafts": 3, "max_num_seqs": 9}),
-    ],
-)
+def slow(cases: list[Any]) -> list[Any]:
+    """The cases as parameters of `make test-full` alone."""
+    return [pytest.param(*case, marks=pytest.mark.slow_matrix) for case in cases]
+
+
+STARTS: list[tuple[str, str | None, dict[str, int]]] = [
+    ("latents", None, {"max_num_batched_tokens": 150}),
+    ("blocks", None, {"max_drafts": 3}),
+    ("states", None, {}),
+    # Few sequences: no decode step has as many rows as short prompts, whose products have tiles of their own.
+    ("windows", "fp8", {"max_num_seqs": 1}),
+    ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
+    ("windows", "fp8-small-blocks", {"max_num_seqs": 9}),
+    ("full norms", "int4-ordered", {"max_num_seqs": 5}),
+    ("experts", "int8", {"max_loras": 1, "max_drafts": 3, "max_num_seqs": 9}),
+]
+MORE_STARTS: list[tuple[str, str | None, dict[str, int]]] = [
+    ("windows", None, {}),
+    ("experts", "int8", {}),
+    ("full norms", "int4", {}),
+    ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
+    ("full norms", "int4", {"max_num_seqs": 8, "max_model_len": 48}),
+    ("windows", None, {"max_drafts": 3}),
+    ("experts", "int8", {"max_drafts": 7, "max_num_seqs": 5}),
+    ("windows", None, {"max_loras": 3}),
+]
+
+
+@pytest.mark.parametrize(("model", "quantization", "limits"), [*STARTS, *slow(MORE_STARTS)])
 def test_serving_compiles_nothing(
     starter: Starter, model: str, quantization: str | None, limits: dict[str, int]
 ) -> None:
@@ -62,28 +70,27 @@ def test_serving_compiles_nothing(
     assert not after
 
 
-@pytest.mark.parametrize(
-    ("model", "drafter", "limits"),
-    [
-        ("windows", "draft_model", {"max_drafts": 3, "max_num_seqs": 9}),
-        ("windows", "mtp", {"max_drafts": 3}),
-        ("latents", "mtp", {"max_drafts": 1, "max_num_batched_tokens": 150}),
-        ("experts", "mtp", {"max_drafts": 2, "max_num_seqs": 6, "max_loras": 2}),
-        ("full norms", "eagle3", {"max_drafts": 3, "max_num_seqs": 20}),
-        ("windows", "medusa", {"max_drafts": 3, "max_num_seqs": 5}),
-        ("windows", "mlp_speculator", {"max_drafts": 3, "max_num_seqs": 5}),
-        ("windows", "draft_model", {"max_drafts": 9, "max_num_seqs": 3}),
-    ],
-)
+DRAFTERS: list[tuple[str, str, dict[str, int]]] = [
+    ("windows", "draft_model", {"max_drafts": 3, "max_num_seqs": 9}),
+    ("latents", "mtp", {"max_drafts": 1, "max_num_batched_tokens": 150}),
+    ("full norms", "eagle3", {"max_drafts": 3, "max_num_seqs": 20}),
+    ("windows", "medusa", {"max_drafts": 3, "max_num_seqs": 5}),
+    ("windows", "mlp_speculator", {"max_drafts": 3, "max_num_seqs": 5}),
+]
+MORE_DRAFTERS: list[tuple[str, str, dict[str, int]]] = [
+    ("windows", "mtp", {"max_drafts": 3}),
+    ("experts", "mtp", {"max_drafts": 2, "max_num_seqs": 6, "max_loras": 2}),
+    ("windows", "draft_model", {"max_drafts": 9, "max_num_seqs": 3}),
+]
+
+
+@pytest.mark.parametrize(("model", "drafter", "limits"), [*DRAFTERS, *slow(MORE_DRAFTERS)])
 def test_serving_with_a_drafter_compiles_nothing(
     starter: Starter, model: str, drafter: str, limits: dict[str, int]
 ) -> None:
     before, after = starter.compiled(Start(model, drafter=drafter, limits=limits))
     assert len(before) > 15
     assert not after
-
-
-SLOW = [(64, 6, 0), (192, 8, 0)]
 
 
 class Gpu(Device):
@@ -95,7 +102,7 @@ class Gpu(Device):
 
 @pytest.mark.parametrize(
     ("seqs", "measured", "drafts"),
-    [(1, 1, 0), (3, 3, 0), *(pytest.param(*each, marks=pytest.mark.slow_matrix) for each in SLOW), (6, 4, 3)],
+    [(1, 1, 0), (3, 3, 0), *slow([(64, 6, 0), (192, 8, 0)]), (6, 4, 3)],
 )
 def test_a_start_reads_and_writes_within_bounds(
     monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int, drafts: int

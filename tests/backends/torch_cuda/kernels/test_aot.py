@@ -27,7 +27,7 @@ def test_every_kernel_is_compiled():
     assert len(aot.FOLDERS) > 8
 
 
-SOME = "--chip", "sm_90", "--most", "2"
+SOME = "--chip", "sm_90", "--most", "1"
 
 
 @pytest.fixture(scope="module", params=[SOME, pytest.param((), marks=pytest.mark.gpu_matrix)], ids=["some", "all"])
