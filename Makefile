@@ -11,6 +11,9 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
+# Without bytecode on disk every process compiles pagoda, and pytest rewrites every test file, again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve test test-full test-budgets coverage test-clients test-torchax test-torch-xla lint types unit bench bench-peers gpu-carry performance-table tpu-tune docs format clean
 .DEFAULT_GOAL := test
 

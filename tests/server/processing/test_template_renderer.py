@@ -100,7 +100,7 @@ def nested(depth: int, width: int = 1) -> Any:
 
 @each_row(
     "extra",
-    [
+    lambda: [
         [nested(300)] * 5_000,  # indented: 450 M characters
         nested(4, 40),
         {"k" * 9: nested(250, 1)},
