@@ -38,7 +38,9 @@ def whole_features(spec: ModelSpec) -> frozenset[Feature]:
     """What layers are together: which caches they have, whether they share tables of positions, which are alike."""
     kinds = sorted({type(cache).__name__ for cache in spec.caches})
     ropes = f"tables of positions {min(len(spec.ropes), 2)}"
-    return frozenset({f"all caches {' '.join(kinds)}", ropes, f"layers alike {len(set(spec.layers)) < len(spec.layers)}"})
+    return frozenset(
+        {f"all caches {' '.join(kinds)}", ropes, f"layers alike {len(set(spec.layers)) < len(spec.layers)}"}
+    )
 
 
 def pairs(features: Iterable[Feature]) -> set[Pair]:
