@@ -1,6 +1,8 @@
-"""Write the logits of transformers that the parity tests compare with: PYTHONPATH=.. python tests/models/write_logits.py.
+"""Write the logits of transformers that the parity tests compare with.
 
-Names of cases as arguments: only those are written anew.
+    PYTHONPATH=.. python tests/models/write_logits.py [CASE ...]
+
+With names of cases, only those are written anew.
 """
 
 from __future__ import annotations
