@@ -19,7 +19,6 @@ from models.tiny_pooling import CASES, Case
 from safetensors.torch import load_file, save_file
 from support.backend_options import make_pooling_options
 from support.pooling_plans import plan_of
-from support.refusals import is_refused
 
 from pagoda.backends.reference import pooling as reference
 from pagoda.common.backend import PoolingBackend, Weight
@@ -79,7 +78,7 @@ class Saved:
         return spec, apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp(request.param.name)
     return Saved(request.param, request.param.tiny.save(folder), folder)
@@ -101,14 +100,24 @@ COMPILED = (
     "mixtral",
     "cohere2",
 )
-"""Cases that have every mechanism, for the implementation that compiles for seconds."""
+"""Cases that have every mechanism; jax_tpu, which compiles for seconds, runs the others with `slow_matrix`."""
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("saved", "implementation"),
+    [
+        pytest.param(
+            *(case, name),
+            id=f"{case.name}-{name}",
+            marks=() if name != "jax_tpu" or case.name in COMPILED else pytest.mark.slow_matrix,
+        )
+        for case in CASES
+        for name in IMPLEMENTATIONS
+    ],
+    indirect=["saved"],
+)
 def test_answers(saved: Saved, implementation: str):
     """A batch of prompts against one prompt at a time."""
-    if implementation == "jax_tpu" and saved.case.name not in COMPILED:
-        pytest.skip("its mechanisms are in other cases")
     prompts = [tiny.tokens(length, seed=length + index) for index, length in enumerate(LENGTHS)]
     if saved.case.base is tiny_pooling.SMALL_BERT or saved.case.architecture.startswith(
         ("Llama", "GPT2", "Qwen", "Deepseek", "Jina")
@@ -116,8 +125,6 @@ def test_answers(saved: Saved, implementation: str):
         prompts = [[token % (tiny.VOCAB - 5) + 5 for token in prompt] for prompt in prompts]  # none is padding
     seconds = [None, 9, 25, None, 2] if saved.case.types else [None] * len(prompts)
     spec, weights = saved.built()
-    if is_refused(saved.case.architecture, spec, implementation):
-        return
     backend = IMPLEMENTATIONS[implementation](spec)
     try:
         backend.load(weights)

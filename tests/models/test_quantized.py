@@ -14,12 +14,11 @@ import pytest
 import torch
 import transformers
 from models import tiny
-from models.test_parity import IMPLEMENTATIONS, Implementation
+from models.implementations import IMPLEMENTATIONS, Implementation
 from safetensors.torch import load_file, save_file
 from support import quantized_fixtures
 from support.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
 from support.reference_driver import random_weights, tiny_spec
-from support.slow_matrix import thinned
 from support.tiny_folder import write_model
 
 from pagoda.backends.registry import load_scheme_support, quantizes
@@ -220,14 +219,26 @@ PARTLY = ("ignored", "head")
 
 
 DEVICES = [("v7x", 2), ("v6e", 1), ("v6e", 2)]
+USUAL = {
+    **{"int8": ("v6e", 1), "ignored": ("v6e", 1), "fp8": ("v6e", 2), "fused-block": ("v7x", 2)},
+    **{"head": ("v7x", 2), "experts": ("v7x", 2), "experts-mxfp4": ("v6e", 2)},
+}
+"""Cases and devices with every type of numbers and every granularity of scales; dense, fused and routed matrices."""
 
 
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
-@thinned(
-    lambda saved, device: DEVICES.index(device) == list(CASES).index(saved) % len(DEVICES),
+@pytest.mark.parametrize(
+    ("saved", "device"),
+    [
+        pytest.param(
+            *(name, device),
+            marks=() if USUAL.get(name) == device else pytest.mark.slow_matrix,
+            id=f"{name}-{device[0]}-{device[1]}",
+        )
+        for name in CASES
+        for device in DEVICES
+    ],
     indirect=["saved"],
-    saved=list(CASES),
-    device=DEVICES,
 )
 def test_jax_tpu_keeps_what_xla_multiplies(
     saved: Saved, device: tuple[str, int], caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
@@ -367,7 +378,7 @@ IN_CI = ("ct-int8-asymmetric", "gptq-4-ordered", "awq-gemm", "bnb-nf4")
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")
 @pytest.mark.parametrize(
     "name",
-    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.tpu_matrix) for name in quantized_fixtures.NAMES],
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow_matrix) for name in quantized_fixtures.NAMES],
 )
 def test_jax_tpu_gives_the_logits_of_fixtures(name: str, tmp_path: Path) -> None:
     from support.jax_model import JaxModel

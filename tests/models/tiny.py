@@ -26,7 +26,7 @@ TOKENS = 40
 
 @dataclass(frozen=True)
 class Tiny:
-    """One case. `extra`: config values beyond `SMALL`. `grows`: frequencies depend on the sequence length.
+    """One case. `extra`: config values beyond `SMALL`.
 
     `oracle`: the transformers class with the same maths, for architectures that transformers does not have; then
     `written` are the keys of config.json that differ (None: dropped) and `rename` changes the names of its tensors.
@@ -38,7 +38,6 @@ class Tiny:
     architecture: str
     extra: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] | None = None
-    grows: bool = False
     attention: str = "eager"
     oracle: str = ""
     written: dict[str, Any] = field(default_factory=dict)
@@ -293,9 +292,9 @@ PER_LAYER: dict[str, Any] = {
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 
 
-def llama(name: str, *, grows: bool = False, **extra: Any) -> Tiny:
+def llama(name: str, **extra: Any) -> Tiny:
     """A Llama with other rotary positions."""
-    return Tiny(f"llama-{name}", "LlamaForCausalLM", extra, grows=grows)
+    return Tiny(f"llama-{name}", "LlamaForCausalLM", extra)
 
 
 GPT_OSS = Tiny(
@@ -325,7 +324,6 @@ TINY = (
     llama("linear", rope_parameters={"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0}),
     llama(
         "dynamic",
-        grows=True,
         max_position_embeddings=16,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
     ),

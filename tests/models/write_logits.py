@@ -1,8 +1,8 @@
 """Write the logits of transformers that the parity tests compare with.
 
-    PYTHONPATH=tests python tests/models/write_logits.py [CASE ...]
+    PYTHONPATH=.. python tests/models/write_logits.py [CASE ...]
 
-Names of cases as arguments: only those are written anew.
+With names of cases, only those are written anew.
 """
 
 from __future__ import annotations
