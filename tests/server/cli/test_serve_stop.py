@@ -10,24 +10,34 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event
 
 import pytest
 from support.served import FAKE, environment, served, wait_for, wait_ready
 from support.watching import PATIENCE, eventually
 
 
-def stream(url: str, tokens: int) -> bytes:
+def stream(url: str, tokens: int, begun: Event) -> bytes:
     """Return all that a streamed completion sends, up to its end or to that of the connection."""
     connection = HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)
     body = {"prompt": "a", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     assert response.status == 200
+    begun.set()
     return response.read()
+
+
+def streamed(pool: ThreadPoolExecutor, url: str, tokens: int, count: int) -> list[Future[bytes]]:
+    """What so many streams send. They have begun: before that the answer of a server that stops is a 503."""
+    begun = [Event() for _ in range(count)]
+    streams = [pool.submit(stream, url, tokens, each) for each in begun]
+    eventually(lambda: all(each.is_set() or answer.done() for each, answer in zip(begun, streams)))
+    return streams
 
 
 def completion(url: str, tokens: int) -> tuple[int, str, bytes]:
@@ -51,7 +61,7 @@ TRACKED = "--enable-server-load-tracking"
 def test_admitted_requests_finish_within_the_shutdown_timeout() -> None:
     with served("fake:slow", TRACKED, "--shutdown-timeout", "30") as (process, url), ThreadPoolExecutor(12) as pool:
         wait_ready(process)
-        streams = [pool.submit(stream, url, 60) for _ in range(8)]
+        streams = streamed(pool, url, 60, 8)
         whole = [pool.submit(completion, url, 60) for _ in range(4)]
         eventually(lambda: running(url) == 12)
         process.send_signal(signal.SIGTERM)
@@ -68,7 +78,7 @@ def test_requests_that_take_longer_get_an_error_by_the_deadline_and_the_exit_sta
         ThreadPoolExecutor(8) as pool,
     ):
         wait_ready(process)
-        streams = [pool.submit(stream, url, 60_000) for _ in range(4)]
+        streams = streamed(pool, url, 60_000, 4)
         whole = [pool.submit(completion, url, 60_000) for _ in range(4)]
         eventually(lambda: running(url) == 8)
         process.send_signal(signal.SIGTERM)
@@ -88,7 +98,7 @@ def test_requests_that_take_longer_get_an_error_by_the_deadline_and_the_exit_sta
 def test_a_second_signal_ends_requests_with_an_error_at_once() -> None:
     with served("fake:endless", TRACKED, "--shutdown-timeout", "60") as (process, url), ThreadPoolExecutor(8) as pool:
         wait_ready(process)
-        streams = [pool.submit(stream, url, 60_000) for _ in range(4)]
+        streams = streamed(pool, url, 60_000, 4)
         whole = [pool.submit(completion, url, 60_000) for _ in range(4)]
         eventually(lambda: running(url) == 8)
         process.send_signal(signal.SIGTERM)
