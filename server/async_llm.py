@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -103,7 +104,8 @@ class AsyncLLM(ExplainsMissingMethods):
 
     The engine starts at once, in its own process, or with `in_process` in a thread. With `wait` the constructor returns
     when it is warm and raises what kept it from starting; without, await wait_until_ready(). `metrics` records what
-    happens, in the event loop; it may be set later. `client` and `open_text` replace engine and tokenizer in tests.
+    happens, in the event loop; it may be set later. `client`, `open_text` and `clock`, that of overloads, replace the
+    usual ones in tests.
     vLLM's further parameters have no effect, but for `stat_loggers` and `client_count`, which are refused.
     """
 
@@ -128,6 +130,7 @@ class AsyncLLM(ExplainsMissingMethods):
         metrics: MetricsRecorder | None = None,
         client: EngineClient | None = None,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = vllm_config
         check_stat_loggers(stat_loggers)
@@ -152,7 +155,7 @@ class AsyncLLM(ExplainsMissingMethods):
         self._warm: WarmEngine | None = None
         self._sleep = AsyncSleep(config.model, self._engine)
         self._admission = Admission(
-            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected
+            config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected, clock
         )
         self._gate = Gate()
         self.text_threads = TextThreads(self._on_rejected)

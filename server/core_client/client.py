@@ -331,11 +331,12 @@ class Admission:
         sleep: AsyncSleep,
         use: Callable[[], QueueUse],
         on_rejected: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = QueueLimits(sequences=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
         self._config, self._engine, self._sleep, self._use = config, engine, sleep, use
         self._on_rejected = on_rejected
-        self._overload = Overload()
+        self._overload = Overload(clock)
 
     def observe(self, stats: EngineStats) -> None:
         """Take over what the engine reports after a step."""

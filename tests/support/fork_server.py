@@ -52,7 +52,11 @@ READ_AT_IMPORT: Final = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "P
 _MAX_REQUEST: Final = 1 << 20
 """Bytes of arguments and environment."""
 
+SERVER_NAME: Final = "fork-server"
+"""Name of a fork server's process in /proc/PID/comm; that of other forked ones is the beginning of their program's."""
+
 _M_ARENA_MAX: Final = -8
+_PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 _libc = ctypes.CDLL(None)
@@ -190,6 +194,7 @@ def _is_read(name: str) -> bool:
 
 def _serve(connection: socket.socket) -> dict[str, Any]:
     """Fork for each request until EOF, then exit. Returns the request in the new process."""
+    _set_name(SERVER_NAME)
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -251,6 +256,10 @@ def _place(wanted: dict[int, int], report: int) -> None:
     os.close(told)
 
 
+def _set_name(name: str) -> None:
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
 def _run(request: dict[str, Any]) -> NoReturn:
     """Run a program as `python` would, with a fork server of its own for what it starts."""
     global _client, _client_lock
@@ -264,6 +273,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     else:
         _client = _Client.fork()
         subprocess.Popen = _ForkingPopen  # type: ignore[misc]
+    _set_name(Path(rest[0] if target == "-m" else target).name)
     sys.path[:] = [*paths, *(path for path in _OWN_PATH if path not in paths)]
     status: int | str | None = None
     try:

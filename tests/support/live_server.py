@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -14,6 +15,7 @@ from typing import Any
 
 from support.byte_text import byte_tokenizer, framed_tokenizer
 from support.fake_engine import build
+from support.watching import PATIENCE, eventually, until
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.observe.metrics import Metrics
@@ -36,10 +38,25 @@ class Answer:
     body: bytes
 
 
-class LiveServer:
-    """A server that listens. `state` belongs to the server's own event loop; read it, do not change it."""
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test can put forward."""
 
-    def __init__(self, model: str, config: ServerConfig, ready: bool, **engine: Any) -> None:
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
+class LiveServer:
+    """A server that listens. `state` belongs to the server's own event loop; read it, do not change it.
+
+    Timeouts that a test waits for are many minutes, which it lets pass by `advance`; else none would be certain to come
+    after what it should come after. `clock`: of overloads.
+    """
+
+    def __init__(
+        self, model: str, config: ServerConfig, ready: bool, clock: Callable[[], float], **engine: Any
+    ) -> None:
         engine.setdefault("served_model_name", ["fake"])
         engine_config = AsyncEngineArgs(model, **engine).create_engine_config()
         metrics = Metrics("fake", engine_config.parallel.data_parallel_size, engine_config.lora.slots)
@@ -51,6 +68,7 @@ class LiveServer:
                 open_text=lambda config: None if config.model.skip_tokenizer_init else text,
                 wait=False,
                 metrics=metrics,
+                clock=clock,
             )
         else:
             self.llm = AsyncLLM(engine_config, in_process=True, wait=False, metrics=metrics)
@@ -58,7 +76,7 @@ class LiveServer:
         self._listener = bind(config)
         self.port = 0 if config.uds else self._listener.getsockname()[1]
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     @property
     def url(self) -> str:
@@ -66,17 +84,33 @@ class LiveServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(60)
+        eventually(lambda: self._started.is_set() or not self._thread.is_alive())
+        assert self._started.is_set(), "the server has not started; its thread's exception is shown"
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
         self._listener.close()
 
     def call(self, work: Any, seconds: float = 60) -> Any:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def settle(self) -> None:
+        """Let the server read and handle what was sent to it before."""
+        for _ in range(3):  # a connection is accepted, then read
+            self.call(asyncio.sleep(0))
+
+    def advance(self, seconds: float) -> None:
+        """Put the clock of the server's event loop forward after it has handled what was sent, and run what is due."""
+        self.settle()
+
+        async def put_forward() -> None:
+            self._loop.ahead += seconds
+
+        self.call(put_forward())
+        self.settle()
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -123,26 +157,38 @@ class LiveServer:
         connection.sendall(head.encode() + text)
         return connection
 
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self._run())
+
     async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _Loop)
+        self._loop = loop
         self.state = ServerState(self.llm, self._config, self._metrics)
         if self._ready:
             await self.state.wait_until_ready()
         self.app = create_app(self.state)
         self._server = http_server(self.app, self._config)
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
-        while not self._server.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: self._server.started or serving.done())
         self._started.set()
         await serving
         self.llm.shutdown()
 
 
 @contextmanager
-def live_server(model: str = "fake", *, ready: bool = True, engine: Any = None, **config: Any) -> Iterator[LiveServer]:
+def live_server(
+    model: str = "fake",
+    *,
+    ready: bool = True,
+    engine: Any = None,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
+) -> Iterator[LiveServer]:
     """A running server; `config` are fields of ServerConfig, `engine` of AsyncEngineArgs."""
     settings = {"port": 0, "uvicorn_log_level": "warning"} | config
-    server = LiveServer(model, ServerConfig(**settings), ready, **(engine or {}))
+    server = LiveServer(model, ServerConfig(**settings), ready, clock, **(engine or {}))
     server.start()
     try:
         yield server

@@ -42,6 +42,11 @@ def served(
 
 def wait_ready(process: subprocess.Popen[str]) -> None:
     """Read the log until the model is warm."""
+    wait_for(process, "ready after")
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Read the log up to a line with this text."""
     assert process.stderr is not None
-    while "ready after" not in (line := process.stderr.readline()):
-        assert line, "it ended before it was ready"
+    while text not in (line := process.stderr.readline()):
+        assert line, f"it ended before it wrote {text!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from support.fork_server import SERVER_NAME
 
 PATIENCE: Final = 120.0
 """Seconds after which something that should happen is given up, on the busiest machine; nothing takes so long."""
@@ -50,11 +52,24 @@ def gone(pid: int) -> bool:
 
 def children() -> list[int]:
     """Processes that this one has started and not yet seen the end of; of other tests, too."""
-    listed: list[str] = []
-    for task in Path("/proc/self/task").iterdir():
+    return sorted(programs(os.getpid()))
+
+
+def programs(parent: int) -> dict[int, str]:
+    """The processes that a process has started, except its fork server, and how each is named or was started."""
+    listed: list[int] = []
+    for task in Path(f"/proc/{parent}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            listed += (task / "children").read_text().split()
-    return sorted(map(int, listed))
+            listed += map(int, (task / "children").read_text().split())
+    found: dict[int, str] = {}
+    for pid in listed:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            is_starting = "fork_server.py" in words and not name.startswith("f")  # is called as the interpreter yet
+            if name != SERVER_NAME and not is_starting:
+                found[pid] = f"{name} {words}"
+    return found
 
 
 class Children:

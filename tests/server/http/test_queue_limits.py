@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.clock import Clock
 from support.live_server import LiveServer, live_server
 from support.watching import eventually
 
@@ -24,7 +24,7 @@ from pagoda.server.processing.grammar_check import GrammarCheck
 from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse, last_of_most
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
-SLOW = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
+ENDLESS = {"prompt": "abc", "max_tokens": 60_000, "temperature": 0, "stream": True}
 SHORT = {"prompt": "abc", "max_tokens": 1}
 
 
@@ -45,8 +45,8 @@ def started(server: LiveServer, body: dict[str, Any], headers: dict[str, str], c
 
 @pytest.mark.setting("--max-num-queued-tokens")
 def test_queued_prompt_tokens_are_bounded() -> None:
-    with live_server("fake:slow", engine={"max_num_queued_tokens": 20}) as server:
-        (connection,) = started(server, SLOW | {"prompt": "a" * 15}, {})
+    with live_server("fake:endless", engine={"max_num_queued_tokens": 20}) as server:
+        (connection,) = started(server, ENDLESS | {"prompt": "a" * 15}, {})
         refused = server.response("POST", "/v1/completions", SHORT | {"prompt": "a" * 6})
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         assert json.loads(refused.body)["error"]["type"] == "TooManyRequestsError"
@@ -63,14 +63,14 @@ def test_queued_prompt_tokens_are_bounded() -> None:
 @pytest.mark.setting("--max-key-share")
 def test_a_key_cannot_fill_the_queue_of_others() -> None:
     engine = {"max_num_queued_reqs": 8, "max_key_share": 0.5}
-    with live_server("fake:slow", engine=engine, api_key=("alice", "bob")) as server:
-        connections = started(server, SLOW, ALICE, 4)
+    with live_server("fake:endless", engine=engine, api_key=("alice", "bob")) as server:
+        connections = started(server, ENDLESS, ALICE, 4)
         refused = server.response("POST", "/v1/completions", SHORT, ALICE)
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         assert b"this API key has 4 of its 4 sequences in progress (--max-key-share)" in refused.body
         assert rejections(server, "max_key_share") == 1
         assert server.post("/v1/completions", SHORT, **BOB)[0] == 200
-        connections += started(server, SLOW, BOB, 4)
+        connections += started(server, ENDLESS, BOB, 4)
         assert server.post("/v1/completions", SHORT, **BOB)[0] == 429
         assert rejections(server, "max_num_queued_reqs") == 1
         for connection in connections:
@@ -80,23 +80,23 @@ def test_a_key_cannot_fill_the_queue_of_others() -> None:
 
 
 def test_one_key_may_use_the_whole_queue() -> None:
-    with live_server("fake:slow", engine={"max_num_queued_reqs": 2}, api_key=("alice",)) as server:
-        connections = started(server, SLOW, ALICE, 2)
+    with live_server("fake:endless", engine={"max_num_queued_reqs": 2}, api_key=("alice",)) as server:
+        connections = started(server, ENDLESS, ALICE, 2)
         assert server.post("/v1/completions", SHORT, **ALICE)[0] == 429
         for connection in connections:
             connection.close()
 
 
 def test_a_request_of_many_prompts_is_refused_before_any_of_them_runs() -> None:
-    with live_server("fake:slow", engine={"max_num_queued_reqs": 4}) as server:
-        (connection,) = started(server, SLOW, {})
+    with live_server("fake:endless", engine={"max_num_queued_reqs": 4}) as server:
+        (connection,) = started(server, ENDLESS, {})
         assert server.post("/v1/completions", SHORT | {"prompt": ["a"] * 4})[0] == 429
         assert server.llm.num_unfinished == 1
         connection.close()
 
 
 def test_a_request_of_many_prompts_that_never_fits_is_not_told_to_come_again() -> None:
-    with live_server("fake:slow", engine={"max_num_queued_tokens": 20}) as server:
+    with live_server("fake:endless", engine={"max_num_queued_tokens": 20}) as server:
         status, answer = server.post("/v1/completions", SHORT | {"prompt": ["a" * 8] * 3})
         assert (status, answer["error"]["param"]) == (400, "prompt")
         assert "24 prompt tokens are above the limit of 20 (--max-num-queued-tokens)" in answer["error"]["message"]
@@ -144,14 +144,17 @@ def test_a_burst_is_taken_and_a_standing_queue_is_not() -> None:
 @pytest.mark.setting("--max-overload-seconds")
 def test_an_overloaded_server_refuses_further_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MIN_WAITING", 3)
-    with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0.2}) as server:
-        connections = started(server, SLOW | {"max_tokens": 1000}, {}, 5)
+    clock, engine = Clock(), {"max_num_seqs": 2, "max_overload_seconds": 20}
+    with live_server("fake:endless", engine=engine, clock=clock) as server:
+        connections = started(server, ENDLESS, {}, 5)
         eventually(lambda: server.llm.stats.waiting == 3)
-        time.sleep(0.3)
+        clock.advance(20)
         server.llm.check_load(Load(1), "")  # as many wait as may
-        connections += started(server, SLOW, {})
+        connections += started(server, ENDLESS, {})
         eventually(lambda: server.llm.stats.waiting == 4)
-        time.sleep(0.3)
+        clock.advance(19.9)
+        server.llm.check_load(Load(1), "")
+        clock.advance(0.1)
         assert server.post("/v1/completions", SHORT)[0] == 429
         assert rejections(server, "max_overload_seconds") == 1
         for connection in connections:
@@ -224,15 +227,15 @@ def test_the_last_requests_of_who_has_most_are_chosen() -> None:
 
 def test_waiting_requests_of_a_standing_overload_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MIN_WAITING", 3)
-    with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0.2}) as server:
-        long = SLOW | {"max_tokens": 1000}
-        connections = started(server, long, {}, 2)
+    clock, engine = Clock(), {"max_num_seqs": 2, "max_overload_seconds": 20}
+    with live_server("fake:endless", engine=engine, clock=clock) as server:
+        connections = started(server, ENDLESS, {}, 2)
         eventually(lambda: server.llm.stats.running == 2)
-        connections.append(server.sent("/v1/completions", long | {"prompt": ["a", "b"]}, {}))
+        connections.append(server.sent("/v1/completions", ENDLESS | {"prompt": ["a", "b"]}, {}))
         eventually(lambda: server.llm.num_unfinished == 4)
-        connections += started(server, long, {}, 6)
+        connections += started(server, ENDLESS, {}, 6)
         eventually(lambda: server.llm.stats.waiting == 8)
-        time.sleep(0.3)
+        clock.advance(20)
         for _ in range(3):
             assert server.post("/v1/completions", SHORT)[0] == 429
         assert server.llm.num_unfinished == 10
@@ -254,8 +257,8 @@ def test_waiting_requests_of_a_standing_overload_are_refused(monkeypatch: pytest
 
 def test_one_request_of_many_sequences_is_no_overload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MIN_WAITING", 3)
-    with live_server("fake:slow", engine={"max_num_seqs": 2, "max_overload_seconds": 0}) as server:
-        body = SLOW | {"prompt": ["abc"] * 8, "n": 2, "temperature": 1}
+    with live_server("fake:endless", engine={"max_num_seqs": 2, "max_overload_seconds": 0}) as server:
+        body = ENDLESS | {"prompt": ["abc"] * 8, "n": 2, "temperature": 1}
         connection = server.sent("/v1/completions", body, {})
         eventually(lambda: server.llm.stats.waiting > 3)
         server.llm.check_load(Load(1), "")
@@ -291,10 +294,10 @@ def test_what_ended_does_not_count() -> None:
 
 
 def test_every_end_of_a_request_frees_its_part_of_the_queue() -> None:
-    with live_server("fake:slow") as server:
+    with live_server("fake:endless") as server:
         requests = server.llm._ready().requests
         for close in (True, False):
-            (connection,) = started(server, SLOW, {})
+            (connection,) = started(server, ENDLESS, {})
             assert requests.use.total == Load(1, 3)
             if close:
                 connection.close()
@@ -358,19 +361,35 @@ def test_requests_that_wait_for_a_grammar_are_in_the_queue(stuck: threading.Even
 # Time.
 
 
+def late(server: LiveServer, path: str, body: dict[str, Any], begun: Callable[[], object]) -> HTTPResponse:
+    """The response to a request in whose midst the time allowed for it passes."""
+    connection = server.sent(path, body, {})
+    eventually(begun)
+    server.advance(LIMIT)
+    response = HTTPResponse(connection)
+    response.begin()
+    return response
+
+
+LIMIT = 600.0
+
+
 @pytest.mark.setting("--request-timeout")
 def test_a_request_that_takes_too_long_is_aborted() -> None:
-    with live_server("fake:endless", request_timeout=0.3) as server:
+    with live_server("fake:endless", request_timeout=LIMIT) as server:
         body = {"prompt": "a", "max_tokens": 60_000}
         for extra in ({}, {"n": 2, "temperature": 1}, {"use_beam_search": True, "n": 2}):
-            begun = time.monotonic()
-            status, answer = server.post("/v1/completions", body | extra)
-            assert (status, answer["error"]["type"]) == (504, "GatewayTimeoutError"), extra
-            assert "longer than 0.3 s (--request-timeout)" in answer["error"]["message"]
-            assert time.monotonic() - begun < 20
-            eventually(lambda: not server.llm.num_unfinished)
-        streamed = server.post("/v1/completions", body | {"stream": True})[1].decode()
-        *events, last, done = [each for each in streamed.split("\n\n") if each]
+            response = late(server, "/v1/completions", body | extra, lambda: server.state.running)
+            error = json.loads(response.read())["error"]
+            assert (response.status, error["type"]) == (504, "GatewayTimeoutError"), extra
+            assert "longer than 600 s (--request-timeout)" in error["message"]
+            eventually(lambda: not server.llm.num_unfinished and not server.llm.stats.running)
+        connection = server.sent("/v1/completions", body | {"stream": True}, {})
+        response = HTTPResponse(connection)
+        response.begin()
+        streamed = response.readline() + response.readline() + response.readline()
+        server.advance(LIMIT)
+        *events, last, done = [each for each in (streamed + response.read()).decode().split("\n\n") if each]
         assert len(events) > 1
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == 504
         assert done == "data: [DONE]"
@@ -380,17 +399,20 @@ def test_a_request_that_takes_too_long_is_aborted() -> None:
 
 
 def test_time_in_line_for_a_grammar_counts(stuck: threading.Event) -> None:
-    with live_server(request_timeout=0.2) as server:
-        assert server.post("/v1/completions", SHORT | {"structured_outputs": {"choice": ["b"]}})[0] == 504
+    with live_server(request_timeout=LIMIT) as server:
+        body = SHORT | {"structured_outputs": {"choice": ["b"]}}
+        in_line = server.llm._ready().inputs._grammars._line
+        assert late(server, "/v1/completions", body, lambda: in_line).status == 504
         assert not server.llm.num_unfinished
         stuck.set()
         assert server.post("/v1/completions", SHORT)[0] == 200
 
 
 def test_pooling_requests_have_the_same_time() -> None:
-    with live_server("fake:pool-slow", request_timeout=0.05) as server:
-        status, answer = server.post("/v1/embeddings", {"input": ["abc"] * 64})
-        assert (status, answer["error"]["type"]) == (504, "GatewayTimeoutError")
+    with live_server("fake:pool-slow", request_timeout=LIMIT) as server:
+        response = late(server, "/v1/embeddings", {"input": ["abc"] * 1000}, lambda: server.llm.num_unfinished)
+        assert response.status == 504
+        assert json.loads(response.read())["error"]["type"] == "GatewayTimeoutError"
         eventually(lambda: not server.llm.num_unfinished)
 
 

@@ -18,9 +18,10 @@ import pytest
 
 pytest.importorskip("flax")
 
-from support.ports import two_free_ports
+from support.own_address import OWN_ADDRESS, own_port
 from support.served import REAL, environment, served, wait_ready
 from support.tiny_folder import write_model
+from support.watching import PATIENCE, programs
 
 from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.settings import ENGINE_SETTINGS
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shared_flags(folder: Path, port: int) -> tuple[str, ...]:
-    together = ("--backend", "jax_tpu", "-tp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1")
+    together = ("--backend", "jax_tpu", "-tp", "2", "--nnodes", "2", "--master-addr", OWN_ADDRESS)
     return (*together, "--master-port", str(port), "--xla-cache-path", str(folder / "xla"), *FLAGS)
 
 
@@ -67,7 +68,7 @@ def follower(model: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
 @contextmanager
 def pair(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], str]]:
     """Return host 0, host 1 and the address of host 0, once both are warm."""
-    flags, model = shared_flags(folder, two_free_ports()), folder / "tiny"
+    flags, model = shared_flags(folder, own_port()), folder / "tiny"
     first_host = served(str(model), *flags, "--served-model-name", "m", program=REAL)
     with follower(model, *flags) as second, first_host as (first, url):
         wait_ready(first)
@@ -79,20 +80,20 @@ def tokens(url: str, prompt: list[int]) -> list[int]:
     asked = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     body = json.dumps(asked | {"return_token_ids": True}).encode()
     request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         return json.load(response)["choices"][0]["token_ids"]
 
 
 def last_line(process: subprocess.Popen[str]) -> str:
     """Return the last error line on stderr."""
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=PATIENCE)
     return [line for line in log.splitlines() if line.startswith("pagoda: error: ")][-1]
 
 
 def engine_of(process: subprocess.Popen[str]) -> int:
     """Return the process id of its engine."""
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(child)
+    (child,) = programs(process.pid)
+    return child
 
 
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
@@ -104,8 +105,8 @@ def test_two_hosts_generate_as_one_and_end_together(folder: Path) -> None:
         for prompt, answer in zip(PROMPTS, want):
             assert tokens(url, prompt) == list(answer.outputs[0].token_ids)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 0
-        assert second.wait(60) == 0
+        assert first.wait(PATIENCE) == 0
+        assert second.wait(PATIENCE) == 0
 
 
 def test_host_0_names_the_host_that_died(folder: Path) -> None:
@@ -120,13 +121,13 @@ def test_other_hosts_end_when_host_0_dies(folder: Path) -> None:
     with pair(folder) as (first, second, _):
         os.kill(engine_of(first), signal.SIGKILL)
         # JAX may be faster: it ends a process whose coordinator is gone
-        assert re.search(r"host 0 \(127.0.0.1\) is gone|killed by SIGABRT", last_line(second))
+        assert re.search(rf"host 0 \({re.escape(OWN_ADDRESS)}\) is gone|killed by SIGABRT", last_line(second))
         assert second.returncode == 1
 
 
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-port", "--headless")
 def test_hosts_with_different_settings_are_refused(folder: Path) -> None:
-    flags = shared_flags(folder, two_free_ports())
+    flags = shared_flags(folder, own_port())
     first_host = served(str(folder / "tiny"), *flags, program=REAL)
     with follower(folder / "tiny", *flags, "--max-num-seqs", "2") as second, first_host as (first, _):
         line = last_line(first)
