@@ -43,8 +43,8 @@ def _floats(operand: Any) -> Any:
 interpreter.InterpreterBuilder.create_dot = _dot_by_rows
 
 
-# Each number in an interpreted kernel is an object whose type, shape and number of elements are made again, and
-# each call of a function by a kernel exchanges the language's functions again: together half of the time of these tests.
+# Each number in an interpreted kernel is an object whose type, shape and number of elements are made again, and each
+# call of a function by a kernel exchanges the functions of the language again: half of the time of these tests.
 
 _make_block, _find_dtype, _launch = tl.core.block_type.__init__, interpreter._get_np_dtype, interpreter._patch_lang
 _blocks: dict[tuple[Any, ...], dict[str, Any]] = {}

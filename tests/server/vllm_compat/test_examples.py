@@ -652,9 +652,7 @@ def overrides_by_callable(world: World) -> None:
 def adapters_on_quantised_weights(world: World) -> None:
     modules = llama_modules(576, 1536, 9, 3, 30)
     paths = [write_adapter(world.folder / f"lora{seed}", modules, seed=seed, scale=0.1) for seed in (1, 2)]
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(world.gguf, enable_lora=True, max_loras=1, max_cpu_loras=2, **QUICK)
-    )
+    engine = LLMEngine.from_engine_args(EngineArgs(world.gguf, enable_lora=True, max_loras=1, max_cpu_loras=2, **QUICK))
     requests = [None, *(LoRARequest(path.name, index, str(path)) for index, path in enumerate(paths, 1))]
     for index, lora in enumerate([*requests, *requests]):
         engine.add_request(str(index), PROMPTS[0], SamplingParams(temperature=0, **SHORT), lora_request=lora)
