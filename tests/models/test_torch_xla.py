@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.
 
 
 @pytest.mark.variable("PAGODA_TRANSFORMERS_DEVICE")
-@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed")
 def test_a_missing_torch_xla_names_its_extra(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
     for value, words in (
         ("xla", r"torch_xla cannot be imported .* pip install 'pagoda\[torch-xla\]'"),
         ("tpu", "unknown"),

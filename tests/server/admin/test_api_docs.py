@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.chromium import DRIVER, chromium
+from support.chromium import chromium
 from support.live_server import live_server
 
 from pagoda.server.admin.api_docs import PAGE
@@ -30,7 +30,7 @@ def test_the_page_is_sent_with_a_policy(path: str) -> None:
         assert server.get("/openapi.json")[0] == 401, "the page asks for the key"
 
 
-@pytest.mark.skipif(DRIVER is None, reason="needs Chromium and chromedriver")
+@pytest.mark.program("chromium", "chromedriver")
 def test_routes_are_shown_and_can_be_tried() -> None:
     with chromium() as page, live_server(api_key=("k",), root_path="/small") as server:
         page.open(server.url + "/small/docs")

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 
 import pytest
-from support.chromium import DRIVER, Page, chromium
+from support.chromium import Page, chromium
 from support.live_server import LiveServer, live_server
 
 from pagoda.server.admin.chat_page import PAGE, policy
 
 HTML = PAGE.read_text(encoding="utf-8")
 
-in_browser = pytest.mark.skipif(DRIVER is None, reason="needs Chromium and chromedriver")
+in_browser = pytest.mark.program("chromium", "chromedriver")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pagoda.server.admin.chat_page import PAGE
 
 NODE = shutil.which("node")
 
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs node")
+pytestmark = pytest.mark.program("node")
 
 # The least of a document that the renderer needs. It writes what was built as a list: [tag, attributes, children...].
 DOCUMENT = """

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 QUERIES = (ROOT / "tests" / "data" / "grafana_queries.tsv").read_text().splitlines()
 FILES = ROOT / "docs" / "deploy" / "monitoring"
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus is installed")
+pytestmark = pytest.mark.program("prometheus")
 
 
 class Prometheus:

@@ -84,8 +84,8 @@ def test_two_ranks_generate_as_one_until_one_dies(model: str, young: Children) -
     assert young() == []
 
 
+@pytest.mark.program("ray")
 def test_ranks_started_by_ray(model: str, young: Children) -> None:
-    pytest.importorskip("ray")
     with loaded(model, tensor_parallel_size=2, distributed_executor_backend="ray") as both:
         placed = ask(both, GREEDY)
     assert young() == []
