@@ -87,11 +87,10 @@ class _Client:
         """Start a fork server with an interpreter of its own."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
-            words = [sys.executable, "-P", __file__, str(other.fileno())]
-            paths = os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])
-            server = _plain_popen(
-                words, pass_fds=[other.fileno()], env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.DEVNULL
-            )
+            paths = [str(TESTS), *(path for path in sys.path if path)]
+            words = [sys.executable, "-P", __file__, str(other.fileno()), *paths]
+            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            server = _plain_popen(words, pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL)
         return cls(own, server.pid)
 
     @classmethod
@@ -305,12 +304,14 @@ def _exit(status: int | str | None) -> NoReturn:
     os._exit(status or 0)
 
 
-_OWN_PATH: Final = [path for path in sys.path if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+_OWN_PATH: Final = tuple(sys.path)
+"""Where an interpreter without PYTHONPATH finds modules, in a fork server and its processes."""
 
 
 def main() -> NoReturn:
-    """Serve requests that come by the socket whose descriptor is the first argument."""
+    """Serve requests that come by the socket whose descriptor is the first argument; the others are import paths."""
     connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:0] = [path for path in sys.argv[2:] if path not in _OWN_PATH]
     for module in MODULES:
         import_module(module)
     warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)  # of `runpy`
