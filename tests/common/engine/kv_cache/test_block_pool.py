@@ -223,3 +223,32 @@ def test_the_quick_check_sees_counts_that_disagree():
     pool._refs[3] = 0
     with pytest.raises(RuntimeError, match="1 are counted free"):
         pool.check_counts()
+
+
+def test_a_restored_pool_goes_on_as_the_one_that_was_captured():
+    pool = BlockPool(20, extents=True)
+    older, newer = [pool.allocate(b) for b in range(8, 12)], [pool.allocate(b) for b in range(4, 8)]
+    cache(pool, older + newer)
+    pool.release(older)
+    pool.release(newer)
+    assert pool.reserve(4, 4) == range(12, 16)
+    assert take(pool, 2) == [1, 2]
+
+    def go_on(pool: BlockPool) -> list[object]:
+        found: list[object] = [pool.num_free, [pool.lookup(KEY[block]) for block in range(20)]]
+        pool.release([2])
+        found += [pool.reserve(4, 4), pool.reserve(4, 4), pool.reserve(4, 4)]
+        pool.check_integrity()
+        return [*found, take(pool, pool.num_free)]
+
+    state = pool.capture()
+    expected = go_on(pool)
+    restored, aged = BlockPool(20, extents=True), BlockPool(20, extents=True)
+    restored.restore(state)
+    assert go_on(restored) == expected, "what the pool did since does not change the state"
+    aged.restore(state)
+    assert aged.capture() == state
+    for block in (8, 4, 8):
+        aged.touch(block)
+    assert aged.reserve(4, 4) == range(16, 20)
+    assert aged.reserve(4, 4) == range(4, 8), "blocks released since are younger than those before"
