@@ -117,10 +117,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tests to run with a mutant, or without one."""
+    """Tests to run with a mutant, or without one, for at most `budget` processor seconds."""
 
     mutant: Mutant | None
     tests: tuple[str, ...]
+    budget: float
 
 
 class Judge:
@@ -137,15 +138,15 @@ class Judge:
         if mutant is None:
             return Result(chosen.target, chosen.name, "gone")
         seconds, passed = 0.0, list[str]()
-        while tests := self._tests(chosen.name.path, passed):
-            outcome = yield Run(mutant, tests)
+        while seconds < self._budget and (tests := self._tests(chosen.name.path, passed)):
+            outcome = yield Run(mutant, tests, self._budget - seconds)
             seconds += outcome.seconds
             passed += [name for name in outcome.files if name != outcome.file]
             self._learn(outcome)
             if outcome.passed:
                 continue
             if outcome.file not in self._good:
-                without = yield Run(None, (outcome.file,))
+                without = yield Run(None, (outcome.file,), self._budget)
                 (self._good if without.passed else self._report.failing).add(outcome.file)
             if outcome.file in self._good:
                 return Result(
@@ -182,7 +183,7 @@ class Slot:
             path.write_bytes(run.mutant.apply(self._changed[1]))
             self._changes += 1  # a time of its own for each: Python tells by it whether a compiled file is up to date
             os.utime(path, (self._changed[2] + self._changes,) * 2)
-        work = Work(self.checkout, run.tests, self._options.budget, self._options.marker, self._options.model)
+        work = Work(self.checkout, run.tests, run.budget, self._options.marker, self._options.model)
         return Fork(work, self.checkout.parent)
 
     def restore(self) -> None:
@@ -198,7 +199,6 @@ class Slot:
 class Options:
     """How tests run."""
 
-    budget: float
     marker: str | None
     model: Path | None
 
@@ -332,7 +332,7 @@ def _run(args: argparse.Namespace, checkouts: list[Path], sources: Sources) -> i
     forks.adopt_orphans()
     seconds = recorded_seconds(args.budgets or checkouts[0] / "tests" / "budgets.json")
     model = Path(os.environ.get("PAGODA_TEST_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
-    options = Options(args.budget, args.marker, model.resolve() if model.is_file() else None)
+    options = Options(args.marker, model.resolve() if model.is_file() else None)
     judge = Judge(checkouts[0], sources, report, seconds, args.budget)
     run_all(chosen, [Slot(checkout, options) for checkout in checkouts], judge, report)
     results = [report.results[each.name] for each in chosen]
