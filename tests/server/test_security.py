@@ -52,14 +52,19 @@ def sources() -> list[Path]:
 
 def test_no_code_is_made_from_data() -> None:
     found = []
+    modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+    calls = {"eval", "exec", "torch.load", "yaml.load", "os.system", "compile"}
+    any_of_them = re.compile(rf"\b(?:{'|'.join(map(re.escape, modules | calls))})\b")
     for path in sources():
-        nodes, name = list(ast.walk(ast.parse(path.read_text()))), path.relative_to(ROOT).as_posix()
+        text = path.read_text()
+        if any_of_them.search(text) is None:
+            continue
+        nodes, name = list(ast.walk(ast.parse(text))), path.relative_to(ROOT).as_posix()
         imports = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imports |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-        wrong = imports & {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+        wrong = imports & modules
         if name in READS_PICKLES:
             wrong -= {"pickle"}
-        calls = {"eval", "exec", "torch.load", "yaml.load", "os.system", "compile"}
         found += [f"{name}: {each}" for each in (*wrong, *(calls & set(calls_of(nodes))))]
     assert found == []
 
