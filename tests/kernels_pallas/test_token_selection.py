@@ -174,7 +174,7 @@ def test_the_best_tokens_are_selected_and_attended_to(dtype: str, page_size: int
 @pytest.mark.parametrize(
     "triples",
     [
-        ["v6e/token_selection/decode-64", "v5e/token_selection/mixed-64", "v6e/latent_attention.selected/mixed-128"],
+        ["v6e/token_selection/decode-64", "v6e/latent_attention.selected/mixed-128"],
         pytest.param(
             [
                 f"{chip}/{package}/{name}"

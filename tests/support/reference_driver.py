@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 from support.backend_options import make_options
 
 from pagoda.backends.registry import load_backend
@@ -13,7 +14,7 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
+from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, TokenLogprobs
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
@@ -41,6 +42,13 @@ def random_weights(spec: ModelSpec, seed: int = 0):
     rng = np.random.default_rng(seed)
     for param in params(spec).values():
         yield param.name, (rng.standard_normal(param.shape) * 0.25).astype(np.float32)
+
+
+def by_token(logprobs: TokenLogprobs, vocab: int = 96) -> npt.NDArray[np.float32]:
+    """Return logprobs [n, V] of all tokens in the order of the vocabulary."""
+    out = np.full((len(logprobs.ranks), vocab), np.nan, np.float32)
+    np.put_along_axis(out, logprobs.token_ids[:, 1:], logprobs.logprobs[:, 1:], 1)
+    return out
 
 
 class Driver:

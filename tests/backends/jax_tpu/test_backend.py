@@ -14,8 +14,7 @@ import numpy as np
 import support.jax_devices  # noqa: F401
 from support.backend_options import make_options
 from support.jax_requests import requests
-from support.reference_driver import Driver, random_weights, tiny_spec
-from support.slow_matrix import thinned
+from support.reference_driver import Driver, by_token, random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, RecompileError
@@ -26,8 +25,8 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
-from pagoda.common.engine.step import PREVIOUS, StepPlan
-from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import LowRankResidual, ModelSpec
@@ -45,36 +44,6 @@ EVERYTHING = SamplingRules(logprobs=-1, prompt_logprobs=-1)
 
 def driver(spec: ModelSpec, order: str = "scattered", **make) -> Driver:
     return Driver(spec, order, block_size=8, backend="jax_tpu", **make)
-
-
-def by_token(logprobs) -> np.ndarray:
-    """[n, V] logprobs in vocabulary order."""
-    out = np.full((len(logprobs.ranks), 96), np.nan, np.float32)
-    np.put_along_axis(out, logprobs.token_ids[:, 1:], logprobs.logprobs[:, 1:], 1)
-    return out
-
-
-@thinned(
-    lambda tensor, kind: tensor == 2 or kind == "full",
-    tensor=[1, 2],
-    kind=list(SPECS),
-)
-def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
-    spec = SPECS[kind]
-    naive = NaiveModel(spec, random_weights(spec))
-    d = driver(spec, tensor=tensor)
-    want = naive.logits(PROMPT).log_softmax(-1).numpy()
-    _, first = d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
-    _, result = d.step({3: PROMPT[6:]})
-    parts = [by_token(part.prompt_logprobs[0]) for part in (first, result)]
-    np.testing.assert_allclose(np.concatenate(parts), want[:-1], atol=3e-5)
-    tokens = list(PROMPT)
-    for _ in range(6):
-        want = naive.logits(tokens).log_softmax(-1)[-1].numpy()
-        np.testing.assert_allclose(by_token(result.logprobs[0])[0], want, atol=3e-5)
-        assert result.token_ids[0] == want.argmax()
-        tokens.append(int(result.token_ids[0]))
-        _, result = d.step({3: [PREVIOUS]})
 
 
 def norm_residual() -> ModelSpec:
@@ -145,37 +114,6 @@ def test_top_logprobs_on_the_device(best: int) -> None:
         np.testing.assert_array_equal(ours[0].ranks, theirs[0].ranks)
 
 
-def test_a_mixed_batch_equals_single_requests() -> None:
-    spec = SPECS["window"]
-    prompts = [[(7 * i + j * j) % 96 for j in range(2 + 3 * i)] for i in range(4)]
-    one = driver(spec)
-    alone = [one.generate(prompt, 8, row=row) for row, prompt in enumerate(prompts)]
-    d = driver(spec)
-    outputs: dict[int, list[int]] = {i: [] for i in range(4)}
-    waiting = dict(enumerate(prompts))
-    while any(len(tokens) < 8 for tokens in outputs.values()):
-        pieces = {row: [PREVIOUS] for row, tokens in outputs.items() if tokens and len(tokens) < 8}
-        starts = []
-        if waiting:  # one prompt joins per step, beside the rows already decoding
-            row, prompt = waiting.popitem()
-            pieces[row] = prompt
-            starts.append(d.start(row, prompt))
-        rows, result = d.step(pieces, starts)
-        for row, token in zip(rows, result.token_ids):
-            outputs[row].append(int(token))
-    assert [outputs[i] for i in range(4)] == alone
-
-
-def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
-    alone = driver(SPECS["full"]).generate(PROMPT, 1)
-    d = driver(SPECS["full"])
-    d.tables[0][1, 0] = d.tables[0][0, 0]  # row 1 reuses row 0's first eight tokens
-    starts = [d.start(0, PROMPT), d.start(1, PROMPT)]
-    d.context[1] = 8
-    _, result = d.step({0: PROMPT, 1: PROMPT[8:]}, starts)
-    assert result.token_ids.tolist() == alone * 2
-
-
 def test_a_short_reader_runs_after_the_writer_of_its_page() -> None:
     """Row 1 has one uncached prompt token; row 0 writes its first page in the same step, so row 1 must run after it."""
     rules = SamplingRules(logprobs=2)
@@ -218,14 +156,14 @@ def eight_heads() -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, mixers=(wider(layer.attention),)) for layer in spec.layers))
 
 
-def test_any_number_of_devices_gives_the_same_tokens() -> None:
+def test_eight_devices_give_the_tokens_of_one() -> None:
     rules = SamplingRules(temperature=1.0, top_k=20, seed=7)
     answers = []
-    for tensor in (1, 2, 8):
+    for tensor in (1, 8):
         d = driver(eight_heads(), tensor=tensor)
         answers.append((d.generate(PROMPT, 12), d.generate(PROMPT, 12, rules, row=1)))
         assert len(d.backend.model.mesh.devices.flat) == tensor
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
 
 
 def test_too_many_devices_are_refused_in_one_line() -> None:
@@ -290,32 +228,9 @@ def test_the_cache_is_updated_in_place() -> None:
         assert memory.alias_size_in_bytes >= size
 
 
-def test_weights_are_strict_both_ways() -> None:
-    spec = tiny_spec()
-    weights = dict(random_weights(spec))
-    limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
-    backend = create(make_options(spec, limits=limits))
-    missing = dict(list(weights.items())[:-1])
-    with pytest.raises(WeightError, match="lacks 1 parameters, first head"):
-        backend.load(missing.items())
-    with pytest.raises(WeightError, match="stray is unknown"):
-        backend.load({**weights, "stray": np.zeros(3, np.float32)}.items())
-    with pytest.raises(WeightError, match=r"embed has shape \(3,\)"):
-        backend.load({**weights, "embed": np.zeros(3, np.float32)}.items())
-
-
 def test_float16_is_refused_with_what_works() -> None:
     with pytest.raises(ConfigError, match="jax_tpu does not support float16; use bfloat16 or float32"):
         Driver(SPECS["full"], block_size=8, backend="jax_tpu", dtype="float16")
-
-
-def test_bfloat16_stays_close_to_float32() -> None:
-    answers = {}
-    for dtype in ("float32", "bfloat16"):
-        d = Driver(SPECS["full"], block_size=8, backend="jax_tpu", dtype=dtype)
-        _, result = d.step({0: PROMPT}, [d.start(0, PROMPT, EVERYTHING)])
-        answers[dtype] = by_token(result.logprobs[0])
-    assert 0 < np.abs(answers["float32"] - answers["bfloat16"]).max() < 0.2
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])

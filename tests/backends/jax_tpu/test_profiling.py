@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +13,11 @@ pytest.importorskip("flax")
 
 import support.jax_devices  # noqa: F401
 from support.backend_options import make_options
-from support.ports import two_free_ports
 from support.reference_driver import tiny_spec
 
+from pagoda.backends.jax_tpu import backend as backend_module
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
-from pagoda.backends.jax_tpu.backend import create
+from pagoda.backends.jax_tpu.backend import JaxBackend, create
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.profiler import start_server
 from pagoda.common.config.engine import Limits
@@ -38,20 +40,44 @@ def test_the_parts_of_a_step_are_named() -> None:
         assert f"/{name}/" in text or f'"{name}/' in text, name
 
 
-@pytest.mark.setting("--xla-profiler-port")
-def test_the_profiler_server_listens_from_warm_up_to_the_end() -> None:
-    port = two_free_ports()
+def listening() -> set[int]:
+    """Ports on which this process listens."""
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def profiled(port: int) -> JaxBackend:
+    """Return a backend that compiles nothing when it warms up."""
     programs = program_options(CompilationConfig(xla_profiler_port=port, xla_cache_path=""), "jax_tpu")
-    assert programs.profiler_port == port
     backend = create(replace(make_options(tiny_spec(), limits=LIMITS), programs=programs))
     backend.init_cache((9,))
     backend.prepare = lambda: None  # type: ignore[method-assign, assignment, return-value]
-    backend.warmup()
-    try:
-        socket.create_connection(("localhost", port), timeout=10).close()
+    return backend
+
+
+@pytest.mark.setting("--xla-profiler-port")
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        backend = profiled(port)
         with pytest.raises(ConfigError, match=f"--xla-profiler-port: {port}: .*; choose a free port"):
-            start_server(port)
-    finally:
+            backend.warmup()
         backend.close()
     with pytest.raises(ConfigError, match="--xla-profiler-port: 70000 is not a port"):
         CompilationConfig(xla_profiler_port=70000)
+
+
+def test_the_profiler_server_listens_from_warm_up_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a port that it gets from the system here."""
+    asked: list[int] = []
+    monkeypatch.setattr(backend_module, "start_server", lambda port: asked.append(port) or start_server(0))
+    before, backend = listening(), profiled(9012)
+    backend.warmup()
+    try:
+        (port,) = listening() - before
+        socket.create_connection(("localhost", port), timeout=60).close()
+    finally:
+        backend.close()
+    assert asked == [9012]
+    assert listening() == before

@@ -20,7 +20,6 @@ from support.embedded_requests import (
     answers,
     asked,
     assert_same,
-    check_rows_say_what_tokens_say,
     embedded,
     engine,
 )
@@ -36,10 +35,6 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
 from pagoda.common.errors import ConfigError
-
-
-def test_embeddings_equal_tokens() -> None:
-    check_rows_say_what_tokens_say("narrow", "jax_tpu", 12, prompt_embeds=True)
 
 
 def test_embeddings_on_several_devices() -> None:
