@@ -4,12 +4,12 @@ import csv
 import json
 import re
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.own_address import OWN_ADDRESS, own_port
 
 from pagoda.common.config.groups.bench.sweep import ParetoConfig, SweepConfig
 from pagoda.common.errors import ConfigError, PagodaError
@@ -33,8 +33,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self): log.write(self.path + "\\n"); log.flush(); self.answer()
     def answer(self): self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
     def log_message(self, *words): pass
-log.write("start " + " ".join(sys.argv[4:]) + "\\n"); log.flush()
-HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+log.write("start " + " ".join(sys.argv[6:]) + "\\n"); log.flush()
+HTTPServer((sys.argv[5], int(sys.argv[3])), Handler).serve_forever()
 """
 BENCH = """
 import json, pathlib, sys
@@ -58,7 +58,7 @@ class Commands:
         self.folder, self.log = folder, folder / "log"
         (folder / "server.py").write_text(SERVER)
         (folder / "bench.py").write_text(BENCH)
-        self.serve = f"{sys.executable} {folder / 'server.py'} {self.log} --port {port}"
+        self.serve = f"{sys.executable} {folder / 'server.py'} {self.log} --port {port} --host {OWN_ADDRESS}"
         self.bench = f"{sys.executable} {folder / 'bench.py'} {self.log}"
 
     def file(self, name: str, data: Any) -> str:
@@ -76,9 +76,7 @@ class Commands:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Commands:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Commands(tmp_path, probe.getsockname()[1])
+    return Commands(tmp_path, own_port())
 
 
 # --- grids ---
@@ -194,7 +192,7 @@ def test_a_server_that_does_not_start(commands: Commands, capsys: pytest.Capture
     commands.serve = f"{sys.executable} -c 'raise SystemExit(3)' --port 1"
     assert commands.sweep("serve") == 1
     assert "the server ended with status 3; --show-stdout shows why" in capsys.readouterr().err
-    commands.serve = f"{sys.executable} -c 'import time; time.sleep(60)' --port 1"
+    commands.serve = f"{sys.executable} -c 'import signal; signal.pause()' --port 1"
     assert commands.sweep("serve", "--server-ready-timeout", "1") == 1
     assert "not ready after 1 s" in capsys.readouterr().err
     commands.serve = "/no/such/program --port 1"
