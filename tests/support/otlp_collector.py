@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from support.watching import eventually
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,9 @@ class Collector:
             for scope in group.scope_spans:
                 self.spans += [_span(each, resource) for each in scope.spans]
 
-    def wait(self, count: int, seconds: float = 20) -> list[Span]:
+    def wait(self, count: int) -> list[Span]:
         """Return the spans once there are `count`."""
-        deadline = time.monotonic() + seconds
-        while len(self.spans) < count:
-            assert time.monotonic() < deadline, f"{len(self.spans)} of {count} spans: {self.spans}"
-            time.sleep(0.02)
+        eventually(lambda: len(self.spans) >= count)
         return list(self.spans)
 
 
