@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from support.watching import eventually
 
 
 class FakeOpenAI:
@@ -22,6 +24,9 @@ class FakeOpenAI:
         self.connections: set[tuple[str, int]] = set()
         self.running = self.most = 0
         self.token_seconds = 0.0
+        self.pause: Callable[[float], None] = time.sleep
+        self.after_sending: Callable[[], object] = lambda: None
+        self.may_answer: Callable[[Mapping[str, Any]], bool] = lambda body: True
         self.loading = 0  # requests that are refused first
         self.fail_prompts: set[str] = set()
         self._lock = threading.Lock()
@@ -55,7 +60,9 @@ class FakeOpenAI:
                         return self._whole(503, {"error": {"message": "loading"}})
                     if fake.bodies[-1].get("prompt") in tuple(fake.fail_prompts):
                         return self._whole(400, {"error": {"message": "refused"}})
-                    self._answer(self.path, json.loads(raw))
+                    body = json.loads(raw)
+                    eventually(lambda: fake.may_answer(body))
+                    self._answer(self.path, body)
                 finally:
                     with fake._lock:
                         fake.running -= 1
@@ -73,7 +80,7 @@ class FakeOpenAI:
                     end = {"usage": {"input_tokens": 5, "output_tokens": count}}
                     self._stream([*deltas, {"type": "response.completed", "response": end}], done=False)
                 else:
-                    time.sleep(fake.token_seconds)
+                    fake.pause(fake.token_seconds)
                     self._whole(200, {"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}})
 
             def _stream(self, events: list[Mapping[str, Any]], done: bool = True) -> None:
@@ -81,10 +88,12 @@ class FakeOpenAI:
                 self.send_header("content-type", "text/event-stream")
                 self.send_header("transfer-encoding", "chunked")
                 self.end_headers()
+                fake.after_sending()
                 lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * done
                 for line in lines:
-                    time.sleep(fake.token_seconds)
+                    fake.pause(fake.token_seconds)
                     self._chunk(line.encode())
+                    fake.after_sending()
                 self._chunk(b"")
 
             def _chunk(self, data: bytes) -> None:

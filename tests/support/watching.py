@@ -66,7 +66,7 @@ def programs(parent: int) -> dict[int, str]:
         with suppress(FileNotFoundError, ProcessLookupError):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
             words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            is_starting = "fork_server.py" in words and not name.startswith("f")  # is called as the interpreter yet
+            is_starting = "fork_server.py" in words and name.startswith("python")  # it has no name of its own yet
             if name != SERVER_NAME and not is_starting:
                 found[pid] = f"{name} {words}"
     return found

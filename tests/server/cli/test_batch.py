@@ -24,7 +24,9 @@ from support.api_bodies import LEAST
 from support.byte_text import byte_tokenizer
 from support.fake_engine import WIDTH, build
 from support.live_server import live_server
+from support.own_address import OWN_ADDRESS, own_port
 from support.served import TESTS, environment
+from support.watching import PATIENCE
 
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli import batch as inside
@@ -420,16 +422,14 @@ def test_statistics_are_logged(batch: Batch, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.setting("--enable-metrics", "--url", "--port")
 def test_metrics_are_served_while_it_runs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.2", 0))
-        port = free.getsockname()[1]
+    port = own_port()
     seen: list[str] = []
 
     async def watched(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
         try:
             for accept in ("", "application/openmetrics-text"):
-                request = urllib.request.Request(f"http://127.0.0.2:{port}/metrics", headers={"accept": accept})
-                with urllib.request.urlopen(request, timeout=5) as response:
+                request = urllib.request.Request(f"http://{OWN_ADDRESS}:{port}/metrics", headers={"accept": accept})
+                with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                     seen.append(response.read().decode())
         except OSError:
             seen.append("")
@@ -437,7 +437,7 @@ def test_metrics_are_served_while_it_runs(batch: Batch, monkeypatch: pytest.Monk
 
     post = inside.post
     monkeypatch.setattr(inside, "post", watched)
-    where = ("--url", "127.0.0.2", "--port", str(port))
+    where = ("--url", OWN_ADDRESS, "--port", str(port))
     assert batch.run(line(TEXT), flags=where) == 0
     assert batch.run(line(TEXT), flags=("--enable-metrics", *where)) == 0
     assert seen[0] == ""
@@ -445,7 +445,7 @@ def test_metrics_are_served_while_it_runs(batch: Batch, monkeypatch: pytest.Monk
     assert "vllm:prompt_tokens_total{" in seen[2]
     assert seen[2].endswith("# EOF\n")
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", port), timeout=1)
+        socket.create_connection((OWN_ADDRESS, port), timeout=PATIENCE)
 
 
 def test_a_busy_metrics_port_is_one_line(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:

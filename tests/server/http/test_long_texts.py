@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
-from support.watching import eventually
+from support.watching import PATIENCE, eventually
 
 from pagoda.common.text import tokenizer
 from pagoda.common.text.tokenizer import Tokenizer
@@ -160,12 +160,13 @@ def test_tokenising_ends_when_the_client_leaves(
 ) -> None:
     """A text of 30 chunks, whose tokens fit as far as they are counted."""
     seen: list[int] = []
+    has_left = threading.Event()
     count = Tokenizer._count
 
     def slowly(self: Tokenizer, text: str) -> int:
         count(self, text[:1])
         seen.append(len(text))
-        time.sleep(CHUNK_SECONDS)
+        assert len(seen) < 2 or has_left.wait(PATIENCE)
         return 1
 
     monkeypatch.setattr(Tokenizer, "_count", slowly)
@@ -175,6 +176,9 @@ def test_tokenising_ends_when_the_client_leaves(
         connection = server.sent(path, given, {"content-type": "application/json"})
         eventually(lambda: len(seen) >= 2)
         connection.close()
+        eventually(lambda: not server._server.server_state.connections)
+        server.settle()
+        has_left.set()
         threads = server.llm.text_threads
         eventually(lambda: not threads._running)
         assert len(seen) < 18

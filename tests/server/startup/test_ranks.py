@@ -124,7 +124,7 @@ def test_rank_that_dies_before_it_joins_fails_the_start(
 
 
 def test_exit_status_is_known_before_the_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     assert executors._status(process) is None
     process.kill()
     assert gone(process.pid)  # but not waited for
@@ -153,11 +153,7 @@ def lead_until_killed() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_end_when_the_engine_is_killed(number: int) -> None:
-    code = (
-        "import runpy; from support.fake_ranks import fake_backend\n"
-        f"with fake_backend():\n    runpy.run_path({__file__!r})['lead_until_killed']()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
+    process = subprocess.Popen([sys.executable, "-P", __file__], stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None
     ranks = [int(word) for word in process.stdout.readline().split()]
     assert len(ranks) == 2
@@ -174,3 +170,8 @@ def test_ranks_outlive_the_thread_that_started_them() -> None:
     thread.join()
     assert len(answers(core_of(engines[0]))) == 9
     engines[0].backend.close()
+
+
+if __name__ == "__main__":
+    with fake_ranks.fake_backend():
+        lead_until_killed()

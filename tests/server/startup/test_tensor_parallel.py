@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.served import REAL, environment, served, wait_ready
 from support.tiny_folder import write_model
-from support.watching import Children, gone
+from support.watching import PATIENCE, Children, gone, programs
 
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.common.sampling_params import SamplingParams
@@ -131,11 +131,7 @@ def serve(model: str, *flags: str) -> Any:
 
 def descendants(pid: int) -> list[int]:
     """Processes that a process has started, and those that they have."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+    return [each for child in programs(pid) for each in (child, *descendants(child))]
 
 
 def post(url: str, **body: Any) -> urllib.request.Request:
@@ -149,11 +145,11 @@ def test_a_server_names_the_rank_that_was_killed(model: str) -> None:
     with serve(model) as (process, url):
         wait_ready(process)
         engine, rank = descendants(process.pid)
-        with urllib.request.urlopen(post(url, max_tokens=30, stream=True), timeout=60) as stream:
+        with urllib.request.urlopen(post(url, max_tokens=30, stream=True), timeout=PATIENCE) as stream:
             assert stream.readline().startswith(b"data: ")
             os.kill(rank, signal.SIGKILL)
             rest = stream.read().decode()
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=PATIENCE)
         assert "rank 1 (CPU) was killed by SIGKILL" in rest
         lines = [line for line in log.splitlines() if line.startswith("pagoda: error: ")]
         assert len(lines) == 1
@@ -173,7 +169,7 @@ def test_ctrl_c_ends_all_quietly(model: str) -> None:
         others = descendants(process.pid)
         assert len(others) == 2
         os.killpg(process.pid, signal.SIGINT)
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         assert [line for line in log.splitlines() if "INFO" not in line] == []
         assert all(map(gone, others))
