@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.loopback import own_address, own_port
+from support.own_address import OWN_ADDRESS, own_port
 from support.rows import each_row
 
 from pagoda.common.config.groups.parallel import ParallelConfig
@@ -32,7 +32,7 @@ from pagoda.common.distributed.messages import (
 )
 from pagoda.common.errors import ConfigError
 
-HERE = own_address()  # of host 0; the others connect from 127.0.0.1
+HERE = OWN_ADDRESS  # of host 0; the others connect from 127.0.0.1
 PATIENT = 60.0
 
 

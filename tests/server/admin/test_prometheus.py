@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 from support.live_server import LiveServer, live_server
-from support.loopback import own_address, own_port
+from support.own_address import OWN_ADDRESS, own_port
 from support.watching import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +60,7 @@ def prometheus(folder: Path, server: LiveServer) -> Iterator[Prometheus]:
     )
     (folder / "prometheus.yml").write_text(text)
     shutil.copy(FILES / "rules.yml", folder)
-    place = f"{own_address()}:{own_port()}"
+    place = f"{OWN_ADDRESS}:{own_port()}"
     words = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*words, f"--web.listen-address={place}"], cwd=folder, stdout=log, stderr=log)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loopback import own_address, own_port
+from support.own_address import OWN_ADDRESS, own_port
 
 from pagoda.common.config.groups.bench.sweep import ParetoConfig, SweepConfig
 from pagoda.common.errors import ConfigError, PagodaError
@@ -58,7 +58,7 @@ class Commands:
         self.folder, self.log = folder, folder / "log"
         (folder / "server.py").write_text(SERVER)
         (folder / "bench.py").write_text(BENCH)
-        self.serve = f"{sys.executable} {folder / 'server.py'} {self.log} --host {own_address()} --port {own_port()}"
+        self.serve = f"{sys.executable} {folder / 'server.py'} {self.log} --host {OWN_ADDRESS} --port {own_port()}"
         self.bench = f"{sys.executable} {folder / 'bench.py'} {self.log}"
 
     def file(self, name: str, data: Any) -> str:
