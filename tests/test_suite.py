@@ -24,16 +24,26 @@ CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns"
 
 SLEEPS = {
     "support/watching.py": "waits for a state, however long that takes",
+    "support/fake_engine.py": "an engine whose steps take time, or for ever",
+    "support/fake_pooling.py": "an engine whose steps take time",
+    "clients/programs/run_openai.py": "a client that asks again, as its users do; no part of `make test`",
 }
 """Files that may sleep, each with the reason."""
 
 DURATIONS: dict[str, str] = {}
 """Files that may subtract readings of a clock."""
 
-PORTS: dict[str, str] = {}
+PORTS = {
+    "server/cli/test_batch.py": "the port is taken, and stays so",
+    "server/cli/test_doctor.py": "the port is taken, and stays so",
+    "server/cli/test_main.py": "the port is taken, and stays so",
+}
 """Files that may bind port 0: the socket that is bound is the one that is used."""
 
-TIMEOUTS: dict[str, str] = {}
+TIMEOUTS = {
+    "benchmarks/test_reliability.py": "the client that is tested gives up",
+    "server/core_client/test_engine_process.py": "an engine that hangs is killed at once",
+}
 """Files that may have a short timeout."""
 
 Check = Callable[[ast.AST], bool]
