@@ -91,7 +91,7 @@ class Tiny:
         if self.assemble is not None:
             tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             if model.config.tie_word_embeddings:
-                del tensors["lm_head.weight"]
+                tensors.pop("lm_head.weight", None)
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def config_of(self, folder: Path) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def zeros(arrays: ArrayShapes) -> Leaves:
     def make() -> Leaves:
         return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays.leaves)
 
-    return jax.jit(make, out_shardings=tuple(leaf.sharding for leaf in arrays.leaves))()
+    leaves: Leaves = jax.jit(make, out_shardings=tuple(leaf.sharding for leaf in arrays.leaves))()
+    return leaves
 
 
 def constants(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
