@@ -20,18 +20,22 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Raise Stopped in the main thread on a signal; only there may it be used."""
+    """Raise Stopped in the main thread on a signal; only there may it be used. Handlers and mask are as before it
+    afterwards.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         ignore_signals()
         raise Stopped
 
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     usual = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextlib.contextmanager
@@ -57,7 +61,8 @@ def ignore_signals() -> None:
 def on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
     """Set `stop` on the first signal, `hurry` on the second: requests in progress then end with an error at once.
 
-    Signals stay blocked after this context: closing the loop restores handlers that end the process at once.
+    Signals stay blocked until the end of `stopping_on_signals`: closing the loop restores handlers that end the process
+    at once.
     """
 
     def handle() -> None:

@@ -136,6 +136,20 @@ async def test_signals_set_the_events_and_are_blocked_afterwards() -> None:
     assert signal.sigpending() == {signal.SIGTERM}
 
 
+def test_handlers_and_mask_are_restored() -> None:
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    async def serve() -> None:
+        with on_signals(asyncio.Event(), asyncio.Event()):
+            pass
+
+    with stopping_on_signals():
+        asyncio.run(serve())
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {*mask, signal.SIGTERM, signal.SIGINT}
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
 async def test_a_signal_whose_exception_was_lost_stops_the_server() -> None:
     with stopping_on_signals():
         stop, hurry = asyncio.Event(), asyncio.Event()
