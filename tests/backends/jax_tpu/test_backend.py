@@ -173,8 +173,8 @@ def test_too_many_devices_are_refused_in_one_line() -> None:
         driver(SPECS["full"], tensor=8)
 
 
-def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
-    limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
+def engine(spec: ModelSpec, *, warm: bool = True, tokens: int = 48, seqs: int = 12, **make) -> EngineCore:
+    limits = Limits(max_model_len=64, max_num_batched_tokens=tokens, max_num_seqs=seqs, block_size=8)
     layout = kv_layout(spec, 8)
     backend = create(make_options(spec, limits=limits, layout=layout, **make))
     backend.load(random_weights(spec))
@@ -184,15 +184,18 @@ def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
     return generation_core(backend, layout, limits, (60,))
 
 
-def test_500_random_requests_compile_nothing() -> None:
-    core = engine(tiny_spec(window=6), strict=True)
+@pytest.mark.parametrize(
+    ("count", "tokens", "seqs"), [(200, 32, 8), pytest.param(500, 48, 12, marks=pytest.mark.slow_matrix)]
+)
+def test_random_requests_compile_nothing(count: int, tokens: int, seqs: int) -> None:
+    core = engine(tiny_spec(window=6), strict=True, tokens=tokens, seqs=seqs)
     compiles: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiles.append(event) if "backend_compile" in event else None
     )
     finished = 0
-    waiting = requests(500, seed=1)
-    while finished < 500:
+    waiting = requests(count, seed=1)
+    while finished < count:
         for request in [next(waiting, None) for _ in range(2)]:
             if request is not None:
                 core.add_request(request)
