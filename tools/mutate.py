@@ -4,7 +4,8 @@
     python tools/mutate.py --set breadth               60 in kernels, families, weights, LoRA, drafts, HTTP, settings
     python tools/mutate.py --seed 7 --count 20         others
     python tools/mutate.py --list                      print the chosen mutants without running tests
-    python tools/mutate.py --files 'common/text/*.py'  mutants of these files alone
+    python tools/mutate.py --files 'common/text/*.py'  10 mutants of these files; with --marker slow_matrix by the
+                                                       tests that `make test` leaves out
     python tools/mutate.py --json FILE                 write each result to FILE; continues where FILE ends
     python tools/mutate.py --from FILE                 the mutants of FILE again, found by the text of their lines
     python tools/mutate.py --revision COMMIT           mutate and test that commit in place of the working tree
