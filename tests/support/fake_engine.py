@@ -41,8 +41,7 @@ WIDTH = 4
 
 CRASH_AT: int | None = 3
 """The step in which "fake:crash" fails."""
-MAX_LEN_SAY = 1024
-MAX_LEN_ENDLESS = 65_536
+MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536}
 
 
 def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
@@ -53,7 +52,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     if kind == "bug":
         raise KeyError("a bug")
     layout = full_layout(4)
-    max_len = {"say": MAX_LEN_SAY, "harmony": MAX_LEN_SAY, "endless": MAX_LEN_ENDLESS}.get(kind, MAX_LEN)
+    max_len = MAX_LENS.get(kind.partition("@")[0], MAX_LEN)
     num_blocks = config.cache.num_gpu_blocks_override or max_len
     next_token = held(Path(kind.removeprefix("held@"))) if kind.startswith("held@") else NEXT.get(kind, alphabet)
     backend = FakeBackend(layout, num_blocks=num_blocks, next_token=next_token)

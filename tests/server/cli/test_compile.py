@@ -50,6 +50,24 @@ def bundle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+PROMPT = [{"prompt_token_ids": [5, 17, 3, 80, 41, 2, 9]}]
+
+
+def tokens(model: Path, **settings: Any) -> list[int]:
+    llm = LLM(str(model), **{**SETTINGS, **settings})
+    token_ids = llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].token_ids
+    llm.llm_engine.shutdown()
+    return list(token_ids)
+
+
+@pytest.fixture(scope="module")
+def first_start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A compile cache with the programs of an engine, and what that has answered."""
+    cache = tmp_path_factory.mktemp("cache")
+    answer = tokens(model, xla_cache_path=str(cache))
+    return cache, answer
+
+
 def compile_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the error line of a failing command."""
     assert main.main(["compile", *words]) == main.USAGE_ERROR
@@ -89,17 +107,13 @@ def test_config_only(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.setting("--output", "--compiled-bundle")
-def test_an_engine_from_a_bundle_gives_equal_output(model: Path, bundle: Path) -> None:
+def test_an_engine_from_a_bundle_gives_equal_output(
+    model: Path, bundle: Path, first_start: tuple[Path, list[int]]
+) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert manifest["facts"]["tensor_parallel_size"] == 2
     assert {each["file"] for each in manifest["programs"]} | {"manifest.json"} == {f.name for f in bundle.iterdir()}
-    prompt = [{"prompt_token_ids": [5, 17, 3, 80, 41, 2, 9]}]
-    answers = []
-    for folder in (None, str(bundle)):
-        llm = LLM(str(model), compiled_bundle=folder, **SETTINGS)
-        answers.append(llm.generate(prompt, use_tqdm=False)[0].outputs[0].token_ids)
-        llm.llm_engine.shutdown()
-    assert answers[0] == answers[1]
+    assert tokens(model, compiled_bundle=str(bundle)) == first_start[1]
 
 
 FACTS = {
@@ -162,40 +176,48 @@ def cached(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.setting("--xla-cache-path")
 @pytest.mark.variable("PAGODA_XLA_CACHE_PATH")
 def test_the_second_start_compiles_nothing(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tmp_path: Path,
+    first_start: tuple[Path, list[int]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setenv("VLLM_XLA_CACHE_PATH", str(tmp_path))
-
-    def start(**settings: Any) -> list[int]:
-        llm = LLM(str(model), **{**SETTINGS, **settings})
-        token_ids = llm.generate([{"prompt_token_ids": [5, 17, 3]}], use_tqdm=False)[0].outputs[0].token_ids
-        llm.llm_engine.shutdown()
-        return list(token_ids)
-
-    first = start()
-    files = sorted(tmp_path.glob("*.xla"))
+    cache, first = first_start
+    folder = shutil.copytree(cache, tmp_path / "copy")
+    monkeypatch.setenv("VLLM_XLA_CACHE_PATH", str(folder))
+    files = sorted(folder.glob("*.xla"))
     count = len(files)
-    assert f"{count} programs in" in cached(caplog)
-    assert ", 0 of them" in cached(caplog)
     files[0].write_bytes(files[0].read_bytes()[:-1] + b"!")
     files[1].unlink()
-    assert start() == first
+    assert tokens(model) == first
+    assert f"{count} programs in" in cached(caplog)
     assert f", {count - 2} of them" in cached(caplog)
     assert f"{files[0]} is damaged" in caplog.text
-    assert start() == first
+    assert tokens(model) == first
     assert f", {count} of them" in cached(caplog)
-    assert start(dtype="float32")
-    assert len(list(tmp_path.glob("*.xla"))) > count
-    start(xla_cache_path="")
+
+
+@pytest.mark.slow_matrix
+def test_other_programs_and_a_start_without_a_cache_are_compiled(
+    model: Path, tmp_path: Path, first_start: tuple[Path, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = shutil.copytree(first_start[0], tmp_path / "copy")
+    count = len(list(folder.glob("*.xla")))
+    assert tokens(model, dtype="float32", xla_cache_path=str(folder))
+    assert len(list(folder.glob("*.xla"))) > count
+    assert tokens(model, xla_cache_path="") == first_start[1]
     assert ", 0 of them" in cached(caplog)
 
 
 @pytest.mark.setting("--xla-check-recompilation")
 @pytest.mark.variable("PAGODA_XLA_CHECK_RECOMPILATION")
-def test_compiling_while_serving_may_be_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_while_serving_may_be_an_error(
+    model: Path, first_start: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_XLA_CHECK_RECOMPILATION", "1")
-    config = EngineArgs(str(model), **SETTINGS).create_engine_config()
+    config = EngineArgs(str(model), xla_cache_path=str(first_start[0]), **SETTINGS).create_engine_config()
     backend = build_engine(config, "llm").backend
     with pytest.raises(RuntimeError, match="was not compiled before serving"):
         backend._programs[Forward(StepShape(3, 3, 3, 1, True))]

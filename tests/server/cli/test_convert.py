@@ -46,6 +46,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compile cache: the model on one device is compiled once, however it is stored."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path, compiled: Path) -> list[int]:
+    return tokens(model, xla_cache_path=str(compiled))
+
+
+@pytest.fixture(scope="module")
 def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("converted") / "deep" / "out"
     assert main.main(["convert", str(model), str(out), "--tensor-parallel-size", "4", "--dtype", "float32"]) == 0
@@ -74,7 +85,7 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.command("convert")
 @pytest.mark.setting("--tensor-parallel-size", "--load-format")
-def test_a_converted_model_is_served(model: Path, converted: Path) -> None:
+def test_a_converted_model_is_served(model: Path, converted: Path, wanted: list[int]) -> None:
     names = {"config.json", "generation_config.json", "manifest.json", "arrays"}
     assert names <= {path.name for path in converted.iterdir()}
     assert list(converted.parent.iterdir()) == [converted]
@@ -87,7 +98,6 @@ def test_a_converted_model_is_served(model: Path, converted: Path) -> None:
     ours, theirs = load_tokenizer(converted), load_tokenizer(model)
     assert ours.encode("a b<eos>") == theirs.encode("a b<eos>")
     assert (ours.special_tokens, ours.chat_templates) == (theirs.special_tokens, theirs.chat_templates)
-    wanted = tokens(model)
     assert tokens(converted, load_format="sharded_state", tensor_parallel_size=2) == wanted
     known = resolved(converted, backend="jax_tpu")
     assert {row.name: row.value for row in known.rows}["load_format"] == "sharded_state"
@@ -95,15 +105,16 @@ def test_a_converted_model_is_served(model: Path, converted: Path) -> None:
 
 
 @pytest.mark.setting("--dtype", "--skip-tokenizer-init")
-def test_every_checkpoint_format_is_converted(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_checkpoint_format_is_converted(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiled: Path, wanted: list[int]
+) -> None:
     file, out = tmp_path / "tiny.gguf", tmp_path / "out"
     write_gguf(model, file, "llama")
     out.mkdir()
     assert main.main(["convert", str(file), str(out), "--dtype", "float32", "--skip-tokenizer-init"]) == 0
     assert capsys.readouterr().out == f"{out}: 31,968 float32 elements in 9 arrays, laid out for 1 device\n"
     assert not (out / "tokenizer.json").exists()
-    more = {"skip_tokenizer_init": True}
-    assert tokens(out, **more) == tokens(model, **more)
+    assert tokens(out, skip_tokenizer_init=True, xla_cache_path=str(compiled)) == wanted
 
 
 def test_other_backends_refuse_converted_models(converted: Path, model: Path, tmp_path: Path) -> None:

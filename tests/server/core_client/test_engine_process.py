@@ -106,9 +106,13 @@ async def test_closing_a_stream_aborts_in_the_engine_process(started: Started) -
 def test_startup_errors_reach_the_client_with_type_and_message(
     started: Started, model: str, error: type[Exception], words: str
 ) -> None:
+    client = started.client(model)
+    with pytest.raises(error, match=words):
+        client.wait_ready()
+    assert client._process is not None
+    assert client._process.wait(PATIENCE) == 1  # not killed, as a client does that is closed
     with pytest.raises(error, match=words):
         started.llm(model)
-    assert started.clients[0]._process.returncode == 1
 
 
 def test_exit_status_of_a_failed_engine_program_is_reported(started: Started) -> None:

@@ -370,7 +370,7 @@ class Engines:
 
     def __init__(self, folder: Path, **args: Any) -> None:
         self._limit = folder / "tokens"
-        self.allow(1000)
+        self.allow(100_000)
         model = f"fake:held@{self._limit}"
         self.config = AsyncEngineArgs(model, data_parallel_size=2, **args).create_engine_config()
         self.started: list[ProcessClient] = []
@@ -386,7 +386,12 @@ class Engines:
         return self.started[-1]
 
     def allow(self, tokens: int) -> None:
+        self._allowed = tokens
         allow(self._limit, tokens)
+
+    def grow(self) -> None:
+        """Allow one token more, as a step in which the engines also look for new requests."""
+        self.allow(self._allowed + 1)
 
     async def tokens(self, request_id: str, kind: RequestOutputKind = FINAL) -> list[int]:
         read: list[int] = []
@@ -427,13 +432,14 @@ async def test_both_engines_generate(make: Callable[..., Engines]) -> None:
 
 async def test_a_killed_replica_loses_what_was_sent_only(make: Callable[..., Engines]) -> None:
     engines = make(restart_engine=2)
-    engines.allow(8)
+    engines.allow(3)
     whole = [asyncio.ensure_future(engines.tokens(f"whole{i}")) for i in range(4)]
     streams = [asyncio.ensure_future(engines.tokens(f"stream{i}", DELTA)) for i in range(4)]
-    await until(lambda: min(engines.of_replicas("vllm:generation_tokens_total")) >= 8)
+    await until(lambda: engines.llm.num_unfinished == 8)
+    await until(lambda: min(engines.of_replicas("vllm:generation_tokens_total")) >= 8, engines.grow)
     async with asyncio.timeout(PATIENCE):
         os.kill(engines.started[0].pid, signal.SIGKILL)
-        engines.allow(1000)
+        engines.allow(100_000)
         answers = await asyncio.gather(*whole)
         streamed = await asyncio.gather(*streams, return_exceptions=True)
         await engines.llm.check_health()
@@ -448,10 +454,10 @@ async def test_a_killed_replica_loses_what_was_sent_only(make: Callable[..., Eng
 
 async def test_without_restarts_a_killed_replica_ends_all(make: Callable[..., Engines]) -> None:
     engines = make()
-    engines.allow(8)
+    engines.allow(3)
     answer = asyncio.ensure_future(engines.tokens("a"))
     other = asyncio.ensure_future(engines.tokens("b"))
-    await until(lambda: min(engines.of_replicas("vllm:generation_tokens_total")) >= 1)
+    await until(lambda: min(engines.of_replicas("vllm:generation_tokens_total")) >= 1, engines.grow)
     os.kill(engines.started[1].pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE):
         for each in (answer, other):

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, folder: Path, model: str = "", **args: Any) -> None:
         self._limit = folder / "tokens"
-        self.allow(1000)
+        self.allow(100_000)
         self.config = AsyncEngineArgs(model or f"fake:held@{self._limit}", **args).create_engine_config()
         self.clock = Clock()
         self.may_restart = threading.Event()
@@ -56,7 +56,12 @@ class Engine:
         return self.started[-1]
 
     def allow(self, tokens: int) -> None:
+        self._allowed = tokens
         allow(self._limit, tokens)
+
+    def grow(self) -> None:
+        """Allow one token more, as a step in which the engine also looks for new requests."""
+        self.allow(self._allowed + 1)
 
     @property
     def pid(self) -> int:
@@ -75,7 +80,7 @@ class Engine:
         """Kill the engine in the middle of a request."""
         await until(lambda: self.llm.stats.running == 1)
         os.kill(self.pid, signal.SIGKILL)
-        self.allow(1000)
+        self.allow(100_000)
 
     def pass_time_in_step(self) -> None:
         """Let 3 s pass if the newest engine has said that it is in a step."""
@@ -115,14 +120,15 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 @pytest.mark.setting("--restart-engine")
 async def test_killed_engine_is_replaced_and_runs_again_what_was_not_sent(make: Make) -> None:
     engine = make(restart_engine=1)
-    alone = await engine.tokens("alone", FINAL)
-    engine.allow(8)
-    whole = [asyncio.ensure_future(engine.tokens(f"w{index}", FINAL)) for index in range(5)]
-    several = asyncio.ensure_future(engine.tokens("n", FINAL, n=3))
-    streamed = asyncio.ensure_future(engine.tokens("s", DELTA, max_tokens=60))
+    alone = await engine.tokens("alone", FINAL, max_tokens=300)
+    engine.allow(3)
+    whole = [asyncio.ensure_future(engine.tokens(f"w{index}", FINAL, max_tokens=300)) for index in range(5)]
+    several = asyncio.ensure_future(engine.tokens("n", FINAL, n=3, max_tokens=300))
+    streamed = asyncio.ensure_future(engine.tokens("s", DELTA, max_tokens=300))
     # tokens of all of them are known here, but only those of the stream went to a caller
     sequences = engine.llm._ready().requests._processor._sequences
-    await until(lambda: len(sequences) == 9 and all(len(each.token_ids) > 2 for each in sequences.values()))
+    await until(lambda: len(sequences) == 9)
+    await until(lambda: all(len(each.token_ids) > 2 for each in sequences.values()), engine.grow)
     engine.may_restart.clear()
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineUnavailableError, match="killed by SIGKILL"):
@@ -131,12 +137,12 @@ async def test_killed_engine_is_replaced_and_runs_again_what_was_not_sent(make: 
     with pytest.raises(EngineUnavailableError, match=r"being restarted: .*SIGKILL"):
         await engine.tokens("refused", FINAL)
     assert len(engine.started) == 1, "neither waits for the new engine"
-    engine.allow(1000)
+    engine.allow(100_000)
     engine.may_restart.set()
     assert await asyncio.gather(*whole) == [alone] * 5
     assert await several == alone * 3
     assert await engine.is_healthy()
-    assert await engine.tokens("after", DELTA) == alone
+    assert await engine.tokens("after", DELTA, max_tokens=300) == alone
     assert len(engine.started) == 2
     assert engine.llm.num_unfinished == 0
 
@@ -144,11 +150,11 @@ async def test_killed_engine_is_replaced_and_runs_again_what_was_not_sent(make: 
 async def test_request_that_waits_for_its_first_token_streams_after_a_restart(make: Make) -> None:
     engine = make(restart_engine=1, max_num_seqs=1)
     engine.allow(8)
-    first = asyncio.ensure_future(engine.tokens("first", DELTA, max_tokens=60))
+    first = asyncio.ensure_future(engine.tokens("first", DELTA, max_tokens=60_000))
     waiting = asyncio.ensure_future(engine.tokens("waiting", DELTA))
-    await until(lambda: engine.llm.stats.waiting == 1)
+    await until(lambda: engine.llm.stats.waiting == 1, engine.grow)
     os.kill(engine.pid, signal.SIGKILL)
-    engine.allow(1000)
+    engine.allow(100_000)
     with pytest.raises(EngineUnavailableError):
         await first
     assert len(await waiting) == 20
