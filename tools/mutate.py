@@ -13,7 +13,7 @@
 Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. The test files
 that import the file run in turn, the nearest first, those of `make test` alone, until one fails or a minute of
 processor time is used up (`--budget`; `tests/budgets.json` says what each needs). A test that fails or hangs counts
-only if its file passes without the mutant. Prints every survivor; exit status 1 if fewer than `--at-least` are caught.
+only if its file passes without the mutant. Exit status 1 if fewer than `--at-least` are caught.
 Mutants in tools/equivalent_mutants.txt cannot change behaviour and are never chosen.
 """
 
@@ -139,7 +139,7 @@ class Judge:
         if mutant is None:
             return Result(chosen.target, chosen.name, "gone")
         seconds, passed = 0.0, list[str]()
-        while seconds < self._budget and (tests := self._tests(chosen.name.path, passed)):
+        while seconds < self._budget and (tests := self._tests(chosen.name, passed)):
             outcome = yield Run(mutant, tests, self._budget - seconds)
             seconds += outcome.seconds
             passed += [name for name in outcome.files if name != outcome.file]
@@ -155,10 +155,11 @@ class Judge:
                 )
         return Result(chosen.target, chosen.name, "survived", seconds=round(seconds, 1), files=len(passed))
 
-    def _tests(self, path: str, passed: Sequence[str]) -> tuple[str, ...]:
-        """The test files near `path` within the budget that have not run yet."""
+    def _tests(self, name: Name, passed: Sequence[str]) -> tuple[str, ...]:
+        """The test files near a mutant within the budget that have not run yet."""
         seconds = self._report.measured | self._recorded
-        near = [test for test in self._imports.tests(path, seconds) if test not in self._report.failing]
+        near = self._imports.tests(name.path, seconds, f"{name.function} {name.before}")
+        near = [test for test in near if test not in self._report.failing]
         return tuple(test for test in within(near, seconds, self._budget) if test not in passed)
 
     def _learn(self, outcome: Outcome) -> None:

@@ -40,12 +40,25 @@ def imports(tmp_path: Path) -> Imports:
     return Imports(tmp_path)
 
 
-def test_direct_importers_come_first_by_likeness_then_by_seconds(imports: Imports) -> None:
+def test_direct_importers_come_first_and_cheap_ones_among_them(imports: Imports) -> None:
     seconds = {"tests/common/test_slow_sums.py": 9.0, "tests/server/test_sums_elsewhere.py": 0.1}
-    assert imports.tests("common/sums.py", seconds) == [
-        *("tests/common/test_sums.py", "tests/common/test_slow_sums.py", "tests/server/test_sums_elsewhere.py"),
-        *("tests/common/test_goods.py", "tests/common/test_registry.py"),
-    ]
+    tests = imports.tests("common/sums.py", seconds)
+    assert {*tests[:3]} == {
+        *("tests/common/test_sums.py", "tests/common/test_slow_sums.py", "tests/server/test_sums_elsewhere.py")
+    }
+    assert {*tests[3:]} == {"tests/common/test_goods.py", "tests/common/test_registry.py"}
+
+
+def test_those_that_speak_of_the_same_come_before_cheaper_ones(imports: Imports) -> None:
+    (imports.root / "common" / "sums.py").write_text("def total(discount):\n    return discount\n\n\nvoucher = 1\n")
+    (imports.root / "tests" / "server" / "test_sums_elsewhere.py").write_text("import pagoda.common.sums\n# voucher\n")
+    slow, elsewhere, plain = (
+        *("tests/common/test_slow_sums.py", "tests/server/test_sums_elsewhere.py"),
+        "tests/common/test_sums.py",
+    )
+    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 1.0})[2] == plain
+    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 1.0}, "voucher = 1")[0] == elsewhere
+    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 90.0})[0] == slow
 
 
 def test_a_name_that_a_package_offers_is_imported_from_where_it_is_defined(imports: Imports) -> None:

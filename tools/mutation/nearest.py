@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from math import log, sqrt
 from pathlib import Path
 from typing import Final
 
@@ -36,14 +37,32 @@ class Imports:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def tests(self, path: str, seconds: Mapping[str, float]) -> list[str]:
-        """The test files that reach `path`: by number of imports in between, likeness of paths, processor seconds."""
-        distances = self._distances(path)
-        found = [name for name in distances if _is_test(name)]
-        return sorted(
-            found,
-            key=lambda name: (distances[name], -_likeness(name, path), seconds.get(name, UNRECORDED), name),
-        )
+    def tests(self, path: str, seconds: Mapping[str, float], place: str = "") -> list[str]:
+        """The test files that reach `path`, those that import it themselves first.
+
+        The others, and these among themselves, by the rare words that they share with the file, those in `place` (a
+        line of it, say) four times, for each import in between and for the processor seconds that they cost.
+        """
+        distances, own, emphasised = self._distances(path), _words((self.root / path).read_text()), _words(place)
+
+        def worth(name: str) -> float:
+            words = self._words[name]
+            shared = sum(self._rarity[word] * (4 if word in emphasised else 1) for word in words & own)
+            return shared / sqrt(len(words) + 1) / distances[name] / (10 + seconds.get(name, UNRECORDED))
+
+        found = sorted(name for name in distances if _is_test(name))
+        return sorted(found, key=lambda name: (distances[name] > 1, -worth(name)))
+
+    @cached_property
+    def _words(self) -> dict[str, set[str]]:
+        """Test file -> the words in it."""
+        return {path: _words((self.root / path).read_text()) for path in self.modules.values() if _is_test(path)}
+
+    @cached_property
+    def _rarity(self) -> dict[str, float]:
+        """Word -> more, the fewer test files have it."""
+        counts = Counter(word for words in self._words.values() for word in words)
+        return {word: log(len(self._words) / count) for word, count in counts.items()}
 
     def _distances(self, path: str) -> dict[str, int]:
         """File -> number of imports between it and `path`."""
@@ -181,7 +200,6 @@ def _is_test(path: str) -> bool:
     return path.startswith("tests/") and Path(path).name.startswith("test_")
 
 
-def _likeness(test: str, path: str) -> int:
-    """The number of words that the paths share."""
-    words = [set(re.split(r"[/_.]", name)) - {"tests", "test", "py", "init", ""} for name in (test, path)]
-    return len(words[0] & words[1])
+def _words(text: str) -> set[str]:
+    """Identifiers and words of four letters or more; flags as the names of their fields."""
+    return {word.strip("_") for word in re.findall(r"[A-Za-z]\w{3,}", text.replace("-", "_"))}
