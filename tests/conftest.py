@@ -36,6 +36,10 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 fork_server.install()
 
+# One arena of the C library's heap: each thread that compiles or multiplies would else keep what it frees in its own.
+if sys.platform == "linux":
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
+
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)
