@@ -157,10 +157,11 @@ def test_the_table_of_processor_time_is_within_its_limit() -> None:
 def test_a_file_that_needs_more_than_twice_its_row_fails() -> None:
     table = {"a.py": 10.0, "b.py": 10.0, "c.py": 1.0}
     used = {"a.py": 20.5, "b.py": 14.5, "c.py": 4.0, "new.py": 5.0}
-    faults = budgets.faults(used, table, memory=0)
+    faults = budgets.faults(used, table)
     assert [line.split()[1] for line in faults] == ["a.py", "new.py"]
     assert [line.split()[0] for line in budgets.notes(used, table)] == ["b.py"]
-    assert budgets.faults({}, {}, memory=budgets.MAX_MEMORY + 1)
+    large = budgets.Usage(memory=budgets.MAX_MEMORY + 1, largest="a.py")
+    assert budgets.faults({}, {}, [large]) == ["FAILED: a process reached 2048 MiB in a.py, 2048 are allowed"]
 
 
 def test_units_count_processors_of_other_speeds_alike() -> None:

@@ -15,8 +15,8 @@ import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,6 +64,11 @@ def processor_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
+def peak_memory() -> int:
+    """Return the bytes of resident memory that this process has reached."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 @dataclass
 class Usage:
     """What one test process has used, in processor seconds."""
@@ -71,6 +76,7 @@ class Usage:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of each file, relative to TESTS
     loops: list[float] = field(default_factory=list)  # of calibration
     memory: int = 0  # bytes, at most
+    largest: str = ""  # the file during which the process was largest
 
     def units(self) -> dict[str, float]:
         """Return the units of each file."""
@@ -95,6 +101,8 @@ class Recorder:
         else:
             self.usage.seconds[self._file] += forked - self._fork_server
         self.usage.seconds[self._file] += used - self._used
+        if (memory := peak_memory()) > self.usage.memory:
+            self.usage.memory, self.usage.largest = memory, self._file
         if name != self._file:
             self.usage.loops.append(calibrate())
         self._file, self._used, self._fork_server = name, processor_seconds(), forked
@@ -107,8 +115,7 @@ class Recorder:
     def finish(self) -> dict[str, Any]:
         """Return the usage of this process as plain values."""
         self.switch("")
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds": dict(self.usage.seconds), "loops": self.usage.loops, "memory": memory}
+        return asdict(self.usage)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
@@ -124,7 +131,7 @@ class Judge:
         self.usages: list[Usage] = []
 
     def add(self, values: Mapping[str, Any]) -> None:
-        self.usages.append(Usage(values["seconds"], values["loops"], values["memory"]))
+        self.usages.append(Usage(**values))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -138,12 +145,8 @@ class Judge:
         used = total(self.usages)
         if self._write:
             write(used)
-        elif session.exitstatus == pytest.ExitCode.OK and faults(used, read(), self.memory):
+        elif session.exitstatus == pytest.ExitCode.OK and faults(used, read(), self.usages):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    @property
-    def memory(self) -> int:
-        return max((usage.memory for usage in self.usages), default=0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         used, table = total(self.usages), read()
@@ -152,9 +155,9 @@ class Judge:
         terminalreporter.section("processor time")
         terminalreporter.line(
             f"{sum(used.values()):.0f} units of {unit:.2f} s, the table has {sum(table.values()):.0f}; "
-            f"the largest test process had {self.memory >> 20} MiB"
+            + ", ".join(f"a process reached {each.memory >> 20} MiB in {each.largest}" for each in self.usages)
         )
-        for line in (*notes(used, table), *faults(used, table, self.memory)):
+        for line in (*notes(used, table), *faults(used, table, self.usages)):
             terminalreporter.line(line)
 
 
@@ -167,15 +170,18 @@ def total(usages: list[Usage]) -> dict[str, float]:
     return dict(units)
 
 
-def faults(used: Mapping[str, float], table: Mapping[str, float], memory: int) -> list[str]:
+def faults(used: Mapping[str, float], table: Mapping[str, float], usages: Sequence[Usage] = ()) -> list[str]:
     """Return a line for each file that needed more than twice its row, or has none, and for too much memory."""
     lines = [
         f"FAILED: {name} needed {value:.1f} units, its row in tests/budgets.json is {table.get(name, 0):.1f}"
         for name, value in sorted(used.items())
         if _is_over(value, table.get(name, 0.0), TWICE)
     ]
-    if memory > MAX_MEMORY:
-        lines.append(f"FAILED: a test process reached {memory >> 20} MiB of memory, {MAX_MEMORY >> 20} are allowed")
+    lines += [
+        f"FAILED: a process reached {each.memory >> 20} MiB in {each.largest}, {MAX_MEMORY >> 20} are allowed"
+        for each in usages
+        if each.memory > MAX_MEMORY
+    ]
     return lines
 
 
