@@ -214,7 +214,7 @@ def test_the_queue_limit_holds_for_all_processes_together(tmp_path: Path) -> Non
 
 
 def test_a_signal_lets_the_requests_of_all_processes_finish(tmp_path: Path) -> None:
-    with api_servers("fake:slow", tmp_path, TRACKED, "--shutdown-timeout", "30") as server:
+    with api_servers("fake:slow", tmp_path, TRACKED, "--shutdown-timeout", "600") as server:
         with ThreadPoolExecutor(13) as pool:
             answers = [pool.submit(server.completion, 60, True) for _ in range(9)]
             body = {"input": "a", "max_output_tokens": 60}

@@ -179,7 +179,7 @@ def test_signal_shuts_the_server_down() -> None:
 
 def test_signal_to_the_process_group_lets_requests_finish() -> None:
     """As service managers stop a service."""
-    with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "20") as (process, url):
+    with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "600") as (process, url):
         wait_ready(process)
         events = ApiClient(f"{url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 12})
         said = next(events)["choices"][0]["text"]

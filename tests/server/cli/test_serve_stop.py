@@ -59,7 +59,7 @@ TRACKED = "--enable-server-load-tracking"
 
 
 def test_admitted_requests_finish_within_the_shutdown_timeout() -> None:
-    with served("fake:slow", TRACKED, "--shutdown-timeout", "30") as (process, url), ThreadPoolExecutor(12) as pool:
+    with served("fake:slow", TRACKED, "--shutdown-timeout", "600") as (process, url), ThreadPoolExecutor(12) as pool:
         wait_ready(process)
         streams = streamed(pool, url, 60, 8)
         whole = [pool.submit(completion, url, 60) for _ in range(4)]
