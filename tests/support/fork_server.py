@@ -195,7 +195,7 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
     """Fork for each request until EOF, then exit. Returns the request in the new process."""
     _set_name(SERVER_NAME)
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)
@@ -213,7 +213,7 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
         if os.fork():
             os._exit(0)
         connection.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, usual)
         request: dict[str, Any] = json.loads(data)
         _become(request, *descriptors)
         return request

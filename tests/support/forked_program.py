@@ -1,6 +1,7 @@
 """A program that tests/test_fork_server.py starts: does what its first argument names."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -16,6 +17,8 @@ match sys.argv[1:]:
     case ["wait"]:
         print("ready", flush=True)
         sys.stdin.read()
+    case ["signals"]:
+        print({number.name: signal.getsignal(number) for number in signal.valid_signals() if number < signal.SIGRTMIN})
     case ["start"]:
         words = (sys.executable, "-P", __file__, "exit", "7")
         print(subprocess.run(words, check=False).returncode, "torch" in sys.modules)
