@@ -12,10 +12,11 @@ from support.backend_options import make_options, make_pooling_options
 from support.paged_model import PagedModel
 from support.reference_driver import random_weights, tiny_spec
 from support.reference_engine import LIMITS, assert_naive_tokens, engine, generate
-from support.refusals import SUPPORTED
 
+from pagoda.backends.jax_tpu.supported import SUPPORTED as JAX_TPU
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
+from pagoda.backends.torch_cuda.supported import SUPPORTED as TORCH_CUDA
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.errors import ConfigError, ModelError
@@ -27,6 +28,8 @@ from pagoda.common.models.rope import Rope, YarnScaling
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler
 from pagoda.common.models.supported import Supported
+
+SUPPORTED = {"jax_tpu": JAX_TPU, "torch_cuda": TORCH_CUDA}
 
 LATENT = LatentAttention(
     heads=4,

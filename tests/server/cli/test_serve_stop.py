@@ -72,7 +72,7 @@ def test_admitted_requests_finish_within_the_shutdown_timeout() -> None:
         assert process.wait(PATIENCE) == 0
 
 
-def test_requests_that_take_longer_get_an_error_by_the_deadline_and_the_exit_status_says_so() -> None:
+def test_longer_requests_get_an_error_by_the_deadline_as_the_exit_status_says() -> None:
     with (
         served("fake:endless", TRACKED, "--shutdown-timeout", "1.5") as (process, url),
         ThreadPoolExecutor(8) as pool,

@@ -77,7 +77,7 @@ async def test_requests_run_in_an_engine_process(started: Started) -> None:
 
 
 @pytest.mark.parametrize("arenas", [None, "4"])
-async def test_an_engine_has_one_arena_of_memory_unless_its_operator_sets_their_number(
+async def test_an_engine_has_one_arena_of_memory_unless_the_environment_sets_it(
     started: Started, monkeypatch: pytest.MonkeyPatch, arenas: str | None
 ) -> None:
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
