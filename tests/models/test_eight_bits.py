@@ -12,7 +12,6 @@ pytest.importorskip("flax")
 
 import numpy as np
 from support.jax_model import JaxModel
-from support.slow_matrix import some
 
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.common.models.registry import spec_from_config
@@ -22,7 +21,7 @@ from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.rules import apply_rules
 from pagoda.kernels_pallas.chips import CHIPS
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow_matrix]
 
 Answers = Callable[[str | None, str], tuple[np.ndarray, np.ndarray]]
 """--quantization, type of the cache -> logprobs of the tokens that follow, greedy tokens."""
@@ -38,9 +37,6 @@ BOUNDS = {
     "fp8 cache": ((None, "float8_e4m3fn"), 0.15, 0.8),
     "int8 cache": ((None, "int8"), 0.15, 0.9),
 }
-
-
-USUAL = ["int8 matrices", "int8 cache"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +56,7 @@ def answers(model_file: Path) -> Answers:
     return answer
 
 
-@pytest.mark.parametrize("name", some(list(BOUNDS), USUAL))
+@pytest.mark.parametrize("name", BOUNDS)
 def test_eight_bits_are_close(name: str, answers: Answers) -> None:
     how, most, least = BOUNDS[name]
     usual, greedy = answers(None, "float32")

@@ -114,6 +114,7 @@ def test_torch_cuda_answers_the_same(alone: list[list[int]], model_file: Path, m
     assert [list(one.outputs[0].token_ids) for one in together] == alone[:FEW]
 
 
+@pytest.mark.slow_matrix
 def test_jax_tpu_answers_the_same(alone: list[list[int]], model_file: Path) -> None:
     """The TPU's programs, on XLA's CPU client, several prompts at once."""
     pytest.importorskip("flax")

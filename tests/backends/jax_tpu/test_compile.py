@@ -180,9 +180,8 @@ def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("topology", "tensor"), [pytest.param("v6e:1x1", 1, marks=pytest.mark.slow_matrix), ("v5e:2x2", 4)]
-)
+@pytest.mark.tpu_matrix
+@pytest.mark.parametrize(("topology", "tensor"), [("v6e:1x1", 1), ("v5e:2x2", 4)])
 def test_adapters_of_experts_and_latents_are_not_copied(topology: str, tensor: int) -> None:
     """The slots of all experts, of several layers, are read where they lie, whole or fully sharded."""
     spec, _ = spec_from_config(LATENT)
@@ -548,6 +547,7 @@ def test_no_step_is_faster_than_its_roofline(topology: str) -> None:
 
 
 @needs_libtpu
+@pytest.mark.tpu_matrix
 def test_penalties_of_256_rows_take_half_a_millisecond() -> None:
     """And masks of 256 rows, in place: no copy of the logits or of the counts."""
     target = find_target("v6e:1x1")

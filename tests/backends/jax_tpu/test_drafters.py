@@ -95,7 +95,12 @@ def plain() -> dict[str, tuple[list[int], str | None]]:
 
 @pytest.mark.parametrize(
     ("drafter", "tensor", "data"),
-    [(feature_drafter(), 1, 1), (feature_drafter(), 2, 2), (LanguageDrafter(SPEC), 2, 1), (STAGES, 2, 1)],
+    [
+        (feature_drafter(), 2, 2),
+        pytest.param(feature_drafter(), 1, 1, marks=pytest.mark.slow_matrix),
+        pytest.param(LanguageDrafter(SPEC), 2, 1, marks=pytest.mark.slow_matrix),
+        pytest.param(STAGES, 2, 1, marks=pytest.mark.slow_matrix),
+    ],
 )
 def test_answers_are_those_without_a_drafter_and_nothing_is_compiled(
     drafter: DrafterSpec, tensor: int, data: int, plain: dict[str, tuple[list[int], str | None]]
