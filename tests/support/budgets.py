@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,7 +115,7 @@ class Recorder:
     def finish(self) -> dict[str, Any]:
         """Return the usage of this process as plain values."""
         self.switch("")
-        return asdict(self.usage)
+        return vars(self.usage) | {"seconds": dict(self.usage.seconds)}
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
