@@ -54,7 +54,7 @@ class _Process:
     """One line of /proc."""
 
     parent: int
-    wants: bool  # a processor: it runs, is ready to run, or waits for the disk
+    wants: bool  # a processor: it runs, is ready to run, waits for the disk, or was paused from outside
     ticks: int  # of its processor time and that of its children that ended
     pages: int
 
@@ -164,7 +164,7 @@ def _processes() -> dict[int, _Process]:
             states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in (folder / "task").iterdir()]
         except OSError:  # it ended
             continue
-        wants = any(state in "RD" for state in states)
+        wants = any(state in "RDT" for state in states)
         found[int(folder.name)] = _Process(int(values[1]), wants, sum(map(int, values[11:15])), int(values[21]))
     return found
 
