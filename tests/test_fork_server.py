@@ -68,9 +68,15 @@ def test_a_signal_ends_it(start: Any, number: int) -> None:
         assert process.wait() == -number
 
 
-def test_signals_have_the_same_handlers() -> None:
-    """An interrupt may be ignored, in both: where the tests run in the background of a shell."""
-    handlers = [start([*PROGRAM, "signals"], stdout=subprocess.PIPE).communicate()[0] for start in KINDS.values()]
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGHUP])
+def test_signals_have_the_same_handlers(number: int | None) -> None:
+    """Those that this process ignores are ignored in both, as an interrupt is in the background of a shell."""
+    usual = None if number is None else signal.signal(number, signal.SIG_IGN)
+    try:
+        handlers = [start([*PROGRAM, "signals"], stdout=subprocess.PIPE).communicate()[0] for start in KINDS.values()]
+    finally:
+        if number is not None:
+            signal.signal(number, usual)
     assert handlers[0] == handlers[1] != b""
 
 

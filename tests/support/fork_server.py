@@ -159,11 +159,18 @@ class _ForkingPopen(_plain_popen):  # type: ignore[type-arg]
             "group": values["process_group"],
             "session": bool(values["start_new_session"]),
             "passed": list(values["pass_fds"]),
+            "ignored": _ignored_signals(),
         }
         self.pid = _connected().spawn(request, [*descriptors, *values["pass_fds"]])
         self._child_created = True
         pipes = (values["p2cread"], values["p2cwrite"], values["c2pread"], values["c2pwrite"])
         self._close_pipe_fds(*pipes, values["errread"], values["errwrite"])  # type: ignore[attr-defined]
+
+
+def _ignored_signals() -> list[int]:
+    """Return the signals that this process ignores, and which programs that it starts therefore ignore, too."""
+    mask = int(Path("/proc/self/status").read_text().partition("SigIgn:")[2].split()[0], 16)
+    return [number for number in range(1, signal.SIGRTMIN) if mask >> (number - 1) & 1]
 
 
 def _words(args: Any) -> list[str]:
@@ -195,7 +202,7 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
     """Fork for each request until EOF, then exit. Returns the request in the new process."""
     _set_name(SERVER_NAME)
     os.setpgid(0, 0)
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)
@@ -213,7 +220,6 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
         if os.fork():
             os._exit(0)
         connection.close()
-        signal.signal(signal.SIGINT, usual)
         request: dict[str, Any] = json.loads(data)
         _become(request, *descriptors)
         return request
@@ -229,12 +235,25 @@ def _become(request: dict[str, Any], report: int, *descriptors: int) -> None:
         os.setpgid(0, request["group"])
     else:
         os.setpgid(0, os.getpgid(request["parent"]))
+    _set_signals(request["ignored"])
     _place(dict(zip((0, 1, 2, *request["passed"]), descriptors)), report)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
     if "MALLOC_ARENA_MAX" in os.environ:
         _libc.mallopt(_M_ARENA_MAX, int(os.environ["MALLOC_ARENA_MAX"]))
+
+
+def _set_signals(ignored: Sequence[int]) -> None:
+    """Handle signals as a fresh interpreter: what its parent ignores stays so, an interrupt is an exception."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in range(1, signal.SIGRTMIN):
+        if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ):
+            continue
+        if number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _place(wanted: dict[int, int], report: int) -> None:
