@@ -83,5 +83,5 @@ def test_files_are_taken_in_order_while_they_fit() -> None:
 def test_recorded_seconds_are_optional(tmp_path: Path) -> None:
     path = tmp_path / "budgets.json"
     assert recorded_seconds(path) == {}
-    path.write_text(json.dumps({"tests/test_a.py": 2, "common/test_b.py": 0.5, "unit": "seconds"}))
+    path.write_text(json.dumps({"unit": "seconds", "files": {"test_a.py": 2, "common/test_b.py": 0.5}}))
     assert recorded_seconds(path) == {"tests/test_a.py": 2.0, "tests/common/test_b.py": 0.5}

@@ -18,13 +18,9 @@ UNRECORDED: Final = 4.0
 
 
 def recorded_seconds(path: Path) -> dict[str, float]:
-    """Test file -> processor seconds, from the table of budgets, whose paths may start below tests; {} without one."""
-    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {
-        f"tests/{name.removeprefix('tests/')}": float(seconds)
-        for name, seconds in table.items()
-        if isinstance(seconds, int | float)
-    }
+    """Test file -> processor seconds, from the table of budgets (`support.budgets`); {} without one."""
+    table = json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}
+    return {f"tests/{name}": float(seconds) for name, seconds in table.items()}
 
 
 class Imports:
