@@ -85,11 +85,16 @@ class ProcessClient:
         self._folder = self._private.path
         self.address = f"ipc://{self._folder}/engine"
         self._connect(Supervisor(config.runtime, clock), f"{self.address}.out", f"{self.address}.in")
-        process = subprocess.Popen(
-            [*program, self.address, *([str(clients)] if clients else ())],
-            stdin=subprocess.PIPE,
-            env=engine_env() | dict(env or {}),
-        )
+        try:
+            process = subprocess.Popen(
+                [*program, self.address, *([str(clients)] if clients else ())],
+                stdin=subprocess.PIPE,
+                env=engine_env() | dict(env or {}),
+            )
+        except OSError:  # no memory, or too many processes
+            self._context.destroy(linger=0)  # a context with open sockets would block when it is collected
+            self._private.remove()
+            raise
         self._process = process
         self._send_config(process, config)
         # Not __del__: a collected cycle may finalize the context before its sockets, and that blocks for ever.

@@ -170,7 +170,7 @@ class _ForkingPopen(_plain_popen):  # type: ignore[type-arg]
 def _ignored_signals() -> list[int]:
     """Return the signals that this process ignores, and which programs that it starts therefore ignore, too."""
     mask = int(Path("/proc/self/status").read_text().partition("SigIgn:")[2].split()[0], 16)
-    return [number for number in range(1, signal.SIGRTMIN) if mask >> (number - 1) & 1]
+    return [number for number in signal.valid_signals() if mask >> (number - 1) & 1]
 
 
 def _words(args: Any) -> list[str]:
@@ -247,7 +247,7 @@ def _become(request: dict[str, Any], report: int, *descriptors: int) -> None:
 def _set_signals(ignored: Sequence[int]) -> None:
     """Handle signals as a fresh interpreter: what its parent ignores stays so, an interrupt is an exception."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in range(1, signal.SIGRTMIN):
+    for number in signal.valid_signals():
         if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ):
             continue
         if number in ignored:

@@ -121,6 +121,16 @@ def test_exit_status_of_a_failed_engine_program_is_reported(started: Started) ->
         client.wait_ready()
 
 
+def test_an_engine_that_cannot_be_started_leaves_nothing_behind(started: Started, tmp_path: Path) -> None:
+    """Neither a folder nor a ZeroMQ context: one with open sockets blocks for ever when it is collected."""
+    with pytest.raises(FileNotFoundError) as caught:
+        started.client(program=("/nowhere/at/all",), rpc_base_path=str(tmp_path))
+    frames = [entry.frame.f_locals.get("self") for entry in caught.traceback]
+    (client,) = {frame for frame in frames if isinstance(frame, ProcessClient)}
+    assert client._context.closed
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "/nowhere/at/all.gguf"])
 def test_the_real_engine_process_names_a_wrong_path(started: Started, model: str) -> None:
     client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.core_client.engine"))
