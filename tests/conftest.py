@@ -15,7 +15,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import budgets, fork_server
+from support import budgets, fork_server, memory
 
 # No test fails because the machine was busy, or by chance: part properties of `make test-full` draws other examples.
 IS_RANDOM = os.environ.get("PAGODA_TEST_RANDOM") == "1"
@@ -108,21 +108,16 @@ def pytest_collection_finish() -> None:
     """Keep the collector from going through modules and tests each time: hundreds of thousands of objects that stay."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
-MEMORY_LIMIT = 1 << 30  # bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bounded_memory() -> Iterator[None]:
-    """Return a large process's memory after each module: compiled programs, weights in reference cycles, freed heap."""
-    yield
-    pages = Path("/proc/self/statm")
-    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MEMORY_LIMIT:
-        if "jax" in sys.modules:
-            sys.modules["jax"].clear_caches()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Between files, let a process that has grown large return memory."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        memory.shrink(budgets.recorder(item.config))
+    return result
 
 
 @pytest.fixture(scope="session")

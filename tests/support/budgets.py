@@ -28,13 +28,14 @@ TABLE: Final = TESTS / "budgets.json"
 
 COLLECTION: Final = "(collection)"
 FORK_SERVER: Final = "(start of the fork servers)"
+MEMORY: Final = "(return of memory)"
 """Rows of what belongs to no file."""
 
 TWICE: Final = 2.0
 MUCH: Final = 1.3
 """Multiples of a row above which a file fails and is printed."""
 
-FIRST_USE: Final = 4.0
+FIRST_USE: Final = 10.0
 """Units that a file may need above its row: the first file in a process that uses a library pays for its start."""
 
 MAX_MEMORY: Final = 2 << 30
@@ -161,6 +162,12 @@ class Judge:
             terminalreporter.line(line)
 
 
+def recorder(config: pytest.Config) -> Recorder | None:
+    """Return what measures this process, if anything does."""
+    found = config.pluginmanager.get_plugin("budget-recorder")
+    return found if isinstance(found, Recorder) else None
+
+
 def total(usages: list[Usage]) -> dict[str, float]:
     """Return the units of each file over all processes."""
     units: dict[str, float] = defaultdict(float)
@@ -227,9 +234,9 @@ def register(config: pytest.Config) -> None:
         return
     is_worker = hasattr(config, "workerinput")
     runs_tests = is_worker or not config.getoption("numprocesses", None)
-    recorder = Recorder() if runs_tests else None
-    if recorder is not None:
-        config.pluginmanager.register(recorder, "budget-recorder")
+    own = Recorder() if runs_tests else None
+    if own is not None:
+        config.pluginmanager.register(own, "budget-recorder")
     if not is_worker:
         judge, file = config.getoption("--budgets"), config.getoption("--write-budgets")
-        config.pluginmanager.register(Judge(recorder, judge=judge, file=file), "budget-judge")
+        config.pluginmanager.register(Judge(own, judge=judge, file=file), "budget-judge")

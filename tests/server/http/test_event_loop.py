@@ -31,17 +31,16 @@ class LongestCallback:
 
 
 @pytest.fixture
-def longest(monkeypatch: pytest.MonkeyPatch) -> Iterator[LongestCallback]:
+def longest(monkeypatch: pytest.MonkeyPatch) -> LongestCallback:
     measured = LongestCallback()
-    gc.collect()
-    gc.freeze()  # as the server does when it is ready
     monkeypatch.setattr(asyncio.events.Handle, "_run", lambda handle: measured.timed(handle))
-    yield measured
-    gc.unfreeze()
+    return measured
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
+    gc.collect()
+    gc.freeze()  # as the server does when it is ready
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "MAX_LEN", 65_536)
         with live_server("fake", engine={"max_num_seqs": 64, "max_num_queued_reqs": 8192}) as server:

@@ -1,0 +1,46 @@
+"""Memory of a test process, returned between files: compiled programs, weights in reference cycles, freed heap."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from support import budgets
+
+LIMIT: Final = 1 << 30
+"""Bytes of resident memory that a process may keep."""
+
+GROWTH: Final = 1 << 28
+"""Bytes by which it grows after memory was returned before that is tried again: most of it may be in use."""
+
+
+class Shrinker:
+    """Returns memory of this process; remembers what was left the last time."""
+
+    def __init__(self) -> None:
+        self._kept = 0
+
+    def __call__(self, recorder: budgets.Recorder | None) -> None:
+        """Return memory of this process if it has grown; `recorder` charges the time to a row of its own."""
+        if resident() <= max(LIMIT, self._kept + GROWTH):
+            return
+        if recorder is not None:
+            recorder.switch(budgets.MEMORY)
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self._kept = resident()
+
+
+def resident() -> int:
+    """Return the bytes of resident memory of this process, 0 where the system does not say."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
+
+
+shrink = Shrinker()
