@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 TESTS: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = TESTS.parent
 
 MODULES: Final = (
     *("support.fake_serve", "support.fake_engine", "support.fake_ranks", "support.fake_batch"),
@@ -178,14 +179,14 @@ def _words(args: Any) -> list[str]:
 
 
 def _can_fork(words: Sequence[str], environment: Any) -> bool:
-    """Whether this is a program of pagoda's or of these tests, which finds the imported libraries as it wants them."""
+    """Whether this is a program of this repository, which finds the imported libraries as it wants them."""
     if words[:1] != [sys.executable]:
         return False
     if any(environment.get(name) != os.environ.get(name) for name in {*environment, *os.environ} if _is_read(name)):
         return False
     match words[1:]:
         case ["-P", path, *_] | [path, *_] if path.endswith(".py"):
-            return Path(path).resolve().is_relative_to(TESTS)
+            return Path(path).resolve().is_relative_to(ROOT)
         case ["-P", "-m", module, *_] | ["-m", module, *_]:
             return module.startswith("pagoda.")
     return False
