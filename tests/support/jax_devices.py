@@ -1,7 +1,6 @@
 """Import this before any array is made: on the CPU, of whose devices `conftest.py` has XLA make eight.
 
-Compiled programs are kept in the temporary folder, not in the user's: many tests run the same tiny models. They are
-compiled with few optimisations, since compiling them takes far longer than running them.
+Compiled programs are kept in the temporary folder, not in the user's: many tests run the same tiny models.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import jax
 from jax._src.lib import xla_client
+from support import xla_flags
 
 DEVICES = int(os.environ["JAX_NUM_CPU_DEVICES"])
 if "JAX_PLATFORMS" not in os.environ:
@@ -31,9 +31,7 @@ def read_flags(more: str) -> None:
         os.environ["XLA_FLAGS"] = own
 
 
-# Fusions of the older kind compile in half the time, and whole modules are faster than their parts are. They make NaN
-# of tiny negative numbers in float8_e4m3b11fnuz, which has no -0: a test of such numbers asks for the newer kind.
-read_flags("--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+read_flags(xla_flags.FLAGS)
 TEMPORARY = Path(tempfile.gettempdir())
 os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "pagoda-tests-cache")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

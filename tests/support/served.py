@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support import xla_flags
+
 TESTS = Path(__file__).resolve().parents[1]
 FAKE = (str(TESTS / "support" / "fake_serve.py"),)
 REAL = ("-m", "pagoda.server.cli.main", "serve")
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which a child finds what this process finds, but one XLA device."""
+    """This process's, in which a child finds what this process finds, but one XLA device and programs compiled fast."""
     own = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    return own | {"PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
+    paths = os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])
+    return xla_flags.ENVIRONMENT | own | {"PYTHONPATH": paths}
 
 
 @contextmanager
