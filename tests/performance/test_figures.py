@@ -8,7 +8,9 @@ import pytest
 from performance.expected import COMMAND, KINDS, worsened
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.tpu_matrix if name == "tpu" else ()) for name in KINDS]
+)
 def test_nothing_costs_more_than_the_table_says(name: str) -> None:
     kind = KINDS[name]
     if kind.needs and find_spec(kind.needs) is None:
