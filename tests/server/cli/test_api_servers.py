@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.fake_engine import allow
 from support.served import served, wait_for, wait_ready
 from support.watching import PATIENCE, eventually, gone, programs
 
@@ -28,6 +29,9 @@ from pagoda.server.http.peers import PeerReport
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 COUNT = 3
+UNLIMITED = 10**9
+"""Tokens: no sequence is held."""
+
 TRACKED = "--enable-server-load-tracking"
 JSON = {"content-type": "application/json"}
 
@@ -92,8 +96,16 @@ def api_servers(model: str, folder: Path, *flags: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with api_servers("fake:slow", tmp_path_factory.mktemp("a"), TRACKED, "--root-path", "/x") as server:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file that holds the tokens of `server`; it lets all pass."""
+    file = tmp_path_factory.mktemp("gate") / "length"
+    allow(file, UNLIMITED)
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
+    with api_servers(f"fake:held@{gate}", tmp_path_factory.mktemp("a"), TRACKED, "--root-path", "/x") as server:
         yield server
 
 
@@ -121,10 +133,12 @@ def value(report: PeerReport, name: str) -> float:
     return next(family.samples[0][2] for family in report.metrics if family.name == name)
 
 
-def test_load_counts_the_requests_of_all_processes(server: Server) -> None:
+def test_load_counts_the_requests_of_all_processes(server: Server, gate: Path) -> None:
+    allow(gate, 10)
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(server.completion, 60, True) for _ in range(12)]
         eventually(lambda: server.running() == 12)
+        allow(gate, UNLIMITED)
         assert all(each.result()[1].endswith(b"[DONE]\n\n") for each in answers)
     eventually(lambda: server.running() == 0)
 
@@ -176,7 +190,7 @@ def test_files_are_stored_once(server: Server) -> None:
 
 
 def test_a_client_that_disconnects_ends_a_forwarded_request(server: Server) -> None:
-    body = json.dumps({"input": "a", "max_output_tokens": 60, "stream": True, "store": False}).encode()
+    body = json.dumps({"input": "a", "max_output_tokens": 60_000, "stream": True, "store": False}).encode()
     host, port = server.address.split(":")
     clients = [socket.create_connection((host, int(port)), timeout=PATIENCE) for _ in range(6)]
     before = server.metric("vllm:request_success_total")
@@ -214,17 +228,22 @@ def test_the_queue_limit_holds_for_all_processes_together(tmp_path: Path) -> Non
 
 
 def test_a_signal_lets_the_requests_of_all_processes_finish(tmp_path: Path) -> None:
-    with api_servers("fake:slow", tmp_path, TRACKED, "--shutdown-timeout", "600") as server:
+    gate, folder = tmp_path / "length", tmp_path / "sockets"
+    folder.mkdir()
+    allow(gate, 10)
+    with api_servers(f"fake:held@{gate}", folder, TRACKED, "--shutdown-timeout", "600") as server:
         with ThreadPoolExecutor(13) as pool:
             answers = [pool.submit(server.completion, 60, True) for _ in range(9)]
             body = {"input": "a", "max_output_tokens": 60}
             forwarded = [pool.submit(server.request, "POST", "/v1/responses", body) for _ in range(4)]
             eventually(lambda: server.running() == 13)
             os.killpg(server.process.pid, signal.SIGTERM)
+            wait_for(server.process, "stopping; ")
+            allow(gate, UNLIMITED)
             assert all(each.result()[1].endswith(b"[DONE]\n\n") for each in answers)
             assert all(each.result()[0] == 200 for each in forwarded)
         assert server.process.wait(PATIENCE) == 0
-        assert not list(tmp_path.iterdir())
+        assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("signals", [1, 2])
