@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import support.jax_devices
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.reference_driver import tiny_spec
-from support.sampling_definition import ROWS, VOCAB, define, draw_logits
+from support.sampling_definition import VOCAB
 
 from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
@@ -28,7 +26,6 @@ from pagoda.backends.jax_tpu.model.model import build_model
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import logit_edits, sampling_state
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
@@ -78,21 +75,6 @@ def test_noise_has_the_same_integers_in_numpy_and_jax() -> None:
     assert np.isfinite(ours).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
-def test_tokens_follow_the_definition(programs: CompiledPrograms, rows, seed: int, spread: float) -> None:
-    logits = draw_logits(len(rows), seed, spread)
-    sampler = JaxSampler(programs, ROOM)
-    want = []
-    for row, (rules, history, prompt) in enumerate(rows):
-        num_prompt = min(prompt, len(history))
-        sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
-        want.append(define(logits[row].copy(), rules, history, num_prompt))
-    sampled = sampler.sample(padded(logits), {0: step([len(history) for _, history, _ in rows])})
-    tokens = np.asarray(sampled.tokens)[: len(rows)].tolist()
-    assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
-
-
 def test_the_kernel_draws_what_its_reference_draws() -> None:
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((ROOM, VOCAB)) * 4, jnp.float32)
@@ -119,37 +101,6 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
     assert (kept[[2, 3, 4, 6]] < [6, 51, VOCAB, VOCAB]).all()
 
 
-def test_sampled_tokens_enter_the_history(programs: CompiledPrograms) -> None:
-    """Four steps in which the host passes no token to the device."""
-    rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
-    logits = np.full(VOCAB, -5.0, np.float32)
-    logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
-    prompt = [9, 1]
-    sampler, history = JaxSampler(programs, ROOM), list(prompt)
-    sampler.start(RowStart(0, np.array(prompt, np.int32), 2, rules))
-    for _ in range(4):
-        want = define(logits.copy(), rules, history, 2)
-        sampled = sampler.sample(padded(logits[None]), {0: step([len(history)])})
-        history.append(int(np.asarray(sampled.tokens)[0]))
-        assert history[-1] == want
-
-
-@pytest.mark.parametrize("listed", [logit_edits.MAX_LISTED, 100])
-def test_long_lists_are_split_or_dense(
-    programs: CompiledPrograms, monkeypatch: pytest.MonkeyPatch, listed: int
-) -> None:
-    monkeypatch.setattr(logit_edits, "MAX_LISTED", listed)
-    count = sampling_state.MAX_ADDITIONS + 5
-    words = tuple((word, word + 1, 5) for word in range(sampling_state.MAX_WORDS + 9))
-    rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
-    sampler = JaxSampler(programs, ROOM)
-    history = np.array([0, len(words) - 1, len(words)], np.int32)
-    sampler.start(RowStart(0, history, 1, rules))
-    logits = np.zeros(VOCAB, np.float32)
-    logits[5] = 1e6
-    assert int(np.asarray(sampler.sample(padded(logits[None]), {0: step([3])}).tokens)[0]) == count - 1
-
-
 def test_rows_that_do_not_sample_change_nothing(programs: CompiledPrograms) -> None:
     sampler = JaxSampler(programs, ROOM)
     before = np.asarray(sampler.history)[:ROOM].copy()
@@ -168,30 +119,6 @@ def test_the_host_and_the_device_give_the_same_logprobs() -> None:
     np.testing.assert_array_equal(ranks, host.ranks)
     assert sorted_logprobs("raw_logprobs", logits, chosen, -1).token_ids.shape == (3, 1 + VOCAB)
     assert len(jax.devices()) == support.jax_devices.DEVICES
-
-
-@settings(max_examples=20, deadline=None)
-@given(ROWS, st.integers(0, 2**31), st.integers(1, VOCAB))
-def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, rows, seed: int, count: int) -> None:
-    """The last row has a mask."""
-    rng = np.random.default_rng(seed)
-    logits = (rng.standard_normal((len(rows), VOCAB)) * 3).astype(np.float32)
-    masked = rng.permutation(VOCAB)[:count]
-    sampler, want = JaxSampler(programs, ROOM), []
-    for row, (rules, history, prompt) in enumerate(rows):
-        num_prompt = min(prompt, len(history))
-        sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
-        if row == len(rows) - 1:
-            own = set(masked.tolist()) & set(
-                range(VOCAB) if rules.allowed_token_ids is None else rules.allowed_token_ids
-            )
-            rules = replace(rules, allowed_token_ids=tuple(sorted(own)))
-        want.append(define(logits[row].copy(), rules, history, num_prompt))
-    bits = logit_edits.allowed_bits({0: masked}, 1, VOCAB)
-    masks = TokenMasks(np.array([len(rows) - 1], np.int32), np.zeros(1, np.int32), bits)
-    plan = replace(step([len(history) for _, history, _ in rows]), masked=masks.sequences)
-    tokens = np.asarray(sampler.sample(padded(logits), {0: plan}, {0: masks}).tokens)[: len(rows)].tolist()
-    assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
 
 
 def test_drafts_move_with_their_sequences() -> None:

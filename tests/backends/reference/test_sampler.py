@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
+from support.sampling_definition import ROWS, VOCAB, decode_step, define
 
 from pagoda.backends.reference import sampling
 from pagoda.backends.reference.native.operators import FoundTokens, row_search
@@ -17,7 +17,7 @@ from pagoda.backends.reference.sampling import RowRules, Sampler
 from pagoda.common.engine import logit_edits
 from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.step import EMBEDDED, RowStart, TokenMasks
+from pagoda.common.engine.step import RowStart, TokenMasks
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:
@@ -37,20 +37,6 @@ def test_noise_is_gumbel_and_independent_of_neighbours() -> None:
     assert abs(sample.std() - np.pi / np.sqrt(6)) < 0.02
     assert abs(np.corrcoef(sample[:, :-1].ravel(), sample[:, 1:].ravel())[0, 1]) < 0.01
     assert abs(np.corrcoef(sample[:-1].ravel(), sample[1:].ravel())[0, 1]) < 0.01
-
-
-@settings(max_examples=80, deadline=None)
-@given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
-def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
-    logits = draw_logits(len(rows), seed, spread)
-    sampler = Sampler(VOCAB, 8, 32)
-    want = []
-    for row, (rules, history, prompt) in enumerate(rows):
-        num_prompt = min(prompt, len(history))
-        sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
-        want.append(define(logits[row].copy(), rules, history, num_prompt))
-    tokens, _ = sampler.sample(torch.from_numpy(logits), decode_step([len(history) for _, history, _ in rows]))
-    assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
 
 
 @pytest.mark.parametrize("vocab", [7, 257, 1024, 5003])
@@ -188,56 +174,6 @@ def test_rows_that_candidates_do_not_decide_are_drawn_from_the_whole(
     assert torch.equal(tokens[:4], noisy.argmax(-1)[:4])
 
 
-def choose(logits: dict[int, float], history: list[int], num_prompt: int, **rules) -> int:
-    """The greedy token of one row whose other logits are -50."""
-    row = torch.full((1, VOCAB), -50.0)
-    row[0, list(logits)] = torch.tensor(list(logits.values()))
-    sampler = Sampler(VOCAB, 1, 16)
-    sampler.start(RowStart(0, np.array(history, np.int32), num_prompt, SamplingRules(**rules)))
-    tokens, _ = sampler.sample(row, decode_step([len(history)]))
-    return int(tokens)
-
-
-@pytest.mark.parametrize("penalty", [{"presence_penalty": 3.0}, {"frequency_penalty": 3.0}])
-def test_presence_and_frequency_penalties_leave_out_the_prompt(penalty: dict[str, float]) -> None:
-    logits = {5: 9.0, 6: 8.0}
-    assert choose(logits, [5, 5, 5], 3, **penalty) == 5
-    assert choose(logits, [5, 5, 1], 2, **penalty) == 5
-    assert choose(logits, [1, 2, 5], 2, **penalty) == 6, "the first sampled token counts"
-
-
-def test_frequency_counts_and_presence_does_not() -> None:
-    logits = {5: 9.0, 6: 8.0, 7: 5.5}
-    history = [1, 5, 5, 5, 6]
-    assert choose(logits, history, 1, frequency_penalty=1.25) == 6  # 5.25, 6.75, 5.5
-    assert choose(logits, history, 1, frequency_penalty=3.0) == 7  # 0, 5, 5.5
-    assert choose(logits, history, 1, presence_penalty=2.0) == 5  # 7, 6, 5.5
-    assert choose(logits, history, 1, presence_penalty=4.0) == 7  # 5, 4, 5.5
-    assert choose(logits, history, 1, presence_penalty=4.0, frequency_penalty=-1.5) == 5  # 9.5, 5.5, 5.5
-
-
-def test_the_repetition_penalty_includes_the_prompt() -> None:
-    assert choose({5: 9.0, 6: 8.0}, [5, 1], 2, repetition_penalty=2.0) == 6
-    assert choose({5: 9.0, 6: 8.0}, [1, 5], 1, repetition_penalty=2.0) == 6
-    assert choose({5: 0.5, 6: 0.4}, [5, 1], 2, repetition_penalty=2.0) == 6
-    assert choose({5: -1.0, 6: -1.5}, [5, 1], 2, repetition_penalty=2.0) == 6, "a negative logit is multiplied"
-    assert choose({5: 9.0, 6: 8.0}, [6, 1], 2, repetition_penalty=0.5) == 6, "below 1 it is a bonus"
-
-
-def test_the_repetition_penalty_skips_embeddings() -> None:
-    assert choose({0: 9.0, VOCAB - 1: 8.0, 6: 7.0}, [EMBEDDED, 0, EMBEDDED], 3, repetition_penalty=2.0) == VOCAB - 1
-
-
-def test_bad_words_match_sampled_tokens_only() -> None:
-    logits = {5: 9.0, 6: 8.0}
-    assert choose(logits, [1, 2, 3], 1, bad_words=((2, 3, 5),)) == 6
-    assert choose(logits, [1, 2, 3], 2, bad_words=((2, 3, 5),)) == 5, "its first token is prompt"
-    assert choose(logits, [1, 2, 3], 3, bad_words=((2, 3, 5),)) == 5
-    assert choose(logits, [1, 2, 3], 1, bad_words=((3, 2, 5),)) == 5
-    assert choose(logits, [1, 2, 3], 1, bad_words=((4, 3, 5), (2, 3, 6))) == 5
-    assert choose(logits, [1, 2, 3], 3, bad_words=((5,),)) == 6, "a word of one token needs no other"
-
-
 @settings(max_examples=30, deadline=None)
 @given(ROWS, st.integers(0, 2**31))
 def test_dense_additions_are_those_of_a_list(rows, seed: int) -> None:
@@ -254,13 +190,6 @@ def test_dense_additions_are_those_of_a_list(rows, seed: int) -> None:
             plan = decode_step([len(history) for _, history, _ in rows + rows])
             tokens.append(sampler.sample(torch.from_numpy(logits.copy()), plan)[0].tolist())
     assert tokens[0] == tokens[1]
-
-
-def test_stop_tokens_are_masked_until_min_tokens() -> None:
-    logits = {5: 9.0, 6: 8.0}
-    rules = {"min_tokens": 2, "stop_ids": (5,)}
-    assert choose(logits, [1, 2, 3], 2, **rules) == 6
-    assert choose(logits, [1, 2, 3], 1, **rules) == 5
 
 
 FLAT = np.linspace(0.0, 0.5, VOCAB, dtype=np.float32)
@@ -321,19 +250,6 @@ def test_frequencies_follow_the_distribution(top_p: float) -> None:
         sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
     tokens, _ = sampler.sample(torch.from_numpy(np.tile(np.log(wanted), (draws, 1))), decode_step([1] * draws))
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / draws, wanted, atol=0.05)
-
-
-def test_a_seed_gives_the_same_token_in_any_batch() -> None:
-    logits = torch.from_numpy(np.random.default_rng(3).standard_normal((4, VOCAB)).astype(np.float32))
-    rules = [SamplingRules(temperature=1.0, seed=s, top_k=k) for s, k in ((1, 0), (2, 40), (3, 0), (4, 7))]
-    sampler = Sampler(VOCAB, 4, 4)
-    for row, rule in enumerate(rules):
-        sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rule))
-    together, _ = sampler.sample(logits.clone(), decode_step([3] * 4))
-    for row, rule in enumerate(rules):
-        sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rule))
-        alone, _ = sampler.sample(logits[row : row + 1].clone(), decode_step([3], [row]))
-        assert alone.tolist() == [together[row].item()]
 
 
 def test_a_mask_restricts_its_own_sequence_beside_one_that_does_not_sample() -> None:

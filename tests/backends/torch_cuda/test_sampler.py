@@ -10,13 +10,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.sampling_definition import ROWS, VOCAB, decode_step, define
-from support.torch_sampling import Now, follows_the_definition, run
+from support.torch_sampling import Now, run
 
 from pagoda.backends.reference.sampling import Sampler as ReferenceSampler
 from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine import logit_edits, sampling_state
+from pagoda.common.engine import logit_edits
 from pagoda.common.engine.batch_logits import BatchLogitsProcessor, BatchUpdate, process_dict_updates
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import RowStart, TokenMasks
@@ -32,12 +32,6 @@ def make(options: SamplerOptions = USUAL) -> CudaSampler:
 
 def noisy(seed: int, rows: int, spread: float = 3.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * spread).astype(np.float32)
-
-
-@settings(max_examples=60, **QUIET)
-@given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
-def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
-    follows_the_definition(CPU, rows, seed, spread)
 
 
 @settings(max_examples=25, **QUIET)
@@ -70,18 +64,6 @@ def test_several_steps_are_those_of_the_reference_backend(rows, seed: int, best:
         ends = [end + 1 for end in ends]
 
 
-def test_a_seed_gives_the_same_token_in_any_batch() -> None:
-    logits = noisy(3, 4)
-    rules = [SamplingRules(temperature=1.0, seed=s, top_k=k, top_p=0.9) for s, k in ((1, 0), (2, 40), (3, 0), (4, 7))]
-    sampler = make()
-    for row, rule in enumerate(rules):
-        sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rule))
-    together, _ = run(sampler, logits, decode_step([3] * 4), ROOM)
-    for row in range(4):
-        alone, _ = run(sampler, logits[row : row + 1], decode_step([3], [row]))
-        assert alone.tolist() == [together[row]]
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.999])
 def test_frequencies_follow_the_distribution(top_p: float) -> None:
     wanted = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
@@ -92,20 +74,6 @@ def test_frequencies_follow_the_distribution(top_p: float) -> None:
         sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
     tokens, _ = run(sampler, np.tile(np.log(wanted), (draws, 1)), decode_step([1] * draws))
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / draws, wanted, atol=0.05)
-
-
-def test_penalties_and_words_see_what_the_device_sampled() -> None:
-    """Four steps without the host telling the device any token."""
-    rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
-    logits = np.full(VOCAB, -5.0, np.float32)
-    logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
-    sampler, history = make(), [9, 1]
-    sampler.start(RowStart(0, np.array(history, np.int32), 2, rules))
-    for _ in range(4):
-        want = define(logits.copy(), rules, history, 2)
-        tokens, _ = run(sampler, logits[None], decode_step([len(history)]), ROOM)
-        history.append(int(tokens[0]))
-        assert history[-1] == want
 
 
 def test_a_reused_row_drops_its_former_state() -> None:
@@ -122,20 +90,6 @@ def test_a_reused_row_drops_its_former_state() -> None:
         assert tokens.tolist() == [want]
         history.append(want)
     assert sampler.history[0, : len(history)].tolist() == history
-
-
-@pytest.mark.parametrize("listed", [logit_edits.MAX_LISTED, 100])
-def test_lists_longer_than_an_array_go_in_pieces_or_are_dense(monkeypatch: pytest.MonkeyPatch, listed: int) -> None:
-    monkeypatch.setattr(logit_edits, "MAX_LISTED", listed)
-    count = sampling_state.MAX_ADDITIONS + 5
-    words = tuple((word, word + 1, 5) for word in range(sampling_state.MAX_WORDS + 9))
-    rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
-    sampler = make()
-    sampler.start(RowStart(0, np.array([0, len(words) - 1, len(words)], np.int32), 1, rules))
-    logits = np.zeros(VOCAB, np.float32)
-    logits[5] = 1e6
-    tokens, _ = run(sampler, logits[None], decode_step([3]))
-    assert tokens.tolist() == [count - 1]
 
 
 def test_rows_that_do_not_sample_change_no_state() -> None:
