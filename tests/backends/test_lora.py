@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import support.jax_devices  # noqa: F401
 import torch
 from support.adapted_models import logprobs_of, merged, random_adapter, run, weights_of
 from support.reference_driver import Driver, tiny_spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import support.jax_devices
 from support.backend_options import make_options
 from support.reference_driver import Driver, random_weights, tiny_spec
+from support.shared_programs import SharedPrograms
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
@@ -36,6 +37,13 @@ SPEC = tiny_spec(window=6)
 MOE = tiny_spec(moe=True)
 TIED = replace(SPEC, tied=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+PROGRAMS = SharedPrograms()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    yield
+    PROGRAMS.clear()
 
 
 def device_of(backend: str) -> dict[str, Any]:
@@ -43,7 +51,9 @@ def device_of(backend: str) -> dict[str, Any]:
 
 
 def driver(backend: str, spec: ModelSpec = SPEC, **options: Any) -> Driver:
-    return Driver(spec, backend=backend, block_size=8, **device_of(backend), **options)
+    made = Driver(spec, backend=backend, block_size=8, **device_of(backend), **options)
+    PROGRAMS.join(made.backend)
+    return made
 
 
 def scores(d: Driver) -> Scores:
@@ -238,7 +248,7 @@ def engine(backend: str, weights: Iterable[Weight]) -> tuple[Backend, EngineCore
     loaded.load(weights)
     blocks = (60,) * len(layout.pools)
     loaded.init_cache(blocks)
-    loaded.warmup()
+    PROGRAMS.join(loaded)  # which are compiled as steps need them
     return loaded, generation_core(loaded, layout, LIMITS, blocks)
 
 
