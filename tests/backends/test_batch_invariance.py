@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import support.jax_devices  # noqa: F401
+import support.jax_devices
 import support.triton_interpreter  # noqa: F401
 from support.backend_options import make_options
 from support.reference_driver import Driver, tiny_spec
