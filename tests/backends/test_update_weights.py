@@ -13,6 +13,7 @@ import support.jax_devices
 from support.backend_options import make_options
 from support.reference_driver import Driver, random_weights, tiny_spec
 from support.shared_programs import SharedPrograms
+from support.slow_matrix import some
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
@@ -174,7 +175,10 @@ def test_a_part_of_what_is_packed_together_is_refused(
     d.backend.close()
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "fp8"}, {"tensor": 2}], ids=str)
+QUANTISED_OR_SHARDED: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "fp8"}, {"tensor": 2}]
+
+
+@pytest.mark.parametrize("options", some(QUANTISED_OR_SHARDED, QUANTISED_OR_SHARDED[::2]), ids=str)
 def test_a_quantised_or_sharded_model_in_jax(options: dict[str, Any]) -> None:
     new = dict(random_weights(SPEC, 1))
     part = {name: new[name] for name in ("layers.0.mixers.0.k", "layers.0.mixers.0.v", "layers.1.ffn.up")}
