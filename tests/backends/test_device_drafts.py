@@ -260,6 +260,7 @@ def test_outputs_are_those_without_drafts_and_guesses_as_defined(backend: str, n
     assert ran.logprobs == chosen(plain.logprobs, names)
     assert ran.drafted > 5 * len(names)
     assert (ran.ahead > 2 * len(names)) == ahead
+    assert ran.short == 0, "all guesses that there is room for"
     wrong = sum(defined_guesses(name, tuple(tokens))[: len(guessed)] != guessed for tokens, guessed in ran.guesses)
     assert len(ran.guesses) > 6 * len(names)
     assert wrong == 0
