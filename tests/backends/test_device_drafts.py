@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -33,20 +33,23 @@ from pagoda.common.models.drafters import (
     LanguageDrafter,
     StagesDrafter,
     captured_layers,
+    drafter_params,
 )
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, ModelSpec
 
 BACKENDS = ["reference", "torch_cuda", "jax_tpu"]
+Weights = Mapping[str, np.ndarray]
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=5, block_size=8)
 assert support.jax_devices.DEVICES > 1
 JAX_LIMITS = replace(LIMITS, max_num_batched_tokens=16)  # fewer step shapes
 SPEC = tiny_spec(window=6)
+WEIGHTS: Weights = dict(random_weights(SPEC))
 NORM = Norm(1e-5)
 
 RULES = {
-    "greedy": SamplingRules(logprobs=2),
     "seeded": SamplingRules(temperature=0.5, seed=7, logprobs=1),
+    "greedy": SamplingRules(logprobs=2),
     "filtered": SamplingRules(temperature=0.8, seed=8, top_k=20, top_p=0.9, min_p=0.01),
     "penalised": SamplingRules(repetition_penalty=1.7, frequency_penalty=0.6, presence_penalty=0.4, logprobs=0),
     "rules": SamplingRules(bad_words=((11,), (12, 13)), logit_bias=((40, 4.0),), min_tokens=4, stop_ids=(40,)),
@@ -94,6 +97,8 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "tied stages": StagesDrafter(SPEC.vocab, SPEC.width, inner=24, stages=4, tied=True),
 }
 KINDS = ["language", "joined", "attended", "heads", "stages"]
+FEW = ("greedy", "seeded", "guided", "guided and seeded")
+"""Requests of drafters that jax_tpu has programs for beside "language": the others edit logits by further programs."""
 
 
 @dataclass
@@ -112,6 +117,7 @@ class Run:
 
 
 def requests(names: Sequence[str]) -> list[EngineRequest]:
+    """Return those of these names; each is the same whatever others there are."""
     return [
         EngineRequest(
             request_id=name,
@@ -121,20 +127,17 @@ def requests(names: Sequence[str]) -> list[EngineRequest]:
             stop_token_ids=frozenset({40, 90 + number % 3}),
             eos_token_ids=frozenset({40}),
         )
-        for number, name in enumerate(names)
+        for number, name in enumerate(RULES)
+        if name in names
     ]
 
 
 @cache
 def loaded_jax(drafter: DrafterSpec, drafts: int) -> tuple[Any, KvLayout]:
-    """A backend for all engines with that drafter, so that programs are compiled once; only those that are used."""
+    """Return a backend for all engines with that drafter, without weights: programs are compiled once, those in use."""
     limits = replace(JAX_LIMITS, max_drafts=drafts, device_drafts=True)
     layout = kv_layout(SPEC, limits.block_size, drafter=drafter.caches)
     backend = load_backend("jax_tpu").create(make_options(SPEC, limits=limits, layout=layout, drafter=drafter))
-    weights = dict(random_weights(SPEC))
-    own = weights if drafter == LanguageDrafter(SPEC) else random_drafter(drafter)
-    backend.load(weights.items())
-    backend.load_drafter(own.items())
     backend.init_cache((80,) * len(layout.pools))
     return backend, layout
 
@@ -143,33 +146,42 @@ def loaded_jax(drafter: DrafterSpec, drafts: int) -> tuple[Any, KvLayout]:
 def forget_backends() -> Iterator[None]:
     yield
     loaded_jax.cache_clear()
+    defined_guesses.cache_clear()
 
 
 def make_core(
-    backend_name: str, drafter: DrafterSpec | None, own=None, spec: ModelSpec = SPEC, blocks: int = 80, **settings
+    backend_name: str,
+    drafter: DrafterSpec | None,
+    weights: Weights | None = None,
+    own: Weights | None = None,
+    blocks: int = 80,
+    **settings,
 ) -> EngineCore:
+    """Return an engine with these weights, by default random ones, of the target and of the drafter."""
     drafts = 0 if drafter is None else 3
+    limits = JAX_LIMITS if backend_name == "jax_tpu" else LIMITS
+    limits = replace(limits, max_drafts=drafts, device_drafts=drafter is not None, **settings)
     if backend_name == "jax_tpu":
         assert drafter is not None
         backend, layout = loaded_jax(drafter, drafts)
-        limits = replace(JAX_LIMITS, max_drafts=drafts, device_drafts=True, **settings)
-        return generation_core(backend, layout, limits, (blocks,) * len(layout.pools))
-    limits = replace(LIMITS, max_drafts=drafts, device_drafts=drafter is not None, **settings)
-    layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
-    device = {"device": CPU} if backend_name == "torch_cuda" else {}
-    options = make_options(spec, limits=limits, layout=layout, drafter=drafter)
-    backend = load_backend(backend_name).create(options, **device)
-    backend.load(random_weights(spec))
+    else:
+        layout = kv_layout(SPEC, limits.block_size, drafter=() if drafter is None else drafter.caches)
+        device = {"device": CPU} if backend_name == "torch_cuda" else {}
+        backend = load_backend(backend_name).create(
+            make_options(SPEC, limits=limits, layout=layout, drafter=drafter), **device
+        )
+    backend.load((WEIGHTS if weights is None else weights).items())
     if drafter is not None:
-        backend.load_drafter((own or random_drafter(drafter)).items())
+        backend.load_drafter((random_drafter(drafter) if own is None else own).items())
     num_blocks = (blocks,) * len(layout.pools)
-    backend.plan_memory()
-    backend.init_cache(num_blocks)
-    backend.warmup()
+    if backend_name != "jax_tpu":
+        backend.plan_memory()
+        backend.init_cache(num_blocks)
+        backend.warmup()
     return generation_core(backend, layout, limits, num_blocks)
 
 
-def run(core: EngineCore, names: Sequence[str] = tuple(RULES), vocab: int = SPEC.vocab) -> Run:
+def run(core: EngineCore, names: Sequence[str] = tuple(RULES)) -> Run:
     ran, update, execute = Run(), core._scheduler.update, core._execute
 
     def observe(plan: StepPlan):
@@ -200,7 +212,7 @@ def run(core: EngineCore, names: Sequence[str] = tuple(RULES), vocab: int = SPEC
     core._scheduler.update, core._execute = count, observe
     for request in requests(names):
         if request.request_id.startswith("guided"):
-            add_masked(core, request, vocab)
+            add_masked(core, request, SPEC.vocab)
         else:
             core.add_request(request)
     while core.has_work:
@@ -224,38 +236,67 @@ def is_usual(backend: str, name: str, ahead: bool) -> bool:
     return alternates and (backend != "jax_tpu" or name in KINDS)
 
 
+@cache
+def defined_guesses(name: str, tokens: tuple[int, ...]) -> list[int]:
+    """Return the guesses of a drafter after these tokens, as many as there may be; backends ask for the same ones."""
+    drafter = DRAFTERS[name]
+    return naive_guesses(SPEC, WEIGHTS, drafter, random_drafter(drafter), list(tokens), 3, LIMITS.max_model_len)
+
+
+def asked(backend: str, name: str) -> tuple[str, ...]:
+    """Return the names of the requests that are made of a backend with a drafter."""
+    return FEW if backend == "jax_tpu" and name != "language" else tuple(RULES)
+
+
+def chosen(answers: Mapping[str, list], names: Sequence[str]) -> dict[str, list]:
+    return {name: answers[name] for name in names if name in answers}
+
+
 @thinned(is_usual, backend=BACKENDS, name=list(DRAFTERS), ahead=[True, False])
 def test_outputs_are_those_without_drafts_and_guesses_as_defined(backend: str, name: str, ahead: bool, plain: Run):
-    drafter = DRAFTERS[name]
-    own, weights = random_drafter(drafter), dict(random_weights(SPEC))
-    ran = run(make_core(backend, drafter, own, async_scheduling=ahead))
-    assert ran.tokens == plain.tokens
-    assert ran.logprobs == plain.logprobs
-    assert ran.drafted > 50
-    assert (ran.ahead > 20) == ahead
-    wrong = sum(
-        naive_guesses(SPEC, weights, drafter, own, tokens, len(guessed), LIMITS.max_model_len) != guessed
-        for tokens, guessed in ran.guesses
-    )
-    assert len(ran.guesses) > 50
+    names = asked(backend, name)
+    ran = run(make_core(backend, DRAFTERS[name], async_scheduling=ahead), names)
+    assert ran.tokens == chosen(plain.tokens, names)
+    assert ran.logprobs == chosen(plain.logprobs, names)
+    assert ran.drafted > 5 * len(names)
+    assert (ran.ahead > 2 * len(names)) == ahead
+    assert ran.short == 0, "all guesses that there is room for"
+    wrong = sum(defined_guesses(name, tuple(tokens))[: len(guessed)] != guessed for tokens, guessed in ran.guesses)
+    assert len(ran.guesses) > 6 * len(names)
     assert wrong == 0
+
+
+def first_layer_alone() -> Weights:
+    """Weights with which the second layer adds nothing: the target is the drafter "language", if that has them too."""
+    ends = ("mixers.0.o", "ffn.down", "ffn.down_bias")
+    idle = {f"layers.1.{end}" for end in ends}
+    assert idle < WEIGHTS.keys()
+    return {name: np.zeros_like(value) if name in idle else value for name, value in WEIGHTS.items()}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_target_guesses_for_itself_and_all_drafts_are_right(backend: str):
-    weights = dict(random_weights(SPEC))
-    ran = run(make_core(backend, LanguageDrafter(SPEC), weights), ["greedy"])
+    weights, drafter = first_layer_alone(), DRAFTERS["language"]
+    own = {name: value for name, value in weights.items() if name in drafter_params(drafter)}
+    ran = run(make_core(backend, drafter, weights, own), ["greedy"])
     assert ran.accepted == ran.drafted > 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+USUALLY_PREEMPTED = {  # heads and stages have no caches of their own
+    "reference": ["language", "joined", "attended", "heads"],
+    "torch_cuda": ["language", "joined", "attended", "stages"],
+    "jax_tpu": ["language", "attended"],
+}
+
+
+@thinned(lambda backend, kind: kind in USUALLY_PREEMPTED[backend], backend=BACKENDS, kind=KINDS)
 def test_preempted_requests_keep_their_outputs(backend: str, kind: str, plain: Run):
     groups = len(kv_layout(SPEC, LIMITS.block_size, drafter=DRAFTERS[kind].caches).groups)
-    ran = run(make_core(backend, DRAFTERS[kind], blocks=9 * groups))
+    names = asked(backend, kind)
+    ran = run(make_core(backend, DRAFTERS[kind], blocks=9 * groups), names)
     assert ran.preemptions > 0
     assert ran.short > 0
-    assert ran.tokens == plain.tokens
+    assert ran.tokens == chosen(plain.tokens, names)
 
 
 def test_captured_layers_are_those_of_the_drafter():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.backend_options import make_options
 from support.engine_runs import drained_tokens
 from support.reference_driver import Driver, random_weights, tiny_spec
 from support.scripted_masks import add_masked, allowed
+from support.shared_programs import SharedPrograms
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
@@ -33,7 +35,14 @@ def device_of(backend: str) -> dict:
     return {"device": CPU} if backend == "torch_cuda" else {}
 
 
-def answers(backend_name: str, masked: bool, **settings) -> dict[str, list[int]]:
+@pytest.fixture(scope="module")
+def programs() -> Iterator[SharedPrograms]:
+    shared = SharedPrograms()
+    yield shared
+    shared.clear()
+
+
+def answers(programs: SharedPrograms, backend_name: str, masked: bool, **settings) -> dict[str, list[int]]:
     """Generate greedily and at random, under masks and without."""
     limits = replace(LIMITS, **settings)
     layout = kv_layout(SPEC, limits.block_size)
@@ -41,6 +50,7 @@ def answers(backend_name: str, masked: bool, **settings) -> dict[str, list[int]]
     backend = load_backend(backend_name).create(options, **device_of(backend_name))
     backend.load(random_weights(SPEC))
     backend.init_cache((60,))
+    programs.join(backend)
     core = generation_core(backend, layout, limits, (60,))
     plans: list[StepPlan] = []
     execute = core._execute
@@ -61,12 +71,25 @@ def answers(backend_name: str, masked: bool, **settings) -> dict[str, list[int]]
     return tokens
 
 
+@pytest.fixture(scope="module")
+def expected(programs: SharedPrograms) -> dict[str, list[int]]:
+    """What `reference` answers under masks."""
+    return answers(programs, "reference", masked=True, async_scheduling=True)
+
+
+@pytest.fixture(scope="module")
+def free(programs: SharedPrograms) -> dict[str, list[int]]:
+    """What it answers without masks."""
+    return answers(programs, "reference", masked=False)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_planning_ahead_changes_no_token(backend: str) -> None:
-    tokens = answers(backend, masked=True, async_scheduling=True)
-    assert tokens == answers(backend, masked=True, async_scheduling=False)
-    assert tokens == answers("reference", masked=True, async_scheduling=True)
-    free = answers("reference", masked=False)
+def test_planning_ahead_changes_no_token(
+    backend: str, programs: SharedPrograms, expected: dict[str, list[int]], free: dict[str, list[int]]
+) -> None:
+    tokens = answers(programs, backend, masked=True, async_scheduling=True)
+    assert tokens == answers(programs, backend, masked=True, async_scheduling=False)
+    assert tokens == expected
     assert tokens["3"] == free["3"], "the row without a mask"
     assert sum(tokens[name] != free[name] for name in tokens) >= 4
     for name, answer in tokens.items():

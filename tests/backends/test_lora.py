@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import support.jax_devices
 import torch
 from support.adapted_models import logprobs_of, merged, random_adapter, run, weights_of
 from support.reference_driver import Driver, tiny_spec
@@ -30,8 +31,8 @@ from pagoda.common.weights.lora.weights import LoraOptions, adaptable
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.tensors import Int8
 
-BACKENDS = pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
-ALL_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch_cuda", "jax_tpu"])
+assert support.jax_devices.DEVICES > 1
+
 TOLERANCE = {"rtol": 0, "atol": 3e-5}
 SLOTS, RANK = 9, 16
 PROMPTS = {row: [(7 * row + 3 * at) % 96 for at in range(1 + row * 2 % 7)] for row in range(SLOTS + 1)}
@@ -103,8 +104,12 @@ def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, *
     name=list(SPECS),
 )
 def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) -> None:
-    """Nine adapters and none in one batch, of different ranks and matrices, prompts and decode; then one alone."""
-    spec = SPECS[name]
+    """Nine adapters and none in one batch, of different ranks and matrices, prompts and decode; then one alone.
+
+    On jax_tpu mixers with recurrent state do not decode here: they project in the same way, by a further program. And
+    none is alone there, as it is in the tests of slots.
+    """
+    spec, on_jax = SPECS[name], backend == "jax_tpu"
     driver = make_driver(spec, backend)
     matrices = driver.backend.adaptable()
     assert matrices.keys() == adaptable(spec).keys()
@@ -113,20 +118,25 @@ def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) 
     for slot, adapter in enumerate(adapters):
         driver.backend.load_adapter(slot, adapter)
     slots = {row: row for row in range(SLOTS)}
-    together = run(driver, PROMPTS, slots)
-    alone = run(driver, {3: PROMPTS[3]}, {3: 3})
-    for row, (tokens, found) in {**together, "alone": alone[3]}.items():
-        slot = 3 if row == "alone" else row
+    steps = 0 if on_jax and name in ("delta rules", "state spaces", "other recurrences") else 3
+    results = list(run(driver, PROMPTS, slots, steps).items())
+    if not on_jax:
+        results += run(driver, {3: PROMPTS[3]}, {3: 3}).items()
+    for slot, (tokens, found) in results:
         model = merged(spec, weights_of(spec), adapters[slot] if slot < SLOTS else None)
         want = logprobs_of(model, tokens[:-1])
-        np.testing.assert_allclose(found, want, **TOLERANCE, err_msg=f"row {row}")
-        assert tokens[-4:] == want[-4:].argmax(1).tolist()
-    plain = logprobs_of(merged(spec, weights_of(spec), None), together[0][0][:-1])
-    assert np.abs(plain - together[0][1]).max() > 0.1, "the adapter changes something"
+        np.testing.assert_allclose(found, want, **TOLERANCE, err_msg=f"row {slot}")
+        assert tokens[-1 - steps :] == want[-1 - steps :].argmax(1).tolist()
+    slot, (tokens, found) = results[0]
+    plain = logprobs_of(merged(spec, weights_of(spec), None), tokens[:-1])
+    assert np.abs(plain - found).max() > 0.1, "the adapter changes something"
 
 
-@ALL_BACKENDS
-@pytest.mark.parametrize("name", ["dense", "mixture"])
+@thinned(  # a mixture has attention, and an expert that is an MLP
+    lambda backend, name: backend != "jax_tpu" or name == "mixture",
+    backend=["reference", "torch_cuda", "jax_tpu"],
+    name=["dense", "mixture"],
+)
 def test_adapters_of_quantised_weights(backend: str, name: str) -> None:
     """The weights are integers times a power of two, the largest of each row 127, which 8 bits hold exactly."""
     spec, exact, stored = SPECS[name], [], []
@@ -169,8 +179,8 @@ def test_slots_are_written_again_after_their_memory_was_lost() -> None:
         np.testing.assert_allclose(logprobs, want, **TOLERANCE)
 
 
-@BACKENDS
-def test_a_slot_is_replaced(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
+def test_slots_are_replaced_and_an_empty_one_and_none_are_the_model(backend: str) -> None:
     """The next adapter changes fewer matrices, with a smaller rank: nothing is left of the first."""
     spec = SPECS["dense"]
     driver = make_driver(spec, backend, slots=2)
@@ -181,14 +191,7 @@ def test_a_slot_is_replaced(backend: str) -> None:
         tokens, found = run(driver, {0: PROMPTS[4]}, {0: 1})[0]
         want = logprobs_of(merged(spec, weights_of(spec), adapter), tokens[:-1])
         np.testing.assert_allclose(found, want, **TOLERANCE)
-
-
-@BACKENDS
-def test_an_empty_slot_and_steps_without_adapters_are_the_model(backend: str) -> None:
-    spec = SPECS["dense"]
-    driver = make_driver(spec, backend)
-    driver.backend.load_adapter(0, random_adapter(driver.backend.adaptable(), 16, 0))
-    for slots in ({0: 1}, {}, None):
+    for slots in ({0: 0}, {}, None):
         tokens, found = run(driver, {0: PROMPTS[6]}, slots)[0]
         want = logprobs_of(merged(spec, weights_of(spec), None), tokens[:-1])
         np.testing.assert_allclose(found, want, **TOLERANCE)
@@ -202,12 +205,11 @@ class Interpreted(Device):
         return True
 
 
-@pytest.mark.parametrize("name", ["tied", "mixture"])
-def test_steps_through_the_interpreted_kernels(name: str) -> None:
-    """Tensors of real steps are as the kernels want them."""
+def test_steps_through_the_interpreted_kernels() -> None:
+    """Tensors of real steps are as the kernels want them: those of an attention, of experts, and of a tied head."""
     import support.triton_interpreter  # noqa: F401
 
-    spec = replace(SPECS[name], layers=SPECS[name].layers[:1])
+    spec = replace(SPECS["mixture"], tied=True, layers=SPECS["mixture"].layers[:1])
     driver = make_driver(spec, "torch_cuda", slots=2, device=Interpreted(CPU.torch, CPU.chip, "interpreter"))
     matrices = driver.backend.adaptable()
     adapters = [random_adapter(matrices, 16, 0), random_adapter(matrices, 8, 1, ("q", "down", "head"))]

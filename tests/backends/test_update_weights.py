@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 import support.jax_devices
 from support.backend_options import make_options
 from support.reference_driver import Driver, random_weights, tiny_spec
+from support.shared_programs import SharedPrograms
+from support.slow_matrix import some
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
@@ -36,6 +38,13 @@ SPEC = tiny_spec(window=6)
 MOE = tiny_spec(moe=True)
 TIED = replace(SPEC, tied=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+PROGRAMS = SharedPrograms()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    yield
+    PROGRAMS.clear()
 
 
 def device_of(backend: str) -> dict[str, Any]:
@@ -43,7 +52,9 @@ def device_of(backend: str) -> dict[str, Any]:
 
 
 def driver(backend: str, spec: ModelSpec = SPEC, **options: Any) -> Driver:
-    return Driver(spec, backend=backend, block_size=8, **device_of(backend), **options)
+    made = Driver(spec, backend=backend, block_size=8, **device_of(backend), **options)
+    PROGRAMS.join(made.backend)
+    return made
 
 
 def scores(d: Driver) -> Scores:
@@ -164,7 +175,10 @@ def test_a_part_of_what_is_packed_together_is_refused(
     d.backend.close()
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "fp8"}, {"tensor": 2}], ids=str)
+QUANTISED_OR_SHARDED: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "fp8"}, {"tensor": 2}]
+
+
+@pytest.mark.parametrize("options", some(QUANTISED_OR_SHARDED, QUANTISED_OR_SHARDED[::2]), ids=str)
 def test_a_quantised_or_sharded_model_in_jax(options: dict[str, Any]) -> None:
     new = dict(random_weights(SPEC, 1))
     part = {name: new[name] for name in ("layers.0.mixers.0.k", "layers.0.mixers.0.v", "layers.1.ffn.up")}
@@ -238,7 +252,7 @@ def engine(backend: str, weights: Iterable[Weight]) -> tuple[Backend, EngineCore
     loaded.load(weights)
     blocks = (60,) * len(layout.pools)
     loaded.init_cache(blocks)
-    loaded.warmup()
+    PROGRAMS.join(loaded)  # which are compiled as steps need them
     return loaded, generation_core(loaded, layout, LIMITS, blocks)
 
 

@@ -60,8 +60,7 @@ def logits(output: Any) -> np.ndarray:
     ("backend", "name"),
     [
         *[("torch_cuda", name) for name in CASES],
-        ("jax_tpu", "fused"),
-        pytest.param("jax_tpu", "embeddings", marks=pytest.mark.slow_matrix),
+        *[pytest.param("jax_tpu", name, marks=pytest.mark.slow_matrix) for name in ("fused", "embeddings")],
     ],
 )
 def test_an_adapter_of_peft_gives_its_logits(engine: MakeEngine, backend: str, name: str, tmp_path: Path) -> None:

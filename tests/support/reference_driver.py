@@ -68,11 +68,13 @@ class Driver:
         cache: CacheConfig = USUAL_CACHE,
         weights=None,
         max_drafts: int = 0,
+        max_len: int = 128,
+        step_tokens: int = 256,
         **make,
     ):
         limits = Limits(
-            max_model_len=128,
-            max_num_batched_tokens=256,
+            max_model_len=max_len,
+            max_num_batched_tokens=step_tokens,
             max_num_seqs=rows,
             block_size=block_size,
             max_drafts=max_drafts,
@@ -84,7 +86,7 @@ class Driver:
         options = make_options(spec, limits=limits, layout=self.layout, cache=cache, dtype=dtype, **make)
         self.backend = module.create(options, **device)
         self.backend.load(random_weights(spec) if weights is None else weights)
-        pages = 128 // block_size
+        pages = max_len // block_size
         count = rows * pages * len(self.layout.groups)
         self.backend.init_cache((1 + count,) * len(self.layout.pools))
         blocks = 1 + np.arange(count, dtype=np.int32)
