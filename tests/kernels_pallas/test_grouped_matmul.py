@@ -18,7 +18,7 @@ from pagoda.common.weights.quantization.tensors import E2M1
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.grouped_matmul import SPECS, grouped_matmul, kernel
 from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose_block_sizes, for_quantized, visits
-from pagoda.kernels_pallas.grouped_matmul.quantized import CODES, QuantizedWeights, packed
+from pagoda.kernels_pallas.grouped_matmul.quantized import CODES, PER_WORD, QuantizedWeights, packed
 
 ROWS, GROUPS, PARTS, INNER, OUTER = 70, 6, 2, 64, 256
 LAYER = 1
@@ -123,6 +123,14 @@ def quantised(name: str, inner: int) -> QuantizedWeights:
     return QuantizedWeights(numbers, scales, shifts, kind, group or inner)
 
 
+def shape_of_quantised(name: str, inner: int) -> QuantizedWeights:
+    """The same without numbers."""
+    kind, group, _ = QUANTISED[name]
+    rows = inner // PER_WORD if kind in CODES else inner
+    numbers = jax.ShapeDtypeStruct((2, GROUPS, PARTS, rows, OUTER), jnp.uint32 if kind in CODES else kind)
+    return QuantizedWeights(numbers, None, None, kind, group or inner)
+
+
 def dequantised(weights: QuantizedWeights) -> np.ndarray:
     """The values of layer LAYER in float64, from the definition of the numbers."""
     numbers = np.asarray(weights.numbers[LAYER])
@@ -174,7 +182,7 @@ def test_block_sizes_of_quantised_weights() -> None:
     blocks = choose_block_sizes(CHIPS["v6e"], 64, 1, 4096, 14336, 1)
     for name in QUANTISED:
         for chip in ("v5e", "v6e"):
-            weights = quantised(name, 4096)
+            weights = shape_of_quantised(name, 4096)
             chosen = for_quantized(blocks, weights, jnp.bfloat16, CHIPS[chip])
             assert chosen.depth % min(weights.group, chosen.depth) == 0
             assert 4096 % chosen.depth == 0
