@@ -81,7 +81,7 @@ def run(name: str, seqs: list[tuple[int, int]], seed: int, **static) -> None:
     out, cache = compiled(name, layout, **static)(case.arrays, knobs)
     assert not races_found()
     np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=tolerance)
-    defined, written = attention(layout, use_kernel=False, **rules)(case.arrays, knobs)
+    defined, written = compiled(name, layout, use_kernel=False)(case.arrays, knobs)
     np.testing.assert_allclose(np.asarray(defined, np.float32), case.expected, atol=tolerance)
     np.testing.assert_array_equal(np.asarray(cache).view(np.uint32), np.asarray(written).view(np.uint32))
 
@@ -92,7 +92,7 @@ CALLS: dict = {}
 def compiled(name: str, layout: PagedKvLayout, interpret: pltpu.InterpretParams = STRICT, **static):
     """One traced call per shape: examples differ in values only."""
     call = attention(layout, interpret=interpret, rules=RULES.get(name, plan.NO_RULES), **static)
-    return CALLS.setdefault((name, interpret, *static), call)
+    return CALLS.setdefault((name, interpret, *static.items()), call)
 
 
 MIXED = [(1, 0), (1, 15), (1, 40), (5, 0), (9, 23), (1, 30), (21, 3)]
@@ -139,8 +139,10 @@ def test_batches_of_one_kind(seqs: list[tuple[int, int]]) -> None:
     run("bf16", seqs, seed=2)
 
 
-def of_whole_lanes(monkeypatch: pytest.MonkeyPatch, chip: str, terms: tuple[str, ...] = ()) -> tuple[str, np.ndarray]:
-    """Check tiles of 128 tokens, and return the order of their halves of passes, and the output.
+def of_whole_lanes(
+    monkeypatch: pytest.MonkeyPatch, chip: str, terms: tuple[str, ...]
+) -> tuple[str, Callable[[], np.ndarray]]:
+    """Trace tiles of 128 tokens; return the order of their halves of passes, and what runs, checks and returns them.
 
     Such tiles are columns of one array, of which a tile has a part per query head of a KV head.
     """
@@ -153,10 +155,15 @@ def of_whole_lanes(monkeypatch: pytest.MonkeyPatch, chip: str, terms: tuple[str,
     with monkeypatch.context() as patch:
         for half in (ColumnLogits, ColumnSoftmax):
             patch.setattr(half, "run", recorded(half, order))
-        out, _ = attention(layout, interpret=STRICT, chip=CHIPS[chip])(case.arrays, knobs)
-    assert not races_found()
-    np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=3e-5)
-    return "".join(order), np.asarray(out)
+        traced = attention(layout, interpret=STRICT, chip=CHIPS[chip]).trace(case.arrays, knobs)
+
+    def checked() -> np.ndarray:
+        out, _ = traced.lower().compile()(case.arrays, knobs)
+        assert not races_found()
+        np.testing.assert_allclose(np.asarray(out, np.float32), case.expected, atol=3e-5)
+        return np.asarray(out)
+
+    return "".join(order), checked
 
 
 def recorded(half: type, order: list[str]) -> Callable[..., None]:
@@ -172,13 +179,14 @@ def recorded(half: type, order: list[str]) -> Callable[..., None]:
 
 def test_tiles_of_whole_lanes_where_matrix_units_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """On v6e halves of each pair of passes alternate, chain by chain."""
-    order, _ = of_whole_lanes(monkeypatch, "v6e")
+    order, checked = of_whole_lanes(monkeypatch, "v6e", ("sinks", "slopes"))
     assert ("LSLSLS" in order, "LLLSSS" in order) == (True, False)
+    checked()
 
 
 def test_tiles_of_whole_lanes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """v5e computes all logits first."""
-    order, _ = of_whole_lanes(monkeypatch, "v5e", ("sinks", "slopes"))
+    order, _ = of_whole_lanes(monkeypatch, "v5e", ())
     assert ("LSLSLS" in order, "LLLSSS" in order) == (False, True)
 
 
@@ -186,7 +194,7 @@ def test_tiles_of_whole_lanes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("terms", [(), ("sinks", "slopes")], ids=["plain", "sinks and slopes"])
 def test_the_order_of_halves_changes_no_bit(monkeypatch: pytest.MonkeyPatch, terms: tuple[str, ...]) -> None:
     (_, wide), (_, narrow) = (of_whole_lanes(monkeypatch, chip, terms) for chip in ("v6e", "v5e"))
-    np.testing.assert_array_equal(wide, narrow)
+    np.testing.assert_array_equal(wide(), narrow())
 
 
 def test_queries_of_decodes_are_not_transposed() -> None:

@@ -154,13 +154,15 @@ def test_expanded_heads_attend_as_absorbed_ones(dtype: str, tolerance: float) ->
     assert plan.use
     assert plan.count == 2 + 1
     options = {"layout": layout, "use_kernel": dtype == "bfloat16", "interpret": STRICT}
-    calls = [{**arrays, "q": absorbed, "layer": LAYER, "scale": SCALE, "expansion": each} for each in (None, plan)]
-    (mixed, cache), (decoded, written) = (latent_attention(**call, **options) for call in calls)
+    attend = jax.jit(partial(latent_attention, layer=LAYER, scale=SCALE, **options))
+    calls = [{**arrays, "q": absorbed, "expansion": each} for each in (None, plan)]
+    (mixed, cache), (decoded, written) = (attend(**call) for call in calls)
     np.testing.assert_array_equal(np.asarray(written).view(np.uint32), np.asarray(cache).view(np.uint32))
     np.testing.assert_array_equal(np.asarray(decoded[0], np.float32), np.asarray(mixed[0], np.float32))
     expected = jnp.einsum("tnr,nvr->tnv", mixed.astype(jnp.float32), kv_up[:, 12:].astype(jnp.float32))
     knobs, layer = make_knobs(SCALE, *(None,) * 6), jnp.int32(LAYER)
-    out = expanded_attention(q, kv_up, cache, layer, batch, knobs, plan, heads=shape, chip=CHIPS["v6e"], **options)
+    expanded = jax.jit(partial(expanded_attention, heads=shape, chip=CHIPS["v6e"], **options))
+    out = expanded(q, kv_up, cache, layer, batch, knobs, plan)
     assert not races_found()
     np.testing.assert_allclose(np.asarray(out[1:48], np.float32), expected[1:48], atol=tolerance)
 

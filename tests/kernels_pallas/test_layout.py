@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +16,13 @@ from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_p
 from pagoda.kernels_pallas.ragged_paged_attention.layout import CACHE_DTYPES
 
 LIMITS = Limits()
+
+
+@partial(jax.jit, static_argnums=0)
+def round_trip(layout: PagedKvLayout, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the words of K and V, and what they are unpacked to."""
+    words = layout.pack(k, v)
+    return words, layout.unpack(words)
 
 
 SHAPES = [(1, 128), (3, 64), (2, 80), (5, 256), (3, 16), (1, 192)]
@@ -29,16 +39,16 @@ def test_unpack_inverts_pack(dtype: str, shape: tuple[int, int]) -> None:
     layout = PagedKvLayout(heads, width, dtype, 16)
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(7, heads, width)) * 9, jnp.float32) for _ in "kv")
-    words = layout.pack(k, v)
+    words, whole = round_trip(layout, k, v)
     assert words.shape == (7, layout.rows_per_token, 128)
     assert words.dtype == layout.word_dtype
     narrow = PagedKvLayout(heads, width, dtype, 16, width * 2 // 3)
-    first, second = narrow.unpack(narrow.pack(k, v[..., : narrow.value_dim]))
+    _, (first, second) = round_trip(narrow, k, v[..., : narrow.value_dim])
     assert (narrow.rows_per_token < layout.rows_per_token) == (width == 192 and dtype == "float32")
-    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (first, layout.unpack(words)[0])))
-    unpacked = layout.unpack(words)[1][..., : narrow.value_dim]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (first, whole[0])))
+    unpacked = whole[1][..., : narrow.value_dim]
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (second, unpacked)))
-    for stored, x in zip(layout.unpack(words), (k, v)):
+    for stored, x in zip(whole, (k, v)):
         kept = jnp.round(x) if dtype == "int8" else x
         np.testing.assert_array_equal(np.asarray(stored, np.float32), np.asarray(kept.astype(dtype), np.float32))
 

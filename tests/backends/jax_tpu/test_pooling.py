@@ -63,8 +63,8 @@ def requests(lengths: Sequence[int], *, only_tokens: bool = False) -> tuple[Engi
     return tuple(requests)
 
 
-def loaded(spec: ModelSpec, **more: Any) -> JaxPooling:
-    backend = create(make_pooling_options(spec, limits=LIMITS, **more))
+def loaded(spec: ModelSpec, *, limits: Limits = LIMITS, **more: Any) -> JaxPooling:
+    backend = create(make_pooling_options(spec, limits=limits, **more))
     backend.load(random_weights(spec))
     return backend
 
@@ -118,7 +118,8 @@ def test_packed_prompts_do_not_see_each_other(name: str, tensor: int) -> None:
 
 
 def test_random_requests_compile_nothing(compiles: list[str]) -> None:
-    backend = loaded(SPECS["both ways"], strict=True)
+    limits = replace(LIMITS, max_num_batched_tokens=192)  # steps of one to three tiles
+    backend = loaded(SPECS["both ways"], limits=limits, strict=True)
     backend.warmup()
     core = pooling_core(backend, backend.limits, ("embed", "token_embed"))
     noise = np.random.default_rng(1)
@@ -147,14 +148,15 @@ def test_a_missing_program_is_an_error_or_a_count() -> None:
 
 
 def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str]) -> None:
-    spec, plan = SPECS["causal"], plan_of(requests(LENGTHS))
+    spec, plan = SPECS["causal"], plan_of(requests(LENGTHS[:2]))
+    limits = replace(LIMITS, max_model_len=128, max_num_batched_tokens=128)
     answers = []
-    for cached in (0, 8):
-        backend = loaded(spec, compile_cache=tmp_path, strict=True)
+    for cached in (0, 4):
+        backend = loaded(spec, limits=limits, compile_cache=tmp_path, strict=True)
         compiles.clear()
         report = backend.prepare()
-        assert (report.programs, report.cached) == (8, cached)
-        assert len(compiles) == 8 - cached
+        assert (report.programs, report.cached) == (4, cached)
+        assert len(compiles) == 4 - cached
         answers.append(backend.execute(plan).result().vectors)
         backend.close()
     for first, second in zip(*answers):
