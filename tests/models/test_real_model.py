@@ -24,16 +24,18 @@ PROMPTS = [
     "In 1969, humans first",
     "To make a good cup of coffee, you need",
 ]
-NEW = 24
+NEW = 18
 """Tokens of an answer: with its prompt they fill more than one block of the cache."""
-FEW = 5
+FEW = 3
 """Prompts that accelerators' backends answer, on a CPU slowly."""
+CACHE = 96 << 20
+"""Bytes for 2,000 tokens: two engines and the model of transformers share one process's memory."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm(model_file: Path) -> Iterator[LLM]:
-    engine = LLM(str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 30)
+    engine = LLM(str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=CACHE)
     yield engine
     engine.shutdown()
 
@@ -67,7 +69,7 @@ def test_the_prefix_cache_changes_nothing(model_file: Path, llm: LLM) -> None:
     story = "Here is a list of facts about the planets of the solar system. " * 12
     prompts = [story + prompt for prompt in PROMPTS[:4]]
     uncached = LLM(
-        str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False
+        str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=CACHE, enable_prefix_caching=False
     )
     try:
         want = [list(one.outputs[0].token_ids) for one in uncached.generate(prompts, GREEDY, use_tqdm=False)]
