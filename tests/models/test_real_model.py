@@ -1,7 +1,11 @@
-"""A real model, end to end through the Python API, in float32 against transformers on the same GGUF file."""
+"""A real model, end to end through the Python API, in float32 against what transformers answers with the same file.
+
+Loading that file in transformers takes more time and memory than all other tests here: its answers are kept as data.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,28 +16,21 @@ from pagoda import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
 
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "def fibonacci(n):\n    ",
-    "The three laws of thermodynamics are",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "1, 1, 2, 3, 5, 8,",
-    "Water boils at",
-    "Q: Why is the sky blue?\nA:",
-    "In 1969, humans first",
-    "To make a good cup of coffee, you need",
-]
-NEW = 24
+KEPT = json.loads((Path(__file__).parents[1] / "data" / "smollm2_answers.json").read_text(encoding="utf-8"))
+"""Prompts, and the tokens that transformers answers greedily with the same file in float32."""
+PROMPTS = [row["prompt"] for row in KEPT]
+NEW = 18
 """Tokens of an answer: with its prompt they fill more than one block of the cache."""
-FEW = 5
+FEW = 3
 """Prompts that accelerators' backends answer, on a CPU slowly."""
+CACHE = 96 << 20
+"""Bytes for 2,000 tokens: two engines share one process's memory."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm(model_file: Path) -> Iterator[LLM]:
-    engine = LLM(str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 30)
+    engine = LLM(str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=CACHE)
     yield engine
     engine.shutdown()
 
@@ -44,17 +41,23 @@ def alone(llm: LLM) -> list[list[int]]:
     return [list(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) for prompt in PROMPTS]
 
 
-def test_greedy_tokens_equal_transformers(llm: LLM, alone: list[list[int]], model_file: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(alone: list[list[int]]) -> None:
+    assert alone == [row["token_ids"] for row in KEPT]
+
+
+@pytest.mark.slow_matrix
+def test_kept_tokens_are_those_of_transformers(llm: LLM, model_file: Path) -> None:
+    """Each token is the likeliest after those before it."""
     import transformers
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         model_file.parent, gguf_file=model_file.name, dtype=torch.float32
     )
-    for prompt, ours in zip(PROMPTS, alone):
-        ids = llm.get_tokenizer().encode(prompt)
-        with torch.inference_mode():  # each token is the likeliest after those before it
-            logits = theirs(torch.tensor([ids + ours[:-1]])).logits[0, len(ids) - 1 :]
-        assert logits.argmax(-1).tolist() == ours, prompt
+    for row in KEPT:
+        ids = llm.get_tokenizer().encode(row["prompt"])
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([ids + row["token_ids"][:-1]])).logits[0, len(ids) - 1 :]
+        assert logits.argmax(-1).tolist() == row["token_ids"], row["prompt"]
 
 
 def test_a_batch_of_32_answers_like_one_at_a_time(llm: LLM, alone: list[list[int]]) -> None:
@@ -65,9 +68,9 @@ def test_a_batch_of_32_answers_like_one_at_a_time(llm: LLM, alone: list[list[int
 
 def test_the_prefix_cache_changes_nothing(model_file: Path, llm: LLM) -> None:
     story = "Here is a list of facts about the planets of the solar system. " * 12
-    prompts = [story + prompt for prompt in PROMPTS[:4]]
+    prompts = [story + prompt for prompt in PROMPTS[:FEW]]
     uncached = LLM(
-        str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False
+        str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=CACHE, enable_prefix_caching=False
     )
     try:
         want = [list(one.outputs[0].token_ids) for one in uncached.generate(prompts, GREEDY, use_tqdm=False)]
@@ -81,9 +84,9 @@ def test_the_prefix_cache_changes_nothing(model_file: Path, llm: LLM) -> None:
 
 
 def test_a_seed_gives_the_same_answer_in_any_batch(llm: LLM) -> None:
-    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=seed, max_tokens=24) for seed in range(4)]
+    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=seed, max_tokens=12) for seed in range(3)]
     one_by_one = [llm.generate(PROMPTS[0], p, use_tqdm=False)[0].outputs[0].text for p in params]
-    together = llm.generate([PROMPTS[0]] * 4, params, use_tqdm=False)
+    together = llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
     assert [one.outputs[0].text for one in together] == one_by_one
     assert len(set(one_by_one)) > 1
 
