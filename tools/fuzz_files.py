@@ -811,7 +811,8 @@ def run_in_child(name: str, cases: range, seed: int) -> Findings:
     total, start = Findings(), cases.start
     with tempfile.NamedTemporaryFile() as progress:
         while start < cases.stop:
-            command = (sys.executable, "-P", __file__, "--child", name, str(start), str(cases.stop), str(seed), progress.name)
+            case = (name, str(start), str(cases.stop), str(seed), progress.name)
+            command = (sys.executable, "-P", __file__, "--child", *case)
             child = subprocess.run(command, capture_output=True, text=True)
             at, refused = map(int, Path(progress.name).read_text().split() or (start, 0))
             for line in child.stdout.splitlines():
