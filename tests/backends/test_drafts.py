@@ -119,7 +119,9 @@ def run(
     layout = kv_layout(spec, limits.block_size)
     blocks = (num_blocks,) * len(layout.pools)
     if backend_name == "jax_tpu":  # one that allows more serves all engines with as many drafts, compiled once
-        backend = loaded_backend(backend_name, spec, replace(JAX_LIMITS, max_drafts=limits.max_drafts), BLOCKS)
+        tokens = max(limits.max_num_batched_tokens, JAX_LIMITS.max_num_batched_tokens)
+        most = replace(JAX_LIMITS, max_drafts=limits.max_drafts, max_num_batched_tokens=tokens)
+        backend = loaded_backend(backend_name, spec, most, BLOCKS)
     else:
         backend = loaded_backend(backend_name, spec, replace(limits, async_scheduling=True), num_blocks)
     options = {} if proposer is None else {"make_scheduler": drafting(proposer, spec.vocab)}
@@ -312,7 +314,8 @@ def test_drafts_with_several_pools(backend: str, ahead: bool) -> None:
     spec = two_pools()
     want = run_without_drafts(backend, spec=spec)
     proposer = Replaying(want.tokens, mixed)
-    ran = run(backend, proposer, spec=spec, num_blocks=13, max_drafts=5, async_scheduling=ahead)
+    settings = {"max_drafts": 5, "async_scheduling": ahead, "max_num_batched_tokens": LIMITS.max_num_batched_tokens}
+    ran = run(backend, proposer, spec=spec, num_blocks=13, **settings)
     assert ran.preemptions > 0
     assert_equal(ran, want)
 
