@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,8 +56,8 @@ def step(case: str, *, decode: bool) -> dict[str, Any]:
     return {
         "queries": jnp.asarray(rng.standard_normal((tokens, layout.kv_heads, CHANNELS)), narrow),
         "q": jnp.asarray(rng.standard_normal((tokens, layout.kv_heads * GROUP, layout.head_dim)), narrow),
-        "keys": pages_of(index.pack(jnp.asarray(keys)), index),
-        "cache": pages_of(layout.pack(*jnp.asarray(values)), layout),
+        "keys": pages_of(index, jnp.asarray(keys)),
+        "cache": pages_of(layout, *map(jnp.asarray, values)),
         "new": jnp.asarray(rng.standard_normal((2, tokens, layout.kv_heads, layout.head_dim)), narrow),
         "batch": batch,
         "layouts": (layout, index),
@@ -64,8 +65,10 @@ def step(case: str, *, decode: bool) -> dict[str, Any]:
     }
 
 
-def pages_of(words: jax.Array, layout: LatentLayout | PagedKvLayout) -> jax.Array:
-    """[P * B, R, 128] -> the second of two layers [2, P, ...]; the first is all ones."""
+@partial(jax.jit, static_argnums=0)
+def pages_of(layout: LatentLayout | PagedKvLayout, *numbers: jax.Array) -> jax.Array:
+    """Numbers of P * B tokens -> the second of two layers [2, P, ...]; the first is all ones."""
+    words = layout.pack(*numbers)
     pages = words.reshape(-1, layout.page_size, *words.shape[1:]).swapaxes(1, 2)
     if layout.sections == 2:
         half = layout.page_size // 2

@@ -93,7 +93,8 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
         results.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
     for ours, theirs in zip(*results):
         np.testing.assert_array_equal(ours, theirs)
-    floor = keep_threshold(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
+    threshold = jax.jit(lambda packed: keep_threshold(kernel, make_mesh(), logits, JaxSamplingRules.unpack(packed)))
+    floor = threshold(jnp.asarray(packed))
     assert np.isneginf(np.asarray(floor)[[0, 7]]).all(), "no work for greedy rows"
     kept = np.isfinite(results[0][2]).sum(1)
     assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"

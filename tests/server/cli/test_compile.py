@@ -25,10 +25,10 @@ from pagoda.server.llm import LLM
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_engine
 
-SMALL = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8")
+SMALL = ("--max-model-len", "32", "--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--block-size", "8")
 SETTINGS: dict[str, Any] = {
     "max_model_len": 32,
-    "max_num_seqs": 2,
+    "max_num_seqs": 1,
     "max_num_batched_tokens": 16,
     "block_size": 8,
     "backend": "jax_tpu",
@@ -94,7 +94,7 @@ def test_config_only(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     for part in (
         "programs for cpu:4, 4 of 4 devices",
-        "step 16 tokens, 2 rows",
+        "step 16 tokens, 1 rows",
         "weights",
         "KV cache",
         "--max-num-seqs",
