@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from support.twin_model import write_twin
 from support.vllm_requests.case import VllmCase, faults
-from support.vllm_requests.differences import DIFFERENCES, Difference
 from support.vllm_requests.servers import SERVERS, SMOL, Fleet, name_of
-from support.vllm_requests.tables import CASES
+from support.vllm_requests.tables import CASES, DIFFERENCES, FOLDER, TABLES, Difference
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "coming-from-vllm.md"
 
@@ -80,6 +79,7 @@ def test_with_a_model(file: str, real: Fleet) -> None:
 
 
 def test_cases_and_differences_are_told_apart() -> None:
+    assert {file.stem for file in FOLDER.iterdir()} == {*TABLES, "differences"}
     ids = [case.id for case in CASES]
     assert len(ids) == len(set(ids)), sorted(one for one in set(ids) if ids.count(one) > 1)
     for difference in DIFFERENCES:
@@ -120,5 +120,5 @@ def fault_of(case: VllmCase, fleet: Fleet) -> str:
     if not differences:
         return "; ".join(differing)
     if not differing:
-        return "answered as in vLLM: take it from differences.py"
+        return "answered as in vLLM: take it from differences.json"
     return "; ".join(faults(views, len(views) - 1, differences[0].instead))
