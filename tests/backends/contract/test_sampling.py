@@ -100,7 +100,7 @@ class Samplers:
             case "jax_tpu":
                 assert self.programs is not None
                 return OfJaxTpu(self.programs)
-        return OfTorchCuda(INTERPRETED if "kernels" in self.kind else CPU)
+        return OfTorchCuda(INTERPRETED if self.kind == "kernels" else CPU)
 
     def random(self, examples: int) -> Any:
         """Return the settings of a test of random examples."""
@@ -117,10 +117,10 @@ def jax_programs() -> CompiledPrograms:
     return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), (4,), ROOM))
 
 
-@pytest.fixture(scope="module", params=["reference", "torch_cuda", "torch_cuda with kernels", "jax_tpu"])
+@pytest.fixture(scope="module", params=["reference", "torch_cuda", "kernels", "jax_tpu"])
 def samplers(request: pytest.FixtureRequest) -> Samplers:
     kind = request.param
-    return Samplers(kind, jax_programs() if kind == "jax_tpu" else None, share=0.1 if "kernels" in kind else 1.0)
+    return Samplers(kind, jax_programs() if kind == "jax_tpu" else None, share=0.1 if kind == "kernels" else 1.0)
 
 
 def started(sampler: AnySampler, rows: Rows) -> None:

@@ -227,9 +227,10 @@ def test_the_queue_limit_holds_for_all_processes_together(tmp_path: Path) -> Non
         assert server.process.wait(PATIENCE) == 1
 
 
-def test_a_signal_lets_the_requests_of_all_processes_finish(tmp_path: Path) -> None:
-    gate, folder = tmp_path / "length", tmp_path / "sockets"
-    folder.mkdir()
+def test_a_signal_lets_the_requests_of_all_processes_finish(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gate, folder = tmp_path / "length", tmp_path_factory.mktemp("a")  # paths of sockets are short
     allow(gate, 10)
     with api_servers(f"fake:held@{gate}", folder, TRACKED, "--shutdown-timeout", "600") as server:
         with ThreadPoolExecutor(13) as pool:
