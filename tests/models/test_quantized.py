@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import tiny
+from models import quantized_fixtures, tiny
 from models.implementations import IMPLEMENTATIONS, Implementation
 from safetensors.torch import load_file, save_file
-from support import quantized_fixtures
 from support.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
 from support.reference_driver import random_weights, tiny_spec
 from support.tiny_folder import write_model

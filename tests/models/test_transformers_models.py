@@ -237,7 +237,7 @@ needs_torchax = pytest.mark.skipif(find_spec("torchax") is None, reason="make te
     "case", [CASES[2], CASES[4], CASES[5], CASES[6], ROPES["longrope"]], ids=lambda case: case.name
 )
 def test_logits_of_jax_tpu(case: tiny.Tiny, tmp_path: Path) -> None:
-    from support.torchax_model import TorchaxTiny
+    from models.torchax_model import TorchaxTiny
 
     saved, prompt = OnDisk.save(case, tmp_path), tiny.tokens()
     ours = TorchaxTiny(saved.spec, saved.weights(), tiny.TOKENS).logits(prompt)
@@ -246,7 +246,7 @@ def test_logits_of_jax_tpu(case: tiny.Tiny, tmp_path: Path) -> None:
 
 @needs_torchax
 def test_the_head_of_jax_tpu_does_not_round_to_16_bits(nano: OnDisk) -> None:
-    from support.torchax_model import TorchaxTiny
+    from models.torchax_model import TorchaxTiny
 
     logits = TorchaxTiny(nano.spec, nano.weights(), tiny.TOKENS, "bfloat16").logits(tiny.tokens(count=6))
     assert (logits != logits.bfloat16().float()).float().mean() > 0.5
@@ -255,7 +255,7 @@ def test_the_head_of_jax_tpu_does_not_round_to_16_bits(nano: OnDisk) -> None:
 @needs_torchax
 def test_jax_tpu_compiles_for_tpus(tmp_path: Path) -> None:
     """A decode step in bfloat16: windows, experts and the Pallas kernel, with the cache updated in place."""
-    from support.torchax_model import compiled_for
+    from models.torchax_model import compiled_for
 
     wide = {**CASES[4].extra, "hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 128}
     saved = OnDisk.save(tiny.Tiny("wide", "AfmoeForCausalLM", wide), tmp_path)

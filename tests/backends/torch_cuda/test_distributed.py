@@ -1,7 +1,11 @@
-"""The line between two processes over gloo; rank 0 is this one."""
+"""The line between two processes over gloo; rank 0 is this one.
+
+Rank 1 is this file as a program: `test_distributed.py PORT leave|die` answers rank 0's collectives, and ends as told.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,8 +15,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from support import second_rank
-from support.second_rank import DTYPES, exchange, own, place
 from support.served import environment
 
 from pagoda.backends.torch_cuda.parallel import TorchComm, join
@@ -20,6 +22,24 @@ from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
 
 CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def place(rank: int, port: int) -> RankInfo:
+    return RankInfo(rank=rank, size=2, device=rank, host="127.0.0.1", port=port)
+
+
+def own(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank brings to the sum, [5, 7]: sums of it round."""
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def exchange(comm: TorchComm) -> list[torch.Tensor]:
+    """Every rank's part side by side, then their sum, of each dtype; at last rank 1's sums as rank 0 hears of them."""
+    found = []
+    for dtype in DTYPES:
+        found += [comm.gather_last(own(comm.rank, dtype)[:, :3]), comm.all_reduce(own(comm.rank, dtype))]
+    return [*found, comm.gather_last(torch.cat([each.double().flatten() for each in found])[None])]
 
 
 @contextmanager
@@ -27,7 +47,7 @@ def met(end: str) -> Iterator[TorchComm]:
     """Rank 0's line to rank 1, which ends as told after an exchange."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    words = [sys.executable, second_rank.__file__, str(port), end]
+    words = [sys.executable, "-P", __file__, str(port), end]
     process = subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
     try:
         yield join(place(0, port), listener, CPU)
@@ -82,5 +102,14 @@ def test_collectives_are_captured() -> None:
     torch.cuda.synchronize(gpu)
     assert torch.equal(gathered, torch.full_like(x, 3))
     graph.reset()
+    comm.leave()
+    comm.release()
+
+
+if __name__ == "__main__":
+    comm = join(place(1, int(sys.argv[1])), None, CPU)
+    exchange(comm)
+    if sys.argv[2] == "die":
+        os._exit(1)
     comm.leave()
     comm.release()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from support.reference_driver import random_weights
-from support.rounded_model import RoundedModel, Rounding
 from support.thread_ranks import on_ranks
 from support.torch_cuda_model import Comm, TorchCudaModel
+from torch import Tensor
 
 from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.backends.reference.model.naive_recurrent import NaiveParts
 from pagoda.backends.torch_cuda.kernels.moe_w8a8 import kernel as w8a8
+from pagoda.backends.torch_cuda.kernels.quantize_rows import Numbers, quantize_rows_reference
 from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+from pagoda.common.backend import Weight
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
@@ -32,6 +36,47 @@ from pagoda.common.weights.quantization.tensors import (
     Value,
     random_quantized,
 )
+
+SHARDED = ("down", "o")
+"""Last parts of the names of matrices whose inputs ranks share, each rounding its own."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a matrix's inputs are rounded."""
+
+    numbers: Numbers
+    group: int | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedParts(NaiveParts):
+    """`roundings`: by parameter; `ranks`: that the model is sharded over."""
+
+    roundings: Mapping[str, Rounding]
+    ranks: int
+
+    def linear(self, name: str, x: Tensor, expert: int | None = None) -> Tensor:
+        if (rounding := self.roundings.get(name)) is not None:
+            scale = None if rounding.scale is None else torch.tensor(rounding.scale)
+            parts = x.chunk(self.ranks if name.rpartition(".")[2] in SHARDED else 1, -1)
+            rows = [
+                quantize_rows_reference(part, rounding.numbers, group=rounding.group, scale=scale) for part in parts
+            ]
+            x = torch.cat([each.values(rounding.group) for each in rows], -1)
+        return NaiveParts.linear(self, name, x, expert)
+
+
+class RoundedModel(NaiveModel):
+    """As NaiveModel; see `RoundedParts`."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Iterable[Weight], roundings: Mapping[str, Rounding], ranks: int = 1
+    ) -> None:
+        super().__init__(spec, weights)
+        self._parts = RoundedParts(self._weights, roundings, ranks)
+
 
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 FP8, INT8 = Activations("float8", "row"), Activations("int8", "row")
