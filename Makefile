@@ -44,7 +44,7 @@ test-full: $(VENV)/.dev $(MODEL)
 
 # Writes the processor time that each file of tests may take; the diff is for a reviewer.
 test-budgets: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --write-budgets tests/budgets.json
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --write-budgets=tests/budgets.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

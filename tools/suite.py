@@ -168,7 +168,7 @@ def test() -> int:
             return status
     with tempfile.TemporaryFile("w+") as report:
         types = subprocess.Popen(MYPY, cwd=ROOT, stdout=report, stderr=subprocess.STDOUT)
-        tests = run((*PYTEST, "--budgets", "--write-budgets", "build/budgets.json"))
+        tests = run((*PYTEST, "--budgets", "--write-budgets=build/budgets.json"))
         types_status = types.wait()
         report.seek(0)
         print(report.read(), end="")
