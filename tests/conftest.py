@@ -113,10 +113,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Between files, let a process that has grown large return memory."""
+    """Let a process that has grown large return memory."""
     result = yield
-    if nextitem is not None and nextitem.path != item.path:
-        memory.shrink(budgets.recorder(item.config))
+    if nextitem is not None:
+        memory.shrink(budgets.recorder(item.config), ends_file=nextitem.path != item.path)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Memory of a test process, returned between files: compiled programs, weights in reference cycles, freed heap."""
+"""Memory of a test process, returned between tests: compiled programs, weights in reference cycles, freed heap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Final
 
 from support import budgets
 
-LIMIT: Final = 1 << 30
+LIMIT: Final = 3 << 28
 """Bytes of resident memory that a process may keep."""
 
-GROWTH: Final = 1 << 28
+GROWTH: Final = 1 << 27
 """Bytes by which it grows after memory was returned before that is tried again: most of it may be in use."""
 
 
@@ -24,13 +24,16 @@ class Shrinker:
     def __init__(self) -> None:
         self._kept = 0
 
-    def __call__(self, recorder: budgets.Recorder | None) -> None:
-        """Return memory of this process if it has grown; `recorder` charges the time to a row of its own."""
+    def __call__(self, recorder: budgets.Recorder | None, *, ends_file: bool) -> None:
+        """Return memory of this process if it has grown; `recorder` charges the time to a row of its own.
+
+        Compiled programs stay until the end of their file, whose tests may share them.
+        """
         if resident() <= max(LIMIT, self._kept + GROWTH):
             return
         if recorder is not None:
             recorder.switch(budgets.MEMORY)
-        if "jax" in sys.modules:
+        if ends_file and "jax" in sys.modules:
             sys.modules["jax"].clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
