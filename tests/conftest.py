@@ -37,8 +37,10 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 fork_server.install()
 
 # One arena of the C library's heap: each thread that compiles or multiplies would else keep what it frees in its own.
+# Tensors lie outside it, so that their memory is returned when they are freed, whatever lies behind them.
 if sys.platform == "linux":
     ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, bytes
 
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

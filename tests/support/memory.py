@@ -11,6 +11,9 @@ from typing import Final
 
 from support import budgets
 
+PROGRAMS: Final = 3 << 29
+"""Bytes from which compiled programs go before the end of their file, too."""
+
 LIMIT: Final = 3 << 28
 """Bytes of resident memory that a process may keep."""
 
@@ -27,13 +30,13 @@ class Shrinker:
     def __call__(self, recorder: budgets.Recorder | None, *, ends_file: bool) -> None:
         """Return memory of this process if it has grown; `recorder` charges the time to a row of its own.
 
-        Compiled programs stay until the end of their file, whose tests may share them.
+        Compiled programs stay until the end of their file, whose tests may share them, unless they are many.
         """
         if resident() <= max(LIMIT, self._kept + GROWTH):
             return
         if recorder is not None:
             recorder.switch(budgets.MEMORY)
-        if ends_file and "jax" in sys.modules:
+        if "jax" in sys.modules and (ends_file or resident() > PROGRAMS):
             sys.modules["jax"].clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
