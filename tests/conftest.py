@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.util
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,11 +34,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 fork_server.install()
 
-# One arena of the C library's heap: each thread that compiles or multiplies would else keep what it frees in its own.
-# Tensors lie outside it, so that their memory is returned when they are freed, whatever lies behind them.
-if sys.platform == "linux":
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, bytes
+memory.use_small_heap()
 
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

@@ -21,6 +21,24 @@ GROWTH: Final = 1 << 27
 """Bytes by which it grows after memory was returned before that is tried again: most of it may be in use."""
 
 
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+
+
+def use_small_heap() -> None:
+    """Let the C library have one heap, since each thread that compiles or multiplies would else keep what it frees.
+
+    Tensors lie outside the heap, so that their memory is returned when they are freed, whatever lies behind them.
+    Engines of the reference backend, which use their memory again and again, ask for the opposite.
+    """
+    if sys.platform == "linux":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 20)
+
+
 class Shrinker:
     """Returns memory of this process; remembers what was left the last time."""
 
@@ -32,6 +50,8 @@ class Shrinker:
 
         Compiled programs stay until the end of their file, whose tests may share them, unless they are many.
         """
+        if ends_file:
+            use_small_heap()
         if resident() <= max(LIMIT, self._kept + GROWTH):
             return
         if recorder is not None:
