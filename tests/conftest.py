@@ -101,9 +101,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collector from going through modules and tests each time: hundreds of thousands of objects that stay."""
-    gc.collect()
-    gc.freeze()
+    """Keep the collector from going through modules and tests each time, and from working often."""
+    memory.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 

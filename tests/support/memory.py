@@ -20,7 +20,6 @@ LIMIT: Final = 3 << 28
 GROWTH: Final = 1 << 27
 """Bytes by which it grows after memory was returned before that is tried again: most of it may be in use."""
 
-
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
@@ -59,8 +58,20 @@ class Shrinker:
         if "jax" in sys.modules and (ends_file or resident() > PROGRAMS):
             sys.modules["jax"].clear_caches()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
         self._kept = resident()
+
+
+def freeze() -> None:
+    """Keep the collector from going through what there is now: hundreds of thousands of objects, which take it long."""
+    gc.collect()
+    gc.freeze()
+
+
+def trim() -> None:
+    """Return the free memory of the heap to the system."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident() -> int:

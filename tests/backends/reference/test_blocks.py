@@ -14,6 +14,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
+from support import memory
 from support.paged_model import PagedModel
 
 from pagoda.backends.reference.memory import held_bytes
@@ -222,8 +223,7 @@ def test_weights_take_little_more_memory_than_the_file(
 ) -> None:
     write(tmp_path / "m.gguf", types, default, width=512, experts=experts)
     stored = sum(info.size for info in GgufFile(tmp_path / "m.gguf").tensors.values())
-    gc.collect()
-    gc.freeze()  # the collector looks at objects that are made from here on
+    memory.freeze()  # the collector looks at objects that are made from here on
     spec, weights = read(tmp_path / "m.gguf")
     with torch.inference_mode():
         model = Packer(spec, Numerics(torch.bfloat16, torch.float32)).pack(iter(weights))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import memory
 
 from pagoda.backends.reference.memory import allocate
 from pagoda.common.engine.kv_cache.spec import layout_of
@@ -27,7 +27,7 @@ def _resident() -> int:
 def test_pages_of_the_cache_are_mapped_at_once_or_when_written(map_pages: bool) -> None:
     layout = layout_of({FullCache(2, 64): (0,)}, BLOCK)
     size = 2 * BLOCKS * BLOCK * 2 * 64 * 4  # keys and values
-    ctypes.CDLL(None).malloc_trim(0)  # what others left in the heap is no memory of this cache
+    memory.trim()  # what others left in the heap is no memory of this cache
     before = _resident()
     caches = allocate(layout, (BLOCKS,), torch.float32, map_pages=map_pages)
     grown = _resident() - before

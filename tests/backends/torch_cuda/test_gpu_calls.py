@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import memory
 
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import GpuStream
@@ -22,6 +23,12 @@ from pagoda.common.errors import ConfigError
 
 LADDER = tuple(usual_sizes(128))
 GPU = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H100")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """A capture begins with a collection: of the objects that are made here."""
+    memory.freeze()
 
 
 class Recorder:

@@ -6,14 +6,13 @@ The longest callback is measured in processor time of the loop's thread, so that
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import fake_engine
+from support import fake_engine, memory
 from support.live_server import LiveServer, live_server
 
 MAX_SECONDS = 0.25
@@ -39,8 +38,7 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> LongestCallback:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    gc.collect()
-    gc.freeze()  # as the server does when it is ready
+    memory.freeze()  # as the server does when it is ready
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "MAX_LEN", 65_536)
         with live_server("fake", engine={"max_num_seqs": 64, "max_num_queued_reqs": 8192}) as server:
