@@ -164,8 +164,8 @@ def test_the_table_of_processor_time_is_within_its_limit() -> None:
 
 
 def test_a_file_that_needs_more_than_twice_its_row_fails() -> None:
-    table = {"a.py": 10.0, "b.py": 20.0, "c.py": 1.0}
-    used = {"a.py": 20.5, "b.py": 31.0, "c.py": 10.5, "new.py": 10.5}
+    table = {"a.py": 10.0, "b.py": 10.0, "c.py": 1.0}
+    used = {"a.py": 20.5, "b.py": 14.5, "c.py": 4.0, "new.py": 5.0}
     faults = budgets.faults(used, table)
     assert [line.split()[1] for line in faults] == ["a.py", "new.py"]
     assert [line.split()[0] for line in budgets.notes(used, table)] == ["b.py"]

@@ -35,7 +35,7 @@ TWICE: Final = 2.0
 MUCH: Final = 1.3
 """Multiples of a row above which a file fails and is printed."""
 
-FIRST_USE: Final = 10.0
+FIRST_USE: Final = 4.0
 """Units that a file may need above its row: the first file in a process that uses a library pays for its start."""
 
 MAX_MEMORY: Final = 2 << 30
