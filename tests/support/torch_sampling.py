@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import support.triton_interpreter  # noqa: F401
 import torch
 
 from pagoda.backends.torch_cuda.device import CPU, Device

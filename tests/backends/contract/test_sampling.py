@@ -12,32 +12,22 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import support.jax_devices
-import support.triton_interpreter
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.reference_driver import tiny_spec
+from support.jax_sampling import sampler_programs
 from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
 from support.torch_sampling import INTERPRETED, run
 
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
-from pagoda.backends.jax_tpu.model.model import build_model
-from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.reference.sampling import Sampler
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.config.engine import Limits
 from pagoda.common.engine import logit_edits, sampling_state
-from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenMasks
 
-assert support.jax_devices.DEVICES > 1
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 
 ROOM = 8
@@ -87,40 +77,37 @@ class OfJaxTpu:
 
 @dataclass(frozen=True)
 class Samplers:
-    """Makes the samplers of one kind. `share`: of the usual number of random examples."""
+    """Makes the samplers of one kind."""
 
     kind: str
-    programs: CompiledPrograms | None = None
-    share: float = 1.0
+    programs: CompiledPrograms
 
     def make(self) -> AnySampler:
         match self.kind:
             case "reference":
                 return OfReference()
             case "jax_tpu":
-                assert self.programs is not None
                 return OfJaxTpu(self.programs)
         return OfTorchCuda(INTERPRETED if self.kind == "kernels" else CPU)
 
-    def random(self, examples: int) -> Any:
-        """Return the settings of a test of random examples."""
-        phases = [Phase.explicit, Phase.generate] if self.share < 1 else list(Phase)
-        count = max(1, int(examples * self.share))
-        return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
+
+@pytest.fixture(scope="module")
+def programs() -> CompiledPrograms:
+    return sampler_programs(VOCAB, ROOM, LENGTH)
 
 
-def jax_programs() -> CompiledPrograms:
-    spec = replace(tiny_spec(), vocab=VOCAB)
-    limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
-    kernel = KernelChoice(page_size=8, cache_dtype="float32")
-    model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
-    return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), (4,), ROOM))
+QUICK = ["reference", "torch_cuda", "jax_tpu"]
 
 
-@pytest.fixture(scope="module", params=["reference", "torch_cuda", "kernels", "jax_tpu"])
-def samplers(request: pytest.FixtureRequest) -> Samplers:
-    kind = request.param
-    return Samplers(kind, jax_programs() if kind == "jax_tpu" else None, share=0.1 if kind == "kernels" else 1.0)
+@pytest.fixture(scope="module", params=[*QUICK, "kernels"])
+def samplers(request: pytest.FixtureRequest, programs: CompiledPrograms) -> Samplers:
+    return Samplers(request.param, programs)
+
+
+@pytest.fixture(scope="module", params=QUICK)
+def quick_samplers(request: pytest.FixtureRequest, programs: CompiledPrograms) -> Samplers:
+    """Return those that are not interpreted, for many random examples."""
+    return Samplers(request.param, programs)
 
 
 def started(sampler: AnySampler, rows: Rows) -> None:
@@ -144,40 +131,48 @@ def ends_of(rows: Rows) -> list[int]:
     return [len(history) for _, history, _ in rows]
 
 
-def test_tokens_follow_the_definition(samplers: Samplers) -> None:
-    @samplers.random(60)
-    @given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
-    def follow(rows: Rows, seed: int, spread: float) -> None:
-        logits = draw_logits(len(rows), seed, spread)
-        sampler = samplers.make()
-        started(sampler, rows)
-        tokens = sampler.sample(logits, decode_step(ends_of(rows)))
-        assert agree(tokens, wanted(logits, rows))
-        assert all(0 <= token < VOCAB for token in tokens)
-
-    follow()
+def follow_the_definition(samplers: Samplers, rows: Rows, seed: int, spread: float) -> None:
+    logits = draw_logits(len(rows), seed, spread)
+    sampler = samplers.make()
+    started(sampler, rows)
+    tokens = sampler.sample(logits, decode_step(ends_of(rows)))
+    assert agree(tokens, wanted(logits, rows))
+    assert all(0 <= token < VOCAB for token in tokens)
 
 
-def test_masks_of_a_plan_hold_beside_the_rules(samplers: Samplers) -> None:
+RANDOM = given(rows=ROWS, seed=st.integers(0, 2**31), spread=st.sampled_from([1.0, 6.0]))
+
+
+@settings(max_examples=80)
+@RANDOM
+def test_tokens_follow_the_definition(quick_samplers: Samplers, rows: Rows, seed: int, spread: float) -> None:
+    follow_the_definition(quick_samplers, rows, seed, spread)
+
+
+@settings(max_examples=6, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@RANDOM
+def test_tokens_of_kernels_follow_the_definition(
+    programs: CompiledPrograms, rows: Rows, seed: int, spread: float
+) -> None:
+    follow_the_definition(Samplers("kernels", programs), rows, seed, spread)
+
+
+@settings(max_examples=25)
+@given(rows=ROWS, seed=st.integers(0, 2**31), count=st.integers(1, VOCAB))
+def test_a_mask_holds_beside_the_rules(quick_samplers: Samplers, rows: Rows, seed: int, count: int) -> None:
     """The last sequence has one. The definition: as if its tokens were the allowed ones."""
-
-    @samplers.random(20)
-    @given(ROWS, st.integers(0, 2**31), st.integers(1, VOCAB))
-    def hold(rows: Rows, seed: int, count: int) -> None:
-        rng = np.random.default_rng(seed)
-        logits = (rng.standard_normal((len(rows), VOCAB)) * 3).astype(np.float32)
-        masked, last = rng.permutation(VOCAB)[:count], len(rows) - 1
-        rules, history, prompt = rows[last]
-        both = set(masked.tolist()) & set(rules.allowed_token_ids or range(VOCAB))
-        want = wanted(logits, [*rows[:last], (replace(rules, allowed_token_ids=tuple(sorted(both))), history, prompt)])
-        bits = logit_edits.allowed_bits({0: masked}, 1, VOCAB)
-        masks = TokenMasks(np.array([last], np.int32), np.zeros(1, np.int32), bits)
-        sampler = samplers.make()
-        started(sampler, rows)
-        plan = replace(decode_step(ends_of(rows)), masked=masks.sequences)
-        assert agree(sampler.sample(logits, plan, masks), want)
-
-    hold()
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((len(rows), VOCAB)) * 3).astype(np.float32)
+    masked, last = rng.permutation(VOCAB)[:count], len(rows) - 1
+    rules, history, prompt = rows[last]
+    both = set(masked.tolist()) & set(rules.allowed_token_ids or range(VOCAB))
+    want = wanted(logits, [*rows[:last], (replace(rules, allowed_token_ids=tuple(sorted(both))), history, prompt)])
+    bits = logit_edits.allowed_bits({0: masked}, 1, VOCAB)
+    masks = TokenMasks(np.array([last], np.int32), np.zeros(1, np.int32), bits)
+    sampler = quick_samplers.make()
+    started(sampler, rows)
+    plan = replace(decode_step(ends_of(rows)), masked=masks.sequences)
+    assert agree(sampler.sample(logits, plan, masks), want)
 
 
 def test_a_seed_gives_the_same_token_in_any_batch(samplers: Samplers) -> None:

@@ -13,23 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import support.jax_devices
-from support.reference_driver import tiny_spec
+from support.jax_sampling import sampler_programs
 from support.sampling_definition import VOCAB
 
 from pagoda.backends.jax_tpu import sampling
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
-from pagoda.backends.jax_tpu.model.model import build_model
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
-from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pending import PendingStep, PendingTokens
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
 
 ROOM = 8
@@ -38,11 +33,7 @@ LENGTH = 32
 
 @pytest.fixture(scope="module")
 def programs() -> CompiledPrograms:
-    spec = replace(tiny_spec(), vocab=VOCAB)
-    limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
-    kernel = KernelChoice(page_size=8, cache_dtype="float32")
-    model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
-    return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), (4,), ROOM))
+    return sampler_programs(VOCAB, ROOM, LENGTH)
 
 
 def step(ends: list[int]) -> StepPlan:

@@ -35,7 +35,7 @@ def own(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exchange(comm: TorchComm) -> list[torch.Tensor]:
-    """Every rank's part side by side, then their sum, of each dtype; at last rank 1's sums as rank 0 hears of them."""
+    """Return for each dtype the parts of both ranks side by side and their sum, then these results of both ranks."""
     found = []
     for dtype in DTYPES:
         found += [comm.gather_last(own(comm.rank, dtype)[:, :3]), comm.all_reduce(own(comm.rank, dtype))]
