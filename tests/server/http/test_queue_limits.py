@@ -242,7 +242,7 @@ def test_waiting_requests_of_a_standing_overload_are_refused(monkeypatch: pytest
         assert server.llm.num_unfinished == 10
         assert server.post("/v1/completions", SHORT)[0] == 429
         eventually(lambda: server.llm.num_unfinished == 6)
-        assert rejections(server, "max_overload_seconds") == 8
+        eventually(lambda: rejections(server, "max_overload_seconds") == 8)  # counted after they are forgotten
         for connection in connections[-4:]:
             response = HTTPResponse(connection)
             response.begin()
