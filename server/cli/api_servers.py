@@ -82,6 +82,7 @@ class _Supervisor:
         self._ready = 0
         self._processes: list[_ApiServer] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._reports: list[zmq.Socket[bytes]] = []
 
     async def run(self, listener: socket.socket, watch_signals: WatchSignals, program: Sequence[str]) -> int:
         """See run_api_servers."""
@@ -141,7 +142,8 @@ class _Supervisor:
     def _report(self, failed: Failed) -> None:
         """Tell the API server processes that the engine has died: it may not have been able to.
 
-        Does not wait for busy processes: they read it while `_context` lives.
+        Does not wait for busy processes: they read it while `_context` lives. The sockets are kept until it ends: one
+        that is collected before waits for ever for a process that never listens.
         """
         data = encode(failed)
         for index in range(self._server.api_server_count):
@@ -149,6 +151,7 @@ class _Supervisor:
                 outputs = self._context.socket(zmq.PUSH)
                 outputs.connect(output_address(address, index))
                 outputs.send(data)
+                self._reports.append(outputs)
 
     def _on_ready(self) -> None:
         self._ready += 1

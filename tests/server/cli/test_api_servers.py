@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,9 +10,10 @@ import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from support.watching import PATIENCE, eventually, gone, programs
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
+from pagoda.server.cli.api_servers import _Supervisor
 from pagoda.server.cli.serve import check_processes
 from pagoda.server.http.peers import PeerReport
+from pagoda.server.ipc_messages import Failed, FromEngine
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 COUNT = 3
@@ -318,6 +322,36 @@ def test_what_keeps_the_server_from_starting_is_one_line(
     errors = [each for each in lines if each.startswith("pagoda: error: ")]
     assert len(errors) == 1
     assert line in errors[0]
+
+
+class FailedEngine:
+    """An engine that has failed before any API server process listens to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.addresses = (f"ipc://{folder}/engine",)
+
+    def listen(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[FromEngine], None]) -> None:
+        on_message(Failed("ConfigError", "not today", "--dtype"))
+
+
+def test_a_failure_that_no_process_reads_ends_the_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = AsyncEngineArgs("fake").create_engine_config()
+    engine: Any = FailedEngine(tmp_path_factory.mktemp("a"))
+    supervisor = _Supervisor(config, ServerConfig(api_server_count=2), engine, start_time=0.0)
+    errors: list[ConfigError] = []
+
+    def run(listener: socket.socket) -> None:
+        try:
+            asyncio.run(supervisor.run(listener, lambda stop, hurry: nullcontext(), ("true",)))
+        except ConfigError as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run, args=(listener,), daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+    assert not thread.is_alive(), "it waits for processes that have ended"
+    assert "not today" in str(errors[0])
 
 
 @pytest.mark.parametrize("wanted", [0, 65])
