@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,21 @@ def _never_skipped(report: Any) -> Any:
         report.outcome = "failed"
         report.longrepr = f"skipped in make test-full: {report.longrepr[2] if report.longrepr else ''}"
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """In a fresh checkout let test processes collect one after another: the first compiles the tests for all."""
+    if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode or _is_compiled():
+        return (yield)
+    with budgets.TABLE.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
+
+
+def _is_compiled() -> bool:
+    """Whether an earlier run has left compiled tests; files at the top are compiled late."""
+    return any((TESTS / "__pycache__").glob("test_suite.*-pytest-*.pyc"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
