@@ -11,11 +11,8 @@ from typing import Final
 
 from support import budgets
 
-PROGRAMS: Final = 3 << 29
-"""Bytes from which compiled programs go before the end of their file, too."""
-
-LIMIT: Final = 3 << 28
-"""Bytes of resident memory that a process may keep."""
+LARGE: Final = 3 << 29
+"""Bytes of resident memory from which a process returns memory before the end of a file, too."""
 
 GROWTH: Final = 1 << 27
 """Bytes by which it grows after memory was returned before that is tried again: most of it may be in use."""
@@ -42,24 +39,27 @@ class Shrinker:
     """Returns memory of this process; remembers what was left the last time."""
 
     def __init__(self) -> None:
-        self._kept = 0
+        self._between_files, self._within_file = 0, LARGE
 
     def __call__(self, recorder: budgets.Recorder | None, *, ends_file: bool) -> None:
         """Return memory of this process if it has grown; `recorder` charges the time to a row of its own.
 
-        Compiled programs stay until the end of their file, whose tests may share them, unless they are many.
+        What is left at the end of a file is in use for good, while within a file most may belong to its tests.
         """
         if ends_file:
             use_small_heap()
-        if resident() <= max(LIMIT, self._kept + GROWTH):
+        if resident() <= GROWTH + (self._between_files if ends_file else self._within_file):
             return
         if recorder is not None:
             recorder.switch(budgets.MEMORY)
-        if "jax" in sys.modules and (ends_file or resident() > PROGRAMS):
+        if "jax" in sys.modules:
             sys.modules["jax"].clear_caches()
         gc.collect()
         trim()
-        self._kept = resident()
+        if ends_file:
+            self._between_files, self._within_file = resident(), LARGE
+        else:
+            self._within_file = max(LARGE, resident())
 
 
 def freeze() -> None:
