@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV2Config, LlamaConfig, PreTrainedModel
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe, DeepseekV2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
-from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def _modeling(family: str) -> Any:
+    """Return a family's module of transformers: all together take seconds to import, which most runs need not pay."""
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def _llama_mlp(width: int, inner: int) -> nn.Module:
+    llama = _modeling("llama")
+    return llama.LlamaMLP(llama.LlamaConfig(hidden_size=width, intermediate_size=inner))
 
 
 def deepseek_experts(model: PreTrainedModel) -> None:
     """A mixture with softmax scores and shared experts in every layer but the first."""
-    config = DeepseekV2Config(
+    deepseek = _modeling("deepseek_v2")
+    config = deepseek.DeepseekV2Config(
         hidden_size=model.config.hidden_size,
         moe_intermediate_size=20,
         n_routed_experts=12,
@@ -25,7 +35,7 @@ def deepseek_experts(model: PreTrainedModel) -> None:
     )
     config._experts_implementation = "eager"
     for layer in model.model.layers[1:]:
-        layer.mlp = DeepseekV2Moe(config)
+        layer.mlp = deepseek.DeepseekV2Moe(config)
 
 
 def deepseek_experts_and_unit_head(model: PreTrainedModel) -> None:
@@ -43,10 +53,10 @@ def _normalise_head(model: PreTrainedModel, axis: int) -> None:
 
 def sandwich(model: PreTrainedModel) -> None:
     """A norm after each mixer and each ffn."""
-    width, eps = model.config.hidden_size, model.config.rms_norm_eps
+    width, eps, norm = model.config.hidden_size, model.config.rms_norm_eps, _modeling("deepseek_v2").DeepseekV2RMSNorm
     for layer in model.model.layers:
-        layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, DeepseekV2RMSNorm(width, eps))
-        layer.mlp = nn.Sequential(layer.mlp, DeepseekV2RMSNorm(width, eps))
+        layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, norm(width, eps))
+        layer.mlp = nn.Sequential(layer.mlp, norm(width, eps))
 
 
 def biased_outputs(model: PreTrainedModel) -> None:
@@ -155,7 +165,7 @@ def pruned(model: PreTrainedModel) -> None:
     attention.num_key_value_groups = model.config.num_attention_heads
     for name in ("k_proj", "v_proj"):
         setattr(attention, name, nn.Linear(width, attention.head_dim, bias=False))
-    layers[4].mlp = LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=256))
+    layers[4].mlp = _llama_mlp(width, 256)
 
 
 def arctic(model: PreTrainedModel) -> None:
@@ -163,9 +173,9 @@ def arctic(model: PreTrainedModel) -> None:
     width, eps = model.config.hidden_size, model.config.rms_norm_eps
     *others, sparse = model.model.layers
     for dense in others:
-        dense.mlp = LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=model.config.intermediate_size))
-    sparse.residual = nn.ModuleDict({"mlp": LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=width))})
-    sparse.residual_layernorm = LlamaRMSNorm(width, eps)
+        dense.mlp = _llama_mlp(width, model.config.intermediate_size)
+    sparse.residual = nn.ModuleDict({"mlp": _llama_mlp(width, width)})
+    sparse.residual_layernorm = _modeling("llama").LlamaRMSNorm(width, eps)
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         x = hidden_states
@@ -178,7 +188,8 @@ def arctic(model: PreTrainedModel) -> None:
 
 def step3p5(model: PreTrainedModel) -> None:
     """The text model of Step 3.7."""
-    config = Step3p7TextConfig(
+    step = _modeling("step3p7")
+    config = step.Step3p7TextConfig(
         **{key: getattr(model.config, key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -201,7 +212,7 @@ def step3p5(model: PreTrainedModel) -> None:
         rope_scaling=LLAMA3,
     )
     config._attn_implementation = config._experts_implementation = "eager"
-    model.model = Step3p7TextModel(config)
+    model.model = step.Step3p7TextModel(config)
 
 
 LLAMA3 = {
@@ -239,8 +250,9 @@ class LightningAttention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * heads * head_dim, bias=False)
         self.g_proj = nn.Linear(width, heads * head_dim, bias=False)
         self.dense = nn.Linear(heads * head_dim, width, bias=False)
-        self.query_layernorm, self.key_layernorm = LlamaRMSNorm(head_dim, eps), LlamaRMSNorm(head_dim, eps)
-        self.g_norm = LlamaRMSNorm(heads * head_dim, eps)
+        norm = _modeling("llama").LlamaRMSNorm
+        self.query_layernorm, self.key_layernorm = norm(head_dim, eps), norm(head_dim, eps)
+        self.g_norm = norm(heads * head_dim, eps)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.query_key_value(hidden_states).chunk(3, -1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,26 +49,33 @@ def messages(count: int) -> list[dict[str, str]]:
     return [{"role": "assistant" if index % 2 else "user", "content": "hi"} for index in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/v1/chat/completions/batch", {"messages": [messages(30)] * 1000, "max_tokens": 1}, 200),
-        ("/v1/completions", {"prompt": "a", "n": 4096, "max_tokens": 2, "logprobs": 5}, 200),
-        ("/v1/completions", {"prompt": [7] * 8000, "max_tokens": 1, "prompt_logprobs": 20}, 200),
-        ("/v1/completions", {"prompt": ["hi"] * 4096, "max_tokens": 1}, 200),
-        ("/v1/completions", {"prompt": [7] * 2_000_000, "max_tokens": 1}, 400),
-        ("/v1/completions", {"prompt": [[7] * 400] * 4096, "max_tokens": 1}, 200),
-        ("/v1/completions", {"prompt": "hello " * 5_000_000, "max_tokens": 1}, 400),
-        ("/v1/chat/completions", {"messages": messages(16_000), "max_tokens": 1}, 400),
-        ("/v1/responses", {"input": [{"role": "user", "content": "hi"}] * 16_000, "max_output_tokens": 1}, 400),
-        ("/detokenize", {"tokens": [7] * 1_000_000}, 200),
-    ],
-    ids=["batch", "n", "prompt logprobs", "prompts", "ids", "lists of ids", "text", "messages", "items", "detokenize"],
-)
-def test_a_large_request_does_not_hold_the_event_loop(
-    server: LiveServer, longest: LongestCallback, path: str, body: dict[str, Any], status: int
-) -> None:
-    raw = json.dumps(body).encode()
+BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
+    "batch": ("/v1/chat/completions/batch", lambda: {"messages": [messages(30)] * 1000, "max_tokens": 1}, 200),
+    "n": ("/v1/completions", lambda: {"prompt": "a", "n": 4096, "max_tokens": 2, "logprobs": 5}, 200),
+    "prompt logprobs": (
+        "/v1/completions",
+        lambda: {"prompt": [7] * 8000, "max_tokens": 1, "prompt_logprobs": 20},
+        200,
+    ),
+    "prompts": ("/v1/completions", lambda: {"prompt": ["hi"] * 4096, "max_tokens": 1}, 200),
+    "ids": ("/v1/completions", lambda: {"prompt": [7] * 2_000_000, "max_tokens": 1}, 400),
+    "lists of ids": ("/v1/completions", lambda: {"prompt": [[7] * 400] * 4096, "max_tokens": 1}, 200),
+    "text": ("/v1/completions", lambda: {"prompt": "hello " * 5_000_000, "max_tokens": 1}, 400),
+    "messages": ("/v1/chat/completions", lambda: {"messages": messages(16_000), "max_tokens": 1}, 400),
+    "items": (
+        "/v1/responses",
+        lambda: {"input": [{"role": "user", "content": "hi"}] * 16_000, "max_output_tokens": 1},
+        400,
+    ),
+    "detokenize": ("/detokenize", lambda: {"tokens": [7] * 1_000_000}, 200),
+}
+"""Path, body and status of large requests."""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_large_request_does_not_hold_the_event_loop(server: LiveServer, longest: LongestCallback, name: str) -> None:
+    path, body, status = BODIES[name]
+    raw = json.dumps(body()).encode()
     assert server.response("POST", path, raw).status == status
     assert longest.seconds < MAX_SECONDS
 
