@@ -6,6 +6,7 @@ import fcntl
 import gc
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import sys
@@ -112,9 +113,16 @@ def _is_compiled() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let files that take longest start first, so that no process is left alone with one at the end."""
+    """Order files: those that load the real model first, as they were collected, while their process is small, for its
+    memory is bounded; then those that take longest, so that no process is left alone with one at the end.
+    """
     table = budgets.read()
-    items.sort(key=lambda item: -table.get(item.path.relative_to(TESTS).as_posix(), 0.0))
+    large = {item.path for item in items if item.get_closest_marker("model")}
+
+    def place(item: pytest.Item) -> float:
+        return -math.inf if item.path in large else -table.get(item.path.relative_to(TESTS).as_posix(), 0.0)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

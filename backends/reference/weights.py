@@ -338,7 +338,8 @@ class Packer:
                     dequantised.append(name)
                     value = value.dequantize()
                 dtype = torch.float32 if name in self._float32 else self.numerics.weights
-                self._tensors[name] = to_torch(value).to(dtype, copy=old is not None)
+                # A vector over the mapped file would keep all of the file mapped, matrices that are packed do not.
+                self._tensors[name] = to_torch(value).to(dtype, copy=old is not None or value.ndim == 1)
             unit = self._unit(name)
             self._missing[unit] -= 1
             if self._missing[unit]:

@@ -23,8 +23,8 @@ NEW = 18
 """Tokens of an answer: with its prompt they fill more than one block of the cache."""
 FEW = 3
 """Prompts that share a long beginning."""
-CACHE = 96 << 20
-"""Bytes for 2,000 tokens."""
+CACHE = 48 << 20
+"""Bytes for 1,000 tokens."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 
 

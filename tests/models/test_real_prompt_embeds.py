@@ -10,6 +10,7 @@ import pytest
 from pagoda import LLM, SamplingParams
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
+from pagoda.common.text.tokenizer import load_tokenizer
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import apply_rules
@@ -24,16 +25,20 @@ PROMPTS = [
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
 
 
-def embedding_table(file: Path) -> np.ndarray:
+def embeddings(file: Path, prompts: list[list[int]]) -> list[np.ndarray]:
+    """Return the rows of the embedding table of each prompt's tokens."""
     checkpoint = open_checkpoint(str(file), "auto", weights=True)
     spec, family = spec_from_config(checkpoint.config())
-    weights = dict(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
-    embed = weights["embed"]
-    return embed.dequantize() if isinstance(embed, QuantizedTensor) else np.asarray(embed, np.float32)
+    weights = apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
+    embed = next(value for name, value in weights if name == "embed")
+    table = embed.dequantize() if isinstance(embed, QuantizedTensor) else np.asarray(embed, np.float32)
+    return [table[prompt] for prompt in prompts]
 
 
 def test_embeddings_of_tokens_give_the_answer_of_the_text(model_file: Path) -> None:
     """Prompts in chunks of 32, then from the prefix cache, with a cache too small for all of them at once."""
+    tokenizer = load_tokenizer(model_file)
+    rows = [{"prompt_embeds": each} for each in embeddings(model_file, [tokenizer.encode(each) for each in PROMPTS])]
     llm = LLM(
         str(model_file),
         dtype="float32",
@@ -44,8 +49,6 @@ def test_embeddings_of_tokens_give_the_answer_of_the_text(model_file: Path) -> N
         enable_prompt_embeds=True,
     )
     try:
-        table, tokenizer = embedding_table(model_file), llm.get_tokenizer()
-        rows = [{"prompt_embeds": table[tokenizer.encode(prompt)]} for prompt in PROMPTS]
         texts = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         for _ in range(2):
             for output, expected in zip(llm.generate(rows, GREEDY, use_tqdm=False), texts):

@@ -11,7 +11,7 @@ from typing import Final
 
 from support import budgets
 
-LARGE: Final = 3 << 29
+LARGE: Final = 5 << 28
 """Bytes of resident memory from which a process returns memory before the end of a file, too."""
 
 GROWTH: Final = 1 << 27

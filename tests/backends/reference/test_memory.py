@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from support import memory
+from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.reference.memory import allocate
+from pagoda.backends.reference.model.numerics import numerics
+from pagoda.backends.reference.weights import Packer
 from pagoda.common.engine.kv_cache.spec import layout_of
 from pagoda.common.models.caches import FullCache
 
@@ -59,3 +62,13 @@ def test_scratch_is_kept_for_the_tensors_of_steps() -> None:
     """In a process of its own: what others have left in the heap counts."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 24 * 2 * MIB // resource.getpagesize() // 4
+
+
+def test_vectors_do_not_keep_the_file_that_they_came_from() -> None:
+    spec = tiny_spec()
+    weights = dict(random_weights(spec))
+    model = Packer(spec, numerics("float32")).pack(weights.items())
+    assert model.final_norm is not None
+    before = model.final_norm.weight.clone()
+    weights["final_norm"][:] = 7
+    assert torch.equal(model.final_norm.weight, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from dataclasses import replace
@@ -15,7 +16,6 @@ from support.paged_attention import paged
 from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TorchCudaModel
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from pagoda.backends.torch_cuda import backend
 from pagoda.backends.torch_cuda.attention_backends import (
@@ -63,9 +63,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: 
     assert starts[0] == 0
 
 
+def varlen() -> ModuleType:
+    """Return torch's kernels for sequences of several lengths: importing them takes a second."""
+    return importlib.import_module("torch.nn.attention.varlen")
+
+
 def stand_in_varlen(*args: Any, **more: Any) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn, which has no kernel for a CPU."""
-    bound = inspect.signature(varlen.varlen_attn).bind(*args, **more)
+    bound = inspect.signature(varlen().varlen_attn).bind(*args, **more)
     a = bound.arguments
     check(a["query"], a["key"], a["value"], a["cu_seq_q"], a["seqused_k"], a["block_table"])
     assert a["cu_seq_k"].tolist() == [0, *a["seqused_k"].cumsum(0).tolist()]
@@ -311,7 +316,7 @@ def test_every_name_of_the_flag_has_a_kernel() -> None:
 
 
 def test_installed_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_kernels("TORCH_VARLEN", NEEDS).prefill.varlen_attn is varlen.varlen_attn
+    assert load_kernels("TORCH_VARLEN", NEEDS).prefill.varlen_attn is varlen().varlen_attn
     package = ModuleType("flash_attn_interface")
     package.flash_attn_with_kvcache = stand_in_flash
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
@@ -407,7 +412,7 @@ def test_unsupported_needs_are_refused(name: str, change: dict[str, Any], line: 
 
 
 def test_a_torch_without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
+    monkeypatch.setattr(varlen(), "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
     with pytest.raises(ConfigError, match=r"TORCH_VARLEN needs torch 2.12 or later, this is "):
         load_kernels("TORCH_VARLEN", NEEDS)
 

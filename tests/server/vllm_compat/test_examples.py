@@ -586,10 +586,11 @@ def apply_model(world: World) -> None:
 
 @example("offline_inference/gguf_inference.py")
 def gguf(world: World) -> None:
-    llm = world.start("gguf", model=world.gguf)
+    llm = LLM(model=world.gguf, **QUICK)
     tokenizer = llm.get_tokenizer()
     prompts = tokenizer.apply_chat_template([[each] for each in CHAT[1:2]], tokenize=False, add_generation_prompt=True)
     texts(llm.generate(prompts, SamplingParams(temperature=0, **SHORT)))
+    llm.shutdown()
 
 
 @example("pooling/embed/embed_matryoshka_fy_offline.py")
@@ -659,6 +660,7 @@ def adapters_on_quantised_weights(world: World) -> None:
     answers: dict[str, str] = {}
     while engine.has_unfinished_requests():
         answers |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+    engine.shutdown()
     assert len({answers[str(index)] for index in range(3)}) == 3
     assert [answers[str(index)] for index in range(3)] == [answers[str(index)] for index in range(3, 6)]
 
