@@ -173,7 +173,7 @@ def test_a_file_that_needs_more_than_twice_its_row_fails() -> None:
 
 def test_large_processes_are_printed() -> None:
     usages = [budgets.Usage(memory=budgets.MAX_MEMORY + more, largest="a.py") for more in (0, 1 << 20)]
-    assert budgets.large(usages) == ["a process reached 2049 MiB in a.py, more than 2048"]
+    assert budgets.large(usages) == ["FAILED: a process reached 2049 MiB in a.py, more than 2048"]
 
 
 def test_units_count_processors_of_other_speeds_alike() -> None:
