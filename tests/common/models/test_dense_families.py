@@ -12,7 +12,7 @@ from pagoda.common.errors import ModelError
 from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Mlp, ModelSpec
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 
 
 def spec(name: str, **changes: Any) -> ModelSpec:
@@ -118,6 +118,28 @@ def test_unsupported_values_are_refused(name: str, key: str, value: Any) -> None
         changes, name = {"architectures": ["IQuestCoderForCausalLM"], key: value}, "Llama-2-7b-hf"
     with pytest.raises(ModelError, match=key if key != "parallel_attn" else "num_ln_in_parallel_attn"):
         spec(name, **changes)
+
+
+def test_keys_of_qwen_and_its_kin_that_are_absent_have_their_defaults() -> None:
+    plain = spec("Llama-2-7b-hf", architectures=["IQuestCoderForCausalLM"]).layers[0].attention
+    assert (plain.qkv_bias, plain.out_bias) == (False, False)
+    experts = spec("Qwen3.5-35B-A3B, its text", num_experts=None).layers[0].ffn
+    assert isinstance(experts, Moe)
+    assert experts.experts == 256
+
+
+def test_rnj1_takes_the_rotary_of_its_configuration() -> None:
+    kinds = ["chunked_attention", "full_attention"] * 3
+    changes = {"architectures": ["Rnj1ForCausalLM"], "layer_types": kinds, "sliding_window": 512}
+    ropes = {"rope_type": "default", "rope_theta": 7_000.0}
+    made = spec("gemma-3-1b-it", **changes, rope_theta=None, rope_local_base_freq=None, rope_parameters=ropes)
+    assert {rope.theta for rope in made.ropes} == {7_000.0}
+
+
+@pytest.mark.parametrize("count", [-1, 35])
+def test_a_count_of_layers_that_share_a_cache_must_fit(count: int) -> None:
+    with pytest.raises(ModelError, match=f"num_kv_shared_layers is {count}, which leaves no layer"):
+        spec("gemma-3-1b-it", architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", num_kv_shared_layers=count)
 
 
 def sizes(layers: int, width: int, heads: int, kv_heads: int | None, inner: int | None, vocab: int) -> dict[str, Any]:

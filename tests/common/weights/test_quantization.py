@@ -444,6 +444,13 @@ def test_integers_that_do_not_fit(config: dict[str, Any], tensors: dict[str, Any
     assert "\n" not in str(error.value)
 
 
+def test_zero_points_of_many_outputs_fill_whole_words() -> None:
+    tensors = {"qweight": words(4, 512), "qzeros": np.full((4, 64), 0x77777777, np.int32)}
+    weights = joined(config_of(gptq()), **gptq_tensors(**tensors, scales=np.ones((4, 512), np.float16)))
+    (weight,) = weights.values()
+    assert weight.shape == (512, 32)
+
+
 def test_a_tensor_that_the_config_does_not_state_is_named() -> None:
     config = compressed_tensors()
     config["config_groups"]["group_1"] = {**weights_with(type="int", symmetric=False)["config_groups"]["group_0"]}

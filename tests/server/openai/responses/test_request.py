@@ -152,6 +152,9 @@ def test_fields_repeated_in_the_response(server: LiveServer) -> None:
     assert answer["prompt_cache_key"] == "k"
     assert answer["id"] == "resp_mine"
     assert fault(server, request_id="resp_mine")[0] == "request_id"
+    many = {str(number): "" for number in range(17)}
+    assert len(posted(server, metadata=dict(list(many.items())[:16]))["metadata"]) == 16
+    assert fault(server, metadata=many)[0] == "metadata"
 
 
 @pytest.mark.field("ResponsesRequest.include|top_logprobs")
