@@ -7,6 +7,7 @@ ctypes releases the GIL during a call. The calls of a step can be recorded, to b
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 import weakref
@@ -27,6 +28,7 @@ from torch import Tensor
 _KERNEL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _ALIGNMENT: Final = 64
 _lock: Final = threading.Lock()  # LLVM's global state
+_numbers: Final = itertools.count()  # of kernels, under the lock
 
 
 @cache
@@ -35,8 +37,19 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
+@cache
 def _machine() -> Any:
-    """Return a new machine: the engine that it is given to frees it."""
+    """Return the machine that kernels are compiled for."""
+    return _new_machine()
+
+
+@cache
+def _engine() -> Any:
+    """Return the engine that holds the machine code of all kernels: one of its own for each takes 2 MB."""
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _new_machine())  # which frees its machine
+
+
+def _new_machine() -> Any:
     _initialize()
     features = llvm.get_host_cpu_features()
     return llvm.Target.from_default_triple().create_target_machine(
@@ -51,19 +64,20 @@ def has_feature(name: str) -> bool:
 
 
 class Kernel:
-    """A compiled function."""
+    """A compiled function. Its machine code stays for good."""
 
     def __init__(self, module: ir.Module | str) -> None:
         """`module`: with one function, `kernel`, or its text."""
         with _lock:
-            machine = _machine()
+            machine, engine, name = _machine(), _engine(), f"kernel{next(_numbers)}"
             parsed = llvm.parse_assembly(str(module))
+            parsed.get_function("kernel").name = name
             parsed.verify()
             builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
             builder.getModulePassManager().run(parsed, builder)
-            self._engine = llvm.create_mcjit_compiler(parsed, machine)
-            self._engine.finalize_object()
-        self.address = self._engine.get_function_address("kernel")
+            engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(parsed)))
+            engine.finalize_object()
+            self.address = engine.get_function_address(name)
         self._call = _KERNEL(self.address)
 
     def __call__(self, arguments: Sequence[int], tasks: int, threads: int = 1) -> None:
