@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine: `make serve` and `make test`.
-# PYTHON: the interpreter to build the environment with. CONSTRAINTS: pins for this platform. JOBS: test processes.
+# PYTHON: the interpreter to build the environment with. CONSTRAINTS: pins for this platform. JOBS: test processes, one
+# more than the two cores of CI, since a test that waits for a server leaves its core idle.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 MODELS ?= .models
 PORT ?= 8000
-JOBS ?= 2
+JOBS ?= 3
 # Files of tests as tests/conftest.py orders them: by default those with most tests would start first.
 SPREAD := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin

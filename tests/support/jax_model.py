@@ -53,8 +53,8 @@ class JaxModel:
         self.pages = -(-max_len // BLOCK)
         self._programs: dict[StepShape, object] = {}
 
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """One row per token."""
+    def logits(self, token_ids: list[int], *, prefilled: int | None = None) -> torch.Tensor:
+        """One row per token. `prefilled`: tokens of the prefill chunk, by default half of them."""
         groups = len(self.model.layout.groups)
         count = self.pages * groups
         blocks = 1 + np.random.default_rng(0).permutation(count).astype(np.int32).reshape(groups, 1, self.pages)
@@ -62,9 +62,9 @@ class JaxModel:
             jnp.zeros(c.shape, c.dtype, device=c.sharding)
             for c in self.model.caches((1 + count,) * len(self.model.layout.pools))
         )
-        half = len(token_ids) // 2
+        first = len(token_ids) // 2 if prefilled is None else prefilled
         found, begin = [], 0
-        for end in [half, *range(half + 1, len(token_ids) + 1)]:
+        for end in [first, *range(first + 1, len(token_ids) + 1)]:
             decode = end - begin == 1
             shape = StepShape(1 if decode else 64, 1, self.pages, groups, decode)
             packed = pack_step(
