@@ -11,11 +11,14 @@ from typing import Final
 
 from support import budgets
 
-LARGE: Final = 5 << 28
+LARGE: Final = 3 << 29
 """Bytes of resident memory from which a process returns memory before the end of a file, too."""
 
 GROWTH: Final = 1 << 27
 """Bytes by which it grows after memory was returned before that is tried again: most of it may be in use."""
+
+NEAR: Final = 1 << 25
+"""The same at the end of a file of a large process."""
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -48,7 +51,9 @@ class Shrinker:
         """
         if ends_file:
             use_small_heap()
-        if resident() <= GROWTH + (self._between_files if ends_file else self._within_file):
+        now = resident()
+        growth = NEAR if ends_file and now > LARGE else GROWTH
+        if now <= growth + (self._between_files if ends_file else self._within_file):
             return
         if recorder is not None:
             recorder.switch(budgets.MEMORY)

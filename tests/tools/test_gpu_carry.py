@@ -45,9 +45,10 @@ def test_the_cache_key_matches_triton() -> None:
     from triton.runtime.cache import triton_key
 
     site = Path(triton.__file__).parents[1]
-    hashes = [
-        hashlib.sha256((site / name).read_bytes()).hexdigest() for name in gpu_carry._hashed_files(site / "triton")
-    ]
+    hashes = []
+    for name in gpu_carry._hashed_files(site / "triton"):
+        with (site / name).open("rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
     assert triton.__version__ + "-".join(hashes) == triton_key()
 
 

@@ -145,6 +145,7 @@ def answer(model: Path, method: str) -> str:
     return text
 
 
+@pytest.mark.model
 @pytest.mark.setting("--quantization")
 @pytest.mark.parametrize("method", ["int8", pytest.param("int4", marks=pytest.mark.slow_matrix)])
 def test_a_real_model_in_fewer_bits(method: str, model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
