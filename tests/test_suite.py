@@ -171,9 +171,11 @@ def test_a_file_that_needs_more_than_twice_its_row_fails() -> None:
     assert [line.split()[0] for line in budgets.notes(used, table)] == ["b.py"]
 
 
-def test_large_processes_are_printed() -> None:
-    usages = [budgets.Usage(memory=budgets.MAX_MEMORY + more, largest="a.py") for more in (0, 1 << 20)]
-    assert budgets.large(usages) == ["FAILED: a process reached 2049 MiB in a.py, more than 2048"]
+def test_large_processes_are_printed_and_larger_ones_fail() -> None:
+    sizes = (budgets.MAX_MEMORY, budgets.MAX_MEMORY + (1 << 20), budgets.TOO_MUCH_MEMORY + (1 << 20))
+    lines = budgets.large([budgets.Usage(memory=size, largest="a.py") for size in sizes])
+    assert lines == [f"{word}a process reached {size} MiB in a.py, more than 2048" for word, size in
+                     (("", 2049), ("FAILED: ", 2561))]  # fmt: skip
 
 
 def test_units_count_processors_of_other_speeds_alike() -> None:
