@@ -3,8 +3,8 @@
 Processors differ and a busy one is slower, so the table counts in units of a calibration loop that is timed throughout
 the same run: one unit is about one processor second of a server processor of 2025. Child processes count when they are
 waited for, and those of the fork server with them. A file that needs more than TWICE its row fails the run, as does a
-test process of more than TOO_MUCH_MEMORY; more than MUCH is printed. What collection costs (each test process imports every
-test file) is in rows of its own.
+test process of more than TOO_MUCH_MEMORY; more than MUCH is printed. What collection costs (each test process imports
+every test file) is in rows of its own.
 
 Writing the table: `make test-budgets`.
 """
