@@ -59,11 +59,13 @@ class Shrinker:
             recorder.switch(budgets.MEMORY)
         if "jax" in sys.modules:
             sys.modules["jax"].clear_caches()
-        gc.collect()
-        trim()
         if ends_file:
+            freeze()  # what is left stays, and would be gone through each time
+            trim()
             self._between_files, self._within_file = resident(), LARGE
         else:
+            gc.collect()
+            trim()
             self._within_file = max(LARGE, resident())
 
 
