@@ -31,7 +31,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 RECORDS: Final = ROOT / "tests" / "full_suite.json"
 BIN: Final = Path(sys.executable).parent
 
-JOBS: Final = os.environ.get("JOBS", "2")
+JOBS: Final = os.environ.get("JOBS", "3")
 """Test processes."""
 
 PYTEST: Final = (sys.executable, "-m", "pytest", "-n", JOBS, "--dist", "loadfile", "--no-loadscope-reorder")
