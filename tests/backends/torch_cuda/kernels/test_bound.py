@@ -181,22 +181,23 @@ x = torch.zeros(4, 64, dtype=torch.bfloat16)
 args, last = (*[x] * 5, 64, 0), (x, x, 64, 1e-5)
 constants = dict.fromkeys(("LAYER", "UNIT_OFFSET", "BIAS", "RESIDUAL", "QUANTISED", "NATIVE"), False) | {"BLOCK": 64}
 fixed = _NORM_KERNEL.fixed(*last, **constants, num_warps=1)
-costs = []
-for launch in (
+launches = (
     lambda: norm_kernel[(4,)](*args, *last, **constants, num_warps=1),
     lambda: _NORM_KERNEL[(4,)](*args, *last, **constants, num_warps=1),
     lambda: fixed((4,), *args),
-):
-    for _ in range(20):
-        launch()
-    begin = time.process_time()
-    for _ in range(400):
-        launch()
-    costs.append((time.process_time() - begin) / 400 * 1e6)
+)
+costs = [float("inf")] * len(launches)
+for _ in range(20):  # in turns, and the least counts: others use the processor's caches meanwhile
+    for index, launch in enumerate(launches):
+        begin = time.process_time()
+        for _ in range(50):
+            launch()
+        costs[index] = min(costs[index], (time.process_time() - begin) / 50 * 1e6)
 print(json.dumps(costs))
 """
 
 
+@pytest.mark.slow_matrix
 def test_a_launch_costs_the_host_less_than_half():
     """Of Triton's own, in a process in which it compiles; both without the driver's part."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
