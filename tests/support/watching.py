@@ -41,13 +41,33 @@ def gone(pid: int) -> bool:
     """Wait for a process that is no child of ours to end; False when it does not."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
+        if has_ended(pid):
             return True
         time.sleep(0.01)
     return False
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is no more, or waits for its parent to see its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def variables_of(pid: int) -> list[bytes]:
+    """Return the environment that a process was started with, as `NAME=value`."""
+    return _of_program(pid, "environ").split(b"\0")
+
+
+def _of_program(pid: int, name: str) -> bytes:
+    """Return a file in /proc that is empty from the call that starts a program until the program is loaded.
+
+    `subprocess.Popen` returns as soon as that call has succeeded. Raises FileNotFoundError, ProcessLookupError.
+    """
+    path = Path(f"/proc/{pid}/{name}")
+    eventually(lambda: path.read_bytes() or has_ended(pid))
+    return path.read_bytes()
 
 
 def children() -> list[int]:
@@ -65,7 +85,7 @@ def programs(parent: int) -> dict[int, str]:
     for pid in listed:
         with suppress(FileNotFoundError, ProcessLookupError):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            words = _of_program(pid, "cmdline").replace(b"\0", b" ").decode()
             is_starting = "fork_server.py" in words and name.startswith("python")  # it has no name of its own yet
             if name != SERVER_NAME and not is_starting:
                 found[pid] = f"{name} {words}"

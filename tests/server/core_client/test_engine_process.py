@@ -15,7 +15,7 @@ from support.byte_text import byte_tokenizer
 from support.clock import Clock
 from support.fake_engine import PROGRAM
 from support.served import environment
-from support.watching import PATIENCE, gone, until
+from support.watching import PATIENCE, gone, until, variables_of
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
@@ -84,8 +84,7 @@ async def test_an_engine_has_one_arena_of_memory_unless_the_environment_sets_it(
     if arenas is not None:
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
     client = started.client(program=OWN_INTERPRETER)  # that of a forked process is the fork server's
-    variables = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")
-    assert f"MALLOC_ARENA_MAX={arenas or 1}".encode() in variables
+    assert f"MALLOC_ARENA_MAX={arenas or 1}".encode() in variables_of(client.pid)
 
 
 async def test_closing_a_stream_aborts_in_the_engine_process(started: Started) -> None:

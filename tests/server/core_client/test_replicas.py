@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.byte_text import byte_tokenizer
 from support.fake_engine import PROGRAM, allow
-from support.watching import PATIENCE, until
+from support.watching import PATIENCE, until, variables_of
 
 from pagoda.backends import registry
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -539,8 +539,7 @@ def test_gpus_that_are_not_listed_are_tried(monkeypatch: pytest.MonkeyPatch, tmp
 def test_an_environment_reaches_the_engine_process() -> None:
     started = ProcessClient(config("fake"), OWN_INTERPRETER, env={"CUDA_VISIBLE_DEVICES": "7"})
     try:
-        variables = Path(f"/proc/{started.pid}/environ").read_bytes().split(b"\0")
-        assert b"CUDA_VISIBLE_DEVICES=7" in variables
+        assert b"CUDA_VISIBLE_DEVICES=7" in variables_of(started.pid)
     finally:
         started.close(timeout=0)
 
