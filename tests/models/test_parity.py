@@ -15,6 +15,9 @@ from models.kept_logits import GREEDY, POSITIONS, TOKENS, Kept, read_cases, read
 from pagoda.common.models.registry import ARCHITECTURES
 
 TOLERANCE = 3e-5
+"""Rounding to float32 on both sides."""
+TOLERANCE_OF_ACCELERATED = 5e-5
+"""The same where sums have another order, and exponentials another implementation on each kind of processor."""
 OTHER_NAMES = {
     *("AquilaForCausalLM", "ChatGLMForConditionalGeneration", "Ernie4_5_ForCausalLM", "GritLM", "InternLMForCausalLM"),
     *("LLaMAForCausalLM", "MPTForCausalLM", "PhiMoEForCausalLM", "RWForCausalLM", "StableLMEpochForCausalLM"),
@@ -45,7 +48,8 @@ def test_logits_and_greedy_tokens(case: Kept, implementation: str, kept: Mapping
     expected = kept[case.name]
     ours = IMPLEMENTATIONS[implementation](case.spec, case.weights(), len(case.token_ids))(case.token_ids)
     assert expected.std() > 0.1, "a flat answer proves nothing"
-    torch.testing.assert_close(ours[list(POSITIONS)], expected, atol=TOLERANCE, rtol=0)
+    tolerance = TOLERANCE_OF_ACCELERATED if implementation in ACCELERATED else TOLERANCE
+    torch.testing.assert_close(ours[list(POSITIONS)], expected, atol=tolerance, rtol=0)
     assert ours[TOKENS - 1 : -1].argmax(1).tolist() == case.token_ids[TOKENS:]
 
 
