@@ -6,6 +6,8 @@ import ast
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import budgets
@@ -169,6 +171,15 @@ def test_a_file_that_needs_more_than_twice_its_row_fails() -> None:
     faults = budgets.faults(used, table)
     assert [line.split()[1] for line in faults] == ["a.py", "new.py"]
     assert [line.split()[0] for line in budgets.notes(used, table)] == ["b.py"]
+
+
+def test_tests_that_need_programs_are_held_against_no_row() -> None:
+    item: Any = SimpleNamespace(path=TESTS / "a.py", get_closest_marker=lambda name: name == "program" or None)
+    recorder = budgets.Recorder()
+    next(recorder.pytest_runtest_protocol(item))
+    used = recorder.usage.seconds | {recorder._file: 1000.0}
+    assert "a.py" not in used
+    assert budgets.faults(used, {}) == []
 
 
 def test_large_processes_are_printed_and_larger_ones_fail() -> None:
