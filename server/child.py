@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Final
 
 from pagoda.common.errors import MEMORY_REMEDY
+
+_PATHS: Final = ("PATH", "LD_LIBRARY_PATH")
+"""What a child needs to find its interpreter and libraries."""
 
 
 def child_env() -> dict[str, str]:
     """Return this process's environment with its import path, so that a child imports the same packages."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def untrusted_env() -> dict[str, str]:
+    """Return the environment of a child that works on clients' text: only where its programs and packages are.
+
+    The server's environment has API keys and tokens of model hubs, which such a child must not be able to read.
+    """
+    kept = {name: os.environ[name] for name in _PATHS if name in os.environ}
+    return kept | {"PYTHONPATH": child_env()["PYTHONPATH"]}
 
 
 def engine_env() -> dict[str, str]:

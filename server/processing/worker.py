@@ -1,5 +1,7 @@
 """A child process that works on untrusted input, one request at a time, with limits of time and memory.
 
+It gets none of the server's environment but the paths of programs and packages, and can gain no privileges.
+
 Requests and replies are length-prefixed frames on the child's stdin and stdout. The first frame has what the child
 prepares itself with; it answers READY. A child that exceeds a limit or crashes is replaced by a new one at the next
 request. EOF on stdin ends the child, so that it does not outlive its parent.
@@ -7,6 +9,7 @@ request. EOF on stdin ends the child, so that it does not outlive its parent.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
@@ -19,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from pagoda.server.child import child_env
+from pagoda.server.child import untrusted_env
 
 START_SECONDS: Final = 60.0
 READY: Final = b"ready"
@@ -129,7 +132,7 @@ class ChildWorker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env=child_env(),
+            env=untrusted_env(),
         )
         self._process = process
         self._finalizer = weakref.finalize(self, _kill, process)
@@ -257,6 +260,7 @@ def serve(prepare: Callable[[bytes], Handler], memory: int) -> None:
     `memory`: bytes that a request may allocate beyond what the process has after `prepare`; further allocations fail.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _renounce_privileges()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # libraries may print
     first = read_frame(sys.stdin.buffer)
@@ -267,6 +271,15 @@ def serve(prepare: Callable[[bytes], Handler], memory: int) -> None:
     write_frame(replies, READY)
     while (data := read_frame(sys.stdin.buffer)) is not None:
         write_frame(replies, handle(data))
+
+
+_PR_SET_NO_NEW_PRIVS: Final = 38
+
+
+def _renounce_privileges() -> None:
+    """Keep this process and its children from gaining privileges through programs that they start."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def write_frame(stream: BinaryIO, data: bytes) -> None:

@@ -34,6 +34,9 @@ def handle(data):
         bytearray(int(number))
     if word == "print":
         print("not a reply")
+    if word == "secrets":
+        status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+        return " ".join([status["NoNewPrivs"].strip(), *sorted(os.environ)]).encode()
     if word == "stack":
         handle(data)
     return data + f" {served}".encode()
@@ -105,6 +108,18 @@ def test_a_child_that_does_not_reply_is_ended(tmp_path: Path) -> None:
     with pytest.raises(WorkerTimeoutError):
         worker.call(b"hang")
     assert young() == []
+    worker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="privileges are read in /proc")
+def test_the_child_has_no_secrets_and_gains_no_privileges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib")
+    worker = worker_of(tmp_path)
+    no_new_privileges, *names = worker.call(b"secrets").decode().split()
+    assert no_new_privileges == "1"
+    assert {*names} - {"LC_CTYPE"} == {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}  # Python sets LC_CTYPE itself
     worker.close()
 
 
