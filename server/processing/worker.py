@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -37,11 +38,14 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerEndedError(Exception):
-    """The child ended at a request. `out_of_time`: it was ended, having used up its processor time; else it crashed."""
+    """The child ended at a request: it crashed, or it was ended.
 
-    def __init__(self, message: str, *, out_of_time: bool = False) -> None:
+    `out_of_time`: because it used up its processor time; `stopped`: because a signal had stopped it (SIGSTOP).
+    """
+
+    def __init__(self, message: str, *, out_of_time: bool = False, stopped: bool = False) -> None:
         super().__init__(message)
-        self.out_of_time = out_of_time
+        self.out_of_time, self.stopped = out_of_time, stopped
 
 
 # The parent's side.
@@ -86,14 +90,15 @@ class ChildWorker:
     def call(self, data: bytes) -> bytes:
         """Return the reply to a request. Raises WorkerTimeoutError, WorkerEndedError, and as `start` does.
 
-        If a child crashes that has served others, it may be for what they left in memory: a new one tries again.
+        A new child tries again where the request may not be the reason: after the crash of a child that has served
+        others, which may be for what they left in memory, and after somebody has stopped the child.
         """
         with self._lock:
             is_used = self._num_served > 0
             try:
                 return self._call(data)
             except WorkerEndedError as error:
-                if error.out_of_time or not is_used:
+                if error.out_of_time or not (is_used or error.stopped):
                     raise
             return self._call(data)
 
@@ -184,31 +189,43 @@ class _Limits:
 
     def __init__(self, pid: int, seconds: float, elapsed: float, clock: Callable[[], float]) -> None:
         self._pid, self._clock = pid, clock
-        self._used_at_end = _processor_seconds(pid) + seconds
-        self._until = clock() + elapsed
+        self._used_at_end = _Usage.of(pid).seconds + seconds
+        self._stopped_until, self._until = clock() + seconds, clock() + elapsed
 
     def left(self) -> float:
         """Return after how many seconds to look again.
 
-        Raises WorkerTimeoutError when no time is left, WorkerEndedError when no processor time is.
+        Raises WorkerTimeoutError when no time is left, WorkerEndedError when no processor time is, or when the child
+        is stopped and would by now have used its processor time if it ran.
         """
-        elapsed = self._until - self._clock()
-        if elapsed <= 0:
+        now, usage = self._clock(), _Usage.of(self._pid)
+        if now >= self._until:
             raise WorkerTimeoutError
-        processor = self._used_at_end - _processor_seconds(self._pid)
+        if now >= self._stopped_until and usage.is_stopped:
+            raise WorkerEndedError("is stopped", stopped=True)
+        processor = self._used_at_end - usage.seconds
         if processor <= 0:
             raise WorkerEndedError("used up its processor time", out_of_time=True)
-        return min(elapsed, max(processor, LOOK_SECONDS))
+        return min(self._until - now, max(processor, LOOK_SECONDS))
 
 
-def _processor_seconds(pid: int) -> float:
-    """Return the processor time that a process has used; 0 where there is no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0.0
-    user, system = stat[stat.rindex(b")") + 2 :].split()[11:13]  # fields 14 and 15; the second is a name with spaces
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """What the system says of a process."""
+
+    seconds: float = 0.0
+    """Processor time that it has used; 0 where there is no /proc."""
+    is_stopped: bool = False
+
+    @staticmethod
+    def of(pid: int) -> _Usage:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return _Usage()
+        fields = stat[stat.rindex(b")") + 2 :].split()  # from field 3 on; the second is a name with spaces
+        user, system = fields[11:13]
+        return _Usage((int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), fields[0] in (b"T", b"t"))
 
 
 def _exchange(process: subprocess.Popen[bytes], data: bytes, limits: _Limits) -> bytes | None:

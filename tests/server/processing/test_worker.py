@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import textwrap
 import threading
@@ -120,6 +121,16 @@ def test_the_child_has_no_secrets_and_gains_no_privileges(tmp_path: Path, monkey
     no_new_privileges, *names = worker.call(b"secrets").decode().split()
     assert no_new_privileges == "1"
     assert {*names} - {"LC_CTYPE"} == {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}  # Python sets LC_CTYPE itself
+    worker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read in /proc")
+def test_a_stopped_child_is_replaced_within_the_limit_of_its_request(tmp_path: Path) -> None:
+    worker = worker_of(tmp_path, seconds=0.2)
+    worker.start()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert worker.call(b"x") == b"x 1"
     worker.close()
 
 
