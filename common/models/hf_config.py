@@ -92,14 +92,29 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
-MAX_SIZE: Final = 1 << 40
-"""Maximum of sizes: beyond all models, and products of a few of them are computed exactly and fast."""
+MAX_NUMBER: Final = 1 << 40
+"""Maximum of whole numbers that stand for real ones, such as the base of RoPE."""
+
+MAX_LENGTH: Final = 1 << 30
+"""Maximum of lengths in tokens."""
+
+MAX_SIZE: Final = 1 << 24
+"""Maximum of other integers, such as widths and numbers of token ids: ten times those of the largest models."""
+
+MAX_HEAD_SIZE: Final = 1 << 16
+"""Maximum width of a head, for each channel of which RoPE has a frequency."""
 
 MAX_LAYERS: Final = 10_000
 """Maximum of numbers of layers and of heads, for each of which there are objects."""
 
 _HEAD_COUNTS: Final = frozenset({"num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"})
 _LAYER_COUNTS: Final = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers"})
+_LENGTHS: Final = frozenset(
+    {
+        *("max_position_embeddings", "original_max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+        *("sliding_window", "sliding_window_size", "attention_chunk_size", "local_attention"),
+    }
+)
 
 
 class HfConfig:
@@ -171,7 +186,7 @@ class HfConfig:
             values: list[Any] = self.need(key, list)
             if len(values) != layers or not all(type(value) is int for value in values):
                 raise self.error(key, f"is {values}; it must be {layers} integers, one per layer")
-            return [self._bounded(key, value) for value in values]
+            return [self._bounded(key, value, int) for value in values]
         return [self.need(key, int) if default is None else self.opt(key, int, default)] * layers
 
     def window(self, default: int | None) -> int | None:
@@ -260,8 +275,8 @@ class HfConfig:
             raise self.error(key, f"is {value}; it must be at least 1")
         return value
 
-    def _bounded(self, key: str, value: int) -> int:
-        limit = MAX_LAYERS if key in _LAYER_COUNTS or key in _HEAD_COUNTS else MAX_SIZE
+    def _bounded(self, key: str, value: int, kind: type) -> int:
+        limit = MAX_NUMBER if kind is float else _limit(key)
         if not -limit <= value <= limit:
             shown = str(value) if abs(value) < 1 << 64 else "a number of more than 64 bits"
             raise self.error(key, f"is {shown}; it must be at most {limit}")
@@ -270,12 +285,19 @@ class HfConfig:
     def _typed(self, key: str, kind: type[T]) -> T:
         value = self._values[key]
         if isinstance(value, int) and not isinstance(value, bool) and kind in (int, float):
-            value = self._bounded(key, value) if kind is int else float(self._bounded(key, value))
+            value = kind(self._bounded(key, value, kind))
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(key, f"is {value!r}, not of type {kind.__name__}")
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(key, f"is {value}, not a finite number")
         return value
+
+
+def _limit(key: str) -> int:
+    """Return the maximum of an integer."""
+    if key in _LAYER_COUNTS or key in _HEAD_COUNTS:
+        return MAX_LAYERS
+    return MAX_LENGTH if key in _LENGTHS else MAX_SIZE
 
 
 def _is_harmless(key: str) -> bool:
@@ -375,6 +397,8 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
         section.finish()
         return Rope(theta, head_dim, RotatedPairs(int(partial * head_dim // 2)))
     dim = int(head_dim * partial)
+    if head_dim > MAX_HEAD_SIZE:
+        raise config.error("head_dim", f"is {head_dim}; it must be at most {MAX_HEAD_SIZE}")
     if dim < 2 or dim % 2 or dim > head_dim or theta <= 1:
         raise config.error("rope", f"theta {theta} on {dim} of {head_dim} channels is not a rotation")
     if "alpha" in section:  # NTK scaling by a fixed factor, whatever the context

@@ -75,7 +75,7 @@ from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import AssumedProposer, Drafter, DraftPlanner, Proposer
 from pagoda.common.engine.speculative.suffix import SuffixProposer
 from pagoda.common.engine.structured_output.compiler import Structured
-from pagoda.common.errors import ConfigError
+from pagoda.common.errors import MEMORY_REMEDY, ConfigError, ModelError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
@@ -154,7 +154,10 @@ def connect_workers(resolved: Resolved, usage: Usage) -> AbstractContextManager[
 def build_engine(config: EngineConfig, usage: Usage, gather: Gather = connect_workers) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError, with cause and remedy."""
     with pinned(config.runtime.cores):
-        return _build(config, usage, gather)
+        try:
+            return _build(config, usage, gather)
+        except MemoryError as error:
+            raise ModelError(f"the model does not fit the memory of this machine ({error}); {MEMORY_REMEDY}") from error
 
 
 def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pagoda.common.errors import ModelError
+from pagoda.common.models.hf_config import MAX_LAYERS
 from pagoda.common.weights.gguf.file import GgufFile
 
 Config = dict[str, Any]
@@ -104,6 +105,10 @@ class Metadata:
             value = [item for item in value if item] or [0]
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # one value per layer, all equal
+        if key == "block_count" and type(value) is int and not 0 <= value <= MAX_LAYERS:
+            raise ModelError(
+                f"{self.file.path}: metadata {self._prefix}{key} is {value}; it must be at most {MAX_LAYERS}"
+            )
         if value is None or type(value) is kind:
             return value
         if kind is float and type(value) is int:

@@ -341,6 +341,13 @@ def test_exactly_one_architecture_is_required(architectures: object):
         ({"num_attention_heads": 3}, "3 does not divide hidden_size 8"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
         ({"num_attention_heads": 1 << 31}, "num_attention_heads is 2147483648; it must be at most 10000"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; it must be at most 16777216"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000; it must be at most 16777216"),
+        (
+            {"max_position_embeddings": 10**12},
+            "max_position_embeddings is 1000000000000; it must be at most 1073741824",
+        ),
+        ({"head_dim": 1 << 20}, "head_dim is 1048576; it must be at most 65536"),
     ],
 )
 def test_invalid_configs_name_the_key(extra: dict[str, Any], message: str):

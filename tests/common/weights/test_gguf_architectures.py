@@ -313,6 +313,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
         ({"expert_count": 2, "expert_used_count": 1}, "experts in separate tensors"),
         ({"attention.head_count": [4, 2]}, "expected one int"),
         ({"attention.head_count": 0}, "head_count is 0"),
+        ({"block_count": (1 << 31) - 1}, "block_count is 2147483647; it must be at most 10000"),
     ],
 )
 def test_unread_metadata_that_changes_the_computation_is_refused(

@@ -155,6 +155,12 @@ def test_startup_errors_name_the_cause(folder: Path, more: dict[str, Any], error
         build(folder, **more)
 
 
+def test_tables_beyond_the_address_space_are_refused_with_a_remedy(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1 << 30}))
+    with pytest.raises(ModelError, match=r"does not fit the memory of this machine \(.*lower --max-model-len"):
+        build(folder, max_num_seqs=1 << 16, max_num_batched_tokens=1 << 16)
+
+
 def test_an_unknown_architecture_names_the_nearest_and_what_transformers_lacks(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamooForCausalLM"]}))
     words = (
