@@ -83,7 +83,10 @@ def kv_scale_weights(
                 f"tensor {name} has {tensor.size} scales, only one per layer is supported; use --calculate-kv-scales, "
                 "or --kv-cache-dtype auto"
             )
-        yield f"{mixer}.{part}", floats(name, tensor).reshape(())
+        scale = floats(name, tensor).reshape(())
+        if not np.isfinite(scale):
+            raise WeightError(f"tensor {name} is {scale}, which is no scale; download it again")
+        yield f"{mixer}.{part}", scale
 
 
 def _mixers(sources: Mapping[str, Sequence[tuple[Rule, str]]]) -> dict[str, str]:

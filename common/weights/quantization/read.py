@@ -25,7 +25,7 @@ from pagoda.common.weights.quantization.methods import (
     quark,
     torchao,
 )
-from pagoda.common.weights.quantization.tensors import Array, Value, and_more
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor, Value, and_more
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,27 @@ def _joined(
     for part in sorted(parts.keys() - group.parts - group.optional):
         raise _superfluous(config, module, part)
     name = f"{module}{config.suffix}"
-    return name, config.join(module, parts, group, pieces(name))
+    with reading(f"layer {module}", "download config.json and the weights again"):
+        tensor = config.join(module, parts, group, pieces(name))
+    _check_finite(module, tensor)
+    return name, tensor
+
+
+def _check_finite(module: str, tensor: Value) -> None:
+    """Raise WeightError for a scale or zero point that is no number: what it scales would be none either."""
+    parts: dict[str, Array | None] = {"values": tensor} if isinstance(tensor, np.ndarray) else _factors(tensor)
+    for kind, values in parts.items():
+        if values is not None and not np.isfinite(values).all():
+            raise WeightError(
+                f"layer {module}: its {kind} have values that are not finite numbers; download the weights again, or "
+                "quantise the model again"
+            )
+
+
+def _factors(tensor: QuantizedTensor) -> dict[str, Array | None]:
+    """Return what the numbers of a matrix are scaled by and moved by."""
+    names = ("scales", "offsets", "row_scales", "input_scale")
+    return {name.replace("_", " "): getattr(tensor, name) for name in names}
 
 
 def _group(config: QuantizationConfig, module: str, parts: Parts) -> LayerGroup | None:

@@ -391,6 +391,11 @@ def test_numbers_of_an_ignored_layer_are_read_by_their_dtype() -> None:
         ({"weight": DATA.view(np.int8), "weight_scale": np.ones(2)}, "weight is int8, which quantization_conf"),
         ({"weight": DATA[None], "weight_scale": np.ones(2)}, r"weight \[1, 2, 3\] is quantised, but not a matrix"),
         ({"weight": DATA, "weight_scale": DATA[:, 0].view(dtypes.FLOAT8_E5M2FNUZ)}, "float8_e5m2fnuz cannot be conv"),
+        (
+            {"weight": DATA, "weight_scale": np.array([1, np.nan], np.float32)},
+            "layer layers.0.out: its scales have values that are not finite numbers; download",
+        ),
+        ({"weight": DATA, "weight_scale": np.full((), np.inf, np.float32)}, "not finite numbers"),
     ],
 )
 def test_tensors_that_do_not_fit(tensors: dict[str, np.ndarray], message: str) -> None:
@@ -442,6 +447,41 @@ def test_integers_that_do_not_fit(config: dict[str, Any], tensors: dict[str, Any
     with pytest.raises(WeightError, match=message) as error:
         joined(config_of(config), **whole)
     assert "\n" not in str(error.value)
+
+
+@each_row(
+    ("part", "values", "message"),
+    [
+        (
+            "weight_shape",
+            np.array([16, 32], np.float32),
+            r"out.weight_shape is float32 \[2\], not the two sizes of a matrix",
+        ),
+        (
+            "weight_shape",
+            np.array([16], np.int64),
+            r"out.weight_shape is int64 \[1\], not the two sizes of a matrix that 4",
+        ),
+        (
+            "weight_shape",
+            np.array([-16, 32], np.int64),
+            r"out.weight_packed is int32 \[16, 4\], but .* have int32 \[-16",
+        ),
+        ("weight_scale", np.ones(16, np.float32), r"out.weight_scale \[16\] has no scale per output and group"),
+        ("weight_zero_point", words(2), r"out.weight_zero_point is int32 \[2\], but .* have int32 \[2, 4\]"),
+        ("weight_zero_point", None, "the checkpoint lacks its weight_zero_point"),
+    ],
+)
+def test_packed_integers_that_do_not_fit(part: str, values: np.ndarray | None, message: str) -> None:
+    """Of a layer of 16 outputs and 32 inputs, in groups of 8."""
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 8, "symmetric": False}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    group = {"targets": ["Linear"], "weights": weights}
+    tensors = {"weight_packed": words(16, 4), "weight_scale": np.ones((16, 4), np.float32)}
+    tensors |= {"weight_shape": np.array([16, 32], np.int64), "weight_zero_point": words(2, 4)}
+    whole = {name: tensor for name, tensor in {**tensors, part: values}.items() if tensor is not None}
+    with pytest.raises(WeightError, match=message):
+        joined(config_of(config | {"config_groups": {"group_0": group}}), **whole)
 
 
 def test_zero_points_of_many_outputs_fill_whole_words() -> None:
@@ -639,6 +679,13 @@ def test_scales_of_k_and_v_that_do_not_fit(name: str, shape: tuple[int, ...], pr
     scales: Scales = {}
     assert not list(without_kv_scales([(name, np.ones(shape, np.float32))], scales))
     with pytest.raises(WeightError, match=problem):
+        list(kv_scale_weights(scales, KV, used=True))
+
+
+def test_a_scale_of_k_that_is_no_number() -> None:
+    scales: Scales = {}
+    assert not list(without_kv_scales([("layers.1.attn.k_scale", np.full((), np.nan, np.float32))], scales))
+    with pytest.raises(WeightError, match=r"tensor layers.1.attn.k_scale is nan, which is no scale"):
         list(kv_scale_weights(scales, KV, used=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pagoda.common.weights.quantization.methods.integers import (
 from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled, with_zeros
 from pagoda.common.weights.quantization.tensors import (
     Activations,
+    Array,
     Float8,
     Group,
     Int4,
@@ -223,14 +224,27 @@ def _join_plain(module: str, parts: Parts, group: CompressedLayers, pieces: int)
     return with_zeros(module, tensor, parts[_ZEROS], _ZEROS) if _ZEROS in parts else tensor
 
 
+def _stored_shape(name: str, values: Array, label: str) -> tuple[int, int]:
+    """Return the outputs and inputs that a tensor states. Raise WeightError, by its name, unless it is a matrix."""
+    if values.shape != (2,) or values.dtype.kind not in "iu":
+        raise WeightError(
+            f"tensor {name} is {dtype_name(values.dtype)} {list(values.shape)}, not the two sizes of a matrix that "
+            f"{label} weights have; serve the model unquantised"
+        )
+    outputs, inputs = values.tolist()
+    return outputs, inputs
+
+
 def _join_integers(module: str, parts: Parts, group: CompressedLayers) -> QuantizedTensor:
     """Join weight_packed int32 [O, I * bits / 32]; zero points are packed along the outputs."""
     words, bits, scales = parts[_PACKED], group.bits, parts[_SCALE]
-    shape: tuple[Any, ...] = tuple(parts[_SHAPE].tolist()) if parts[_SHAPE].ndim == 1 else ()
     label = f"{bits}-bit {group.form}"
-    if len(shape) != 2:
-        raise WeightError(f"tensor {module}.{_SHAPE}: {label} weights are no matrix; serve the model unquantised")
-    outputs, inputs = shape
+    outputs, inputs = _stored_shape(f"{module}.{_SHAPE}", parts[_SHAPE], label)
+    if scales.ndim != 2:
+        raise WeightError(
+            f"tensor {module}.{_SCALE} {list(scales.shape)} has no scale per output and group of inputs, as {label} "
+            "weights have; download config.json and the weights again"
+        )
     check(f"{module}.{_PACKED}", words, np.int32, (outputs, -(-inputs * bits // 32)), label)
     order = None
     if _ORDER in parts:
