@@ -98,6 +98,10 @@ class MetricsRecorder(Protocol):
         """Record a request that exceeds a limit of the queue, by the limit."""
         ...
 
+    def forget_adapter(self, name: str) -> None:
+        """Remove the series of an adapter that is served no longer."""
+        ...
+
 
 class AsyncLLM(ExplainsMissingMethods):
     """An engine for many concurrent requests, in one event loop.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Final
 
@@ -50,6 +51,7 @@ _STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 _LENGTHS: Final = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000),
 )
+_ADAPTER_TOKENS: Final = ("prompt", "generation")
 _CHOICES: Final = (1, 2, 5, 10, 20)
 _PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 
@@ -125,8 +127,14 @@ class Metrics:
             self._replicas[request.replica].params_n.observe(request.n)
             self._replicas[request.replica].longest.observe(request.longest)
 
+    def forget_adapter(self, name: str) -> None:
+        """Remove the series of an adapter that is served no longer."""
+        for kind in _ADAPTER_TOKENS:
+            with suppress(KeyError):  # it served no request
+                self._adapter_tokens.remove(self.model_name, name, kind)
+
     def _on_adapted(self, sequence: FinishedSequence, name: str) -> None:
-        for kind, tokens in (("prompt", sequence.prompt_tokens), ("generation", sequence.generation_tokens or 0)):
+        for kind, tokens in zip(_ADAPTER_TOKENS, (sequence.prompt_tokens, sequence.generation_tokens or 0)):
             self._adapter_tokens.labels(self.model_name, name, kind).inc(tokens)
 
     def set_cache_info(self, info: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 _FLAG: Final = "--lora-modules"
 _ON: Final = ("1", "true")
 _MAX_NAME: Final = 256
+
+MAX_RESOLVED: Final = 256
+"""Adapters that are served because a request named them; for a further one the one that came first goes."""
+
+MAX_FAILED: Final = 256
+"""Adapters that could not be used, kept with the reason so that not every request reads them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,26 @@ def _module(values: Any) -> LoraModule:
     return LoraModule(values.get("name", ""), values.get("path", ""), values.get("base_model_name"))
 
 
+_Files = tuple[tuple[str, int, int], ...]
+"""Names, sizes and times of change of the files of an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why an adapter could not be used."""
+
+    files: _Files
+    field: str
+    message: str
+
+
 class ServedAdapters:
     """The adapters of one server. `entries`: of --lora-modules. Raises ConfigError for one that cannot be served."""
 
     def __init__(self, llm: AsyncLLM, entries: Sequence[str]) -> None:
         self._llm, self._lock = llm, asyncio.Lock()
+        self._resolved: dict[str, None] = {}  # names, in the order in which they came
+        self._failed: dict[str, _Failure] = {}
         self._modules = lora_modules(entries)
         if self._modules and not llm.config.lora.enable_lora:
             raise ConfigError(_FLAG, "adapters need --enable-lora")
@@ -115,10 +137,19 @@ class ServedAdapters:
         """Serve an adapter no longer; its running requests go on. Raises HttpError."""
         _check_allowed()
         async with self._lock:
-            adapter = self._llm.adapters.withdraw(name)
+            if not await self._withdraw(name):
+                raise HttpError(404, f"the adapter {name[:200]} is not loaded", "lora_name")
+
+    async def _withdraw(self, name: str) -> bool:
+        """Forget an adapter and its series. False if none has the name."""
+        adapter = self._llm.adapters.withdraw(name)
+        self._resolved.pop(name, None)
         if adapter is None:
-            raise HttpError(404, f"the adapter {name[:200]} is not loaded", "lora_name")
+            return False
         await self._llm.remove_lora(adapter.number)
+        if self._llm.metrics is not None:
+            self._llm.metrics.forget_adapter(name)
+        return True
 
     async def resolve(self, name: str) -> bool:
         """Look for an adapter of an unknown name with the resolver plugins, and serve it. False if none has it.
@@ -133,9 +164,35 @@ class ServedAdapters:
             for resolver in (*LoRAResolverRegistry.all(), *_filesystem()):
                 request = await resolver.resolve_lora(self._llm.names[0], name)
                 if request is not None:
-                    await self._add(name, request.lora_path, request.base_model_name or self._llm.names[0])
+                    await self._add_resolved(name, request.lora_path, request.base_model_name or self._llm.names[0])
                     return True
         return False
+
+    async def _add_resolved(self, name: str, path: str, parent: str) -> None:
+        """Serve an adapter that a request named.
+
+        Raises RequestError for one that cannot be used, without reading it again while its files are the same.
+        """
+        files = _files(path)
+        failed = self._failed.pop(name, None)
+        if failed is None or failed.files != files:
+            failed = await self._failure(name, path, parent, files)
+        if failed is not None:
+            self._failed[name] = failed
+            if len(self._failed) > MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
+            raise RequestError(failed.field, failed.message)
+        self._resolved[name] = None
+        if len(self._resolved) > MAX_RESOLVED:
+            await self._withdraw(next(iter(self._resolved)))
+
+    async def _failure(self, name: str, path: str, parent: str, files: _Files) -> _Failure | None:
+        """Serve an adapter; return why it cannot be used, None if it can."""
+        try:
+            await self._add(name, path, parent)
+        except RequestError as error:
+            return _Failure(files, error.field, str(error))
+        return None
 
     async def _add(self, name: str, path: str, parent: str) -> None:
         before = self.find(name)
@@ -143,6 +200,15 @@ class ServedAdapters:
         await self._llm.load_adapter(adapter)
         self._llm.adapters.serve(adapter, parent)
         logger.info("serving adapter %s from %s%s", name, path, "" if before is None else ", a new version")
+
+
+def _files(folder: str) -> _Files:
+    """Return what tells whether an adapter was changed; nothing if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return tuple(sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in entries))
+    except OSError:
+        return ()
 
 
 def _is_allowed() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,9 +128,12 @@ class FilesystemResolver(LoRAResolver):
         self.lora_cache_dir = lora_cache_dir
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """Return the adapter in the folder `lora_name` if it was made for that base model."""
+        """Return the adapter in the folder `lora_name` if it was made for that base model.
+
+        A folder has one name: `./a`, `a/` and `b/../a` are not names of the adapter `a`.
+        """
         root = Path(self.lora_cache_dir).resolve()
-        if not lora_name or "\0" in lora_name:
+        if not lora_name or "\0" in lora_name or os.path.normpath(lora_name) != lora_name:
             return None
         folder = (root / lora_name).resolve()
         if folder == root or not folder.is_relative_to(root):

@@ -19,6 +19,7 @@ from pagoda.common.config.groups.model import LoRAConfig
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.http import adapters as adapters_module
 from pagoda.server.http.adapters import ServedAdapters, lora_modules
 from pagoda.server.processing.adapters import AdapterRegistry
 from pagoda.server.vllm_compat.request_types import LoRARequest, LoRAResolver, LoRAResolverRegistry
@@ -170,11 +171,52 @@ def test_unknown_names_are_looked_up_in_a_folder(
     assert completed(server, "c") != completed(server, "base")
     write_adapter(tmp_path / "outside", MODULES, base_model_name_or_path="base")
     write_adapter(cache / "strange", MODULES, base_model_name_or_path="another")
-    for name in ("../outside", str(tmp_path / "outside"), "strange", ".", "c/..", "nothing"):
+    aliases = "./d", "././d", "d/", "d//", "c/../d", "d/."
+    for name in ("../outside", str(tmp_path / "outside"), "strange", ".", "c/..", "nothing", *aliases):
         assert server.post("/v1/completions", {"model": name, "prompt": "a"})[0] == 404, name
     body = {"lora_name": "y", "lora_path": str(tmp_path / "outside")}
     status, answer = server.post("/v1/load_lora_adapter", body)
     assert (status, "is outside VLLM_LORA_RESOLVER_CACHE_DIR" in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.variable("VLLM_LORA_RESOLVER_CACHE_DIR")
+def test_an_adapter_that_cannot_be_used_is_read_again_only_once_its_files_change(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LORA_RESOLVER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    read: list[str] = []
+    load = AsyncLLM.load_adapter
+
+    async def noted(llm: AsyncLLM, adapter: Adapter) -> None:
+        read.append(adapter.name)
+        await load(llm, adapter)
+
+    monkeypatch.setattr(AsyncLLM, "load_adapter", noted)
+    base = {"base_model_name_or_path": "base"}
+    write_adapter(tmp_path / "e", MODULES, rank=17, **base)
+    for _ in range(3):
+        status, answer = server.post("/v1/completions", {"model": "e", "prompt": "a"})
+        assert (status, "r is 17, above --max-lora-rank 16" in answer["error"]["message"]) == (400, True)
+    assert read == ["e"]
+    write_adapter(tmp_path / "e", MODULES, rank=8, **base)
+    completed(server, "e")
+    assert read == ["e", "e"]
+
+
+@pytest.mark.variable("VLLM_LORA_RESOLVER_CACHE_DIR")
+def test_adapters_found_for_requests_make_room_for_each_other(
+    server: LiveServer, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LORA_RESOLVER_CACHE_DIR", str(folders["c"].parent))
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setattr(adapters_module, "MAX_RESOLVED", 1)
+    of_c = completed(server, "c")
+    completed(server, "d")
+    assert [model["id"] for model in server.request("GET", "/v1/models")[1]["data"]] == ["base", "a", "b", "d"]
+    text = server.request("GET", "/metrics")[1].decode()
+    assert ('lora_name="c"' in text, 'lora_name="d"' in text) == (False, True)
+    assert completed(server, "c") == of_c
 
 
 def test_plugins_resolve_names(server: LiveServer, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
