@@ -27,6 +27,7 @@ from pagoda.server.child import untrusted_env
 
 START_SECONDS: Final = 60.0
 READY: Final = b"ready"
+_SIZE_BYTES: Final = 8  # before each frame
 LOOK_SECONDS: Final = 0.02  # between looks at the processor time of a child that is near its limit
 
 Handler = Callable[[bytes], bytes]
@@ -87,8 +88,10 @@ class ChildWorker:
         with self._lock:
             self._started()
 
-    def call(self, data: bytes) -> bytes:
-        """Return the reply to a request. Raises WorkerTimeoutError, WorkerEndedError, and as `start` does.
+    def call(self, data: bytes) -> bytearray:
+        """Return the reply to a request, in memory of the caller's own.
+
+        Raises WorkerTimeoutError, WorkerEndedError, and as `start` does.
 
         A new child tries again where the request may not be the reason: after the crash of a child that has served
         others, which may be for what they left in memory, and after somebody has stopped the child.
@@ -102,7 +105,7 @@ class ChildWorker:
                     raise
             return self._call(data)
 
-    def _call(self, data: bytes) -> bytes:
+    def _call(self, data: bytes) -> bytearray:
         process = self._started()
         try:
             reply = _exchange(process, data, _Limits(process.pid, self._seconds, self._elapsed, self._clock))
@@ -228,15 +231,15 @@ class _Usage:
         return _Usage((int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), fields[0] in (b"T", b"t"))
 
 
-def _exchange(process: subprocess.Popen[bytes], data: bytes, limits: _Limits) -> bytes | None:
+def _exchange(process: subprocess.Popen[bytes], data: bytes, limits: _Limits) -> bytearray | None:
     """Send a frame and return the reply; None if the child ended. Raises as `_Limits.left` does."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, limits)
+        _send(process.stdin.fileno(), len(data).to_bytes(_SIZE_BYTES, "big") + data, limits)
     except BrokenPipeError:
         return None
-    size = _receive(process.stdout.fileno(), 4, limits)
+    size = _receive(process.stdout.fileno(), _SIZE_BYTES, limits)
     return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), limits)
 
 
@@ -250,7 +253,7 @@ def _send(descriptor: int, data: bytes, limits: _Limits) -> None:
             _wait(descriptor, select.POLLOUT, limits)
 
 
-def _receive(descriptor: int, size: int, limits: _Limits) -> bytes | None:
+def _receive(descriptor: int, size: int, limits: _Limits) -> bytearray | None:
     data = bytearray()
     while len(data) < size:
         _wait(descriptor, select.POLLIN, limits)
@@ -258,7 +261,7 @@ def _receive(descriptor: int, size: int, limits: _Limits) -> bytes | None:
         if not piece:
             return None
         data += piece
-    return bytes(data)
+    return data
 
 
 def _wait(descriptor: int, event: int, limits: _Limits) -> None:
@@ -301,14 +304,15 @@ def _renounce_privileges() -> None:
 
 def write_frame(stream: BinaryIO, data: bytes) -> None:
     """Write a frame and flush."""
-    stream.write(len(data).to_bytes(4, "big") + data)
+    stream.write(len(data).to_bytes(_SIZE_BYTES, "big"))
+    stream.write(data)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
     """Read the next frame; None at EOF."""
-    size = stream.read(4)
-    return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
+    size = stream.read(_SIZE_BYTES)
+    return stream.read(int.from_bytes(size, "big")) if len(size) == _SIZE_BYTES else None
 
 
 def _limit_memory(extra: int) -> None:

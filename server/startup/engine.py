@@ -81,7 +81,7 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
-from pagoda.common.weights.lora.peft import BaseModel, read_adapter
+from pagoda.common.weights.lora.peft import BaseModel
 from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
@@ -89,6 +89,7 @@ from pagoda.server.plugins import load_general_plugins, sampler_options, schedul
 from pagoda.server.processing.grammar_check import structured_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
+from pagoda.server.startup.adapter_reader import AdapterReader
 from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.parameters import Prefetch, check_weights, read_drafter, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
@@ -478,7 +479,7 @@ def _adapter_store(resolved: Resolved, backend: Backend) -> AdapterStore | None:
     assert family is not None, "the backend refuses models of transformers"
     assert isinstance(spec, ModelSpec)
     base = BaseModel(family.rules, params(spec), cast(LoraBackend, backend).adaptable(), lora.max_lora_rank)
-    return AdapterStore(lambda adapter: read_adapter(Path(adapter.path), base), lora.max_cpu_loras or lora.max_loras)
+    return AdapterStore(AdapterReader(base).read, lora.max_cpu_loras or lora.max_loras)
 
 
 def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:

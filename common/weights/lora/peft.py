@@ -95,7 +95,10 @@ def _by_pattern(values: Mapping[str, NumberT], module: str, default: NumberT) ->
 
 
 def read_adapter(folder: Path, base: BaseModel) -> AdapterWeights:
-    """Return the adapter of a folder. Raises ModelError for one that is unsupported, broken or of another model."""
+    """Return the adapter of a folder. Raises ModelError for one that is unsupported, broken or of another model.
+
+    Patterns and names of a hostile one can take hours: of a stranger's, call it in a process with limits.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
@@ -123,7 +126,7 @@ def _read(folder: Path, base: BaseModel) -> AdapterWeights:
     builder = _Builder(base)
     for module, tensors in parts.items():
         if not builder.add_experts(module, tensors, config):
-            builder.add(module, *_pair(module, tensors, config, base.max_rank))
+            builder.add(module, tensors, config)
     return builder.weights()
 
 
@@ -237,8 +240,11 @@ class _Builder:
         self._dense: dict[str, LowRank] = {}
         self._experts: dict[str, dict[int, LowRank]] = {}
 
-    def add(self, module: str, a: Float32, b: Float32) -> None:
-        """Enter a module's factors. Raises ModelError if the model has no such module, or cannot adapt it."""
+    def add(self, module: str, tensors: dict[str, Float32], config: _Config) -> None:
+        """Enter a module's factors. Raises ModelError if the model has no such module, or cannot adapt it.
+
+        The config's patterns are tried on names of the model's modules only.
+        """
         match = match_tensor(self._base.rules, f"{module}.weight", self._known)
         if match is None:
             raise ModelError(f"the model has no module {module}; is the adapter of another base model?")
@@ -246,6 +252,7 @@ class _Builder:
             if target not in self._base.adaptable:
                 raise ModelError(f"module {module} ({target}) cannot have an adapter; merge it into the checkpoint")
         params = [self._base.adaptable[target] for target in match.targets]
+        a, b = _pair(module, tensors, config, self._base.max_rank)
         match match.rule:
             case Rename():
                 self._dense[params[0].name] = _checked(module, params[0], params[0].shape, a, b)

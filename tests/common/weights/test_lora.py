@@ -189,7 +189,8 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({f"{q}.lora_B.weight": huge}, "numbers beyond 65504"),
         ({f"{q}.lora_magnitude_vector": random(32)}, "is no LoRA matrix"),
         ({"base_model.model.lm_head.weight": random(257, 32)}, "is no LoRA matrix"),
-        ({f"{LAYER}.self_attn.x_proj.lora_A.weight": random(4, 32)}, "lora_A or lora_B is missing"),
+        ({f"{LAYER}.self_attn.x_proj.lora_A.weight": random(4, 32)}, r"no module model.layers.0.self_attn.x_proj"),
+        ({f"{LAYER}.self_attn.k_proj.lora_A.weight": random(4, 32)}, "lora_A or lora_B is missing"),
     ):
         folder = save_adapter(tmp_path / "a", {**good, **more}, r=4)
         with pytest.raises(ModelError, match=words):
