@@ -154,7 +154,7 @@ class ChildWorker:
             ready = _exchange(process, self._setup, limits)
         except (WorkerTimeoutError, WorkerEndedError):
             ready = None
-        if ready != READY:
+        if ready is None or bytes(ready) != READY:
             self._end()
             raise RuntimeError(f"the process of the {self._name} did not start")
         return process

@@ -91,14 +91,14 @@ def _encoded(weights: AdapterWeights) -> bytes:
     matrices = [_Matrix(name, each.a.shape, each.b.shape) for name, each in weights.matrices.items()]
     head = msgspec.msgpack.encode(_Head(weights.rank, matrices))
     begin = _WEIGHTS + len(head).to_bytes(4, "big") + head
-    pieces = [begin, bytes(-len(begin) % _ALIGNMENT)]
+    pieces: list[bytes | memoryview] = [begin, bytes(-len(begin) % _ALIGNMENT)]
     for each in weights.matrices.values():
         pieces += [_bytes_of(each.a), _bytes_of(each.b)]
     return b"".join(pieces)
 
 
-def _bytes_of(numbers: Float32) -> bytes:
-    return np.ascontiguousarray(numbers, np.float32).data.cast("B")
+def _bytes_of(numbers: Float32) -> memoryview:
+    return memoryview(np.ascontiguousarray(numbers, np.float32)).cast("B")
 
 
 def _decoded(message: bytearray) -> AdapterWeights:
