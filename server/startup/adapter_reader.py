@@ -98,7 +98,7 @@ def _encoded(weights: AdapterWeights) -> bytes:
 
 
 def _bytes_of(numbers: Float32) -> memoryview:
-    return memoryview(np.ascontiguousarray(numbers, np.float32)).cast("B")
+    return np.ascontiguousarray(numbers, np.float32).data.cast("B")
 
 
 def _decoded(message: bytearray) -> AdapterWeights:
