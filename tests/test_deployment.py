@@ -21,6 +21,7 @@ from support.own_address import OWN_ADDRESS, own_port
 from support.watching import PATIENCE, eventually
 
 from pagoda.common.config.env import VARIABLES
+from pagoda.common.config.groups.server import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -184,8 +185,8 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 
 
 @contextmanager
-def nginx(folder: Path, server: LiveServer) -> Iterator[int]:
-    """The example's configuration before this server; yields the port."""
+def nginx(folder: Path, server: LiveServer, *, denied: bool = False) -> Iterator[int]:
+    """The example's configuration before this server; yields the port. `denied`: where metrics are for others."""
     port = own_port()
     text = (DEPLOY / "nginx" / "nginx.conf").read_text()
     for old, new in {
@@ -194,6 +195,7 @@ def nginx(folder: Path, server: LiveServer) -> Iterator[int]:
         "/run/nginx.pid": f"{folder}/pid",
         "/var/log/nginx": str(folder),
         "worker_processes auto": "worker_processes 1",
+        **({"allow 127.0.0.1;": ""} if denied else {}),
     }.items():
         assert old in text
         text = text.replace(old, new)
@@ -232,11 +234,47 @@ def test_nginx_passes_events_on_as_they_come_and_clients_that_leave(tmp_path: Pa
 
 
 @pytest.mark.program("nginx")
-def test_nginx_passes_errors_and_long_bodies_on(tmp_path: Path) -> None:
+def test_nginx_passes_errors_long_bodies_and_uploads_on(tmp_path: Path) -> None:
     with live_server() as server, nginx(tmp_path, server) as port:
-        for size, status in ((1 << 20, 400), (33 << 20, 413)):
-            connection = HTTPConnection(OWN_ADDRESS, port, timeout=PATIENCE)
-            body = json.dumps({"prompt": "a" * size}).encode()
-            with suppress(BrokenPipeError, ConnectionResetError):
-                connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-            assert connection.getresponse().status == status
+        body = json.dumps({"prompt": "a" * (1 << 20)}).encode()
+        assert _posted(port, "/v1/completions", body, "application/json") == 400
+        body = json.dumps({"prompt": "a" * (33 << 20)}).encode()
+        assert _posted(port, "/v1/completions", body, "application/json") == 413
+        fields = {"purpose": b"batch", 'file"; filename="lines.jsonl': bytes(40 << 20)}
+        parts = [
+            b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), value)
+            for name, value in fields.items()
+        ]
+        form = b"".join(parts) + b"--x--\r\n"
+        assert _posted(port, "/v1/files", form, "multipart/form-data; boundary=x") == 200
+
+
+def _posted(port: int, path: str, body: bytes, kind: str) -> int:
+    connection = HTTPConnection(OWN_ADDRESS, port, timeout=PATIENCE)
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.request("POST", path, body, {"content-type": kind})
+    return connection.getresponse().status
+
+
+@pytest.mark.program("nginx")
+def test_nginx_hides_metrics_under_every_spelling(tmp_path: Path) -> None:
+    with live_server() as server, nginx(tmp_path, server, denied=True) as port:
+        spellings = (
+            "/metrics",
+            "/metrics/",
+            "/metrics%2f",
+            "//metrics",
+            "/v1/../metrics",
+            "/%6detrics",
+            "/metrics?a=b",
+        )
+        assert {path: _status(port, path) for path in spellings} == dict.fromkeys(spellings, 403)
+
+
+def test_nginx_ends_idle_connections_before_the_server_does() -> None:
+    """Else a request that is sent while the server ends the connection is answered with 502, and not repeated."""
+    text = (DEPLOY / "nginx" / "nginx.conf").read_text()
+    upstream = text.partition("upstream pagoda {")[2].partition("}")[0]
+    seconds = re.search(r"keepalive_timeout (\d+)s;", upstream)
+    assert seconds is not None
+    assert int(seconds[1]) <= ServerConfig().timeout_keep_alive - 2
