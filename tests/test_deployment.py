@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -64,6 +65,12 @@ def test_images_start_servers_with_flags_that_there_are(path: Path) -> None:
     declared = (ROOT / "pyproject.toml").read_text()
     assert all(re.search(rf"^{name} = \[", declared, re.MULTILINE) for name in extras[1].split(","))
     assert path.name.removesuffix(".Dockerfile") in extras[1].split(",")
+    assert all(re.match(r"python:\d+\.\d+\.\d+-slim-\w+$", base.split()[0]) for base in lines["FROM"]), "not pinned"
+    for words in (line for line in lines["RUN"] if "pip install" in line):
+        pins = re.findall(r"-c /(\S+)", words)
+        assert pins
+        assert all((ROOT / pin).is_file() for pin in pins)
+    assert "XDG_CACHE_HOME=/models/" in path.read_text()
     for name in re.findall(r"\b(PAGODA_\w+)=", path.read_text()):
         assert any(name in variable.names for variable in VARIABLES), name
 
@@ -89,8 +96,17 @@ def test_the_pod_has_the_right_probes() -> None:
         manifest("Deployment")["spec"]["selector"]["matchLabels"],
         manifest("Service")["spec"]["selector"],
         manifest("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        manifest("NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
     ):
         assert selector.items() <= labels.items()
+    assert manifest("Deployment")["spec"]["strategy"] == {"type": "Recreate"}, "a second pod may find no accelerator"
+
+
+@pytest.mark.program("kubernetes_validate")
+def test_the_manifests_fit_the_schemas_of_kubernetes() -> None:
+    validate = importlib.import_module("kubernetes_validate").validate
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / "pagoda.yaml").read_text()):
+        validate(document, "1.30", strict=True)
 
 
 def check_pod(pod: dict[str, Any]) -> None:
@@ -107,8 +123,26 @@ def check_pod(pod: dict[str, Any]) -> None:
     assert {probe["port"] for probe in probes.values()} == {port["name"]}
     (_, wait) = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] > int(wait) + float(read["shutdown_timeout"])
-    for variable in container.get("env", ()):
-        assert any(variable["name"] in each.names for each in VARIABLES), variable
+    variables = {each["name"]: each.get("value", "") for each in container["env"]}
+    for name in variables.keys() - {*_FOLDERS}:
+        assert any(name in each.names for each in VARIABLES), name
+    check_confined(pod, container, variables)
+
+
+_FOLDERS = ("XDG_CACHE_HOME", "XDG_STATE_HOME")
+
+
+def check_confined(pod: dict[str, Any], container: dict[str, Any], variables: dict[str, str]) -> None:
+    """Check that a pod can neither change its image nor ask the cluster, and has room to write what it must."""
+    assert pod["automountServiceAccountToken"] is False
+    assert (
+        container["resources"]["limits"]["ephemeral-storage"] == container["resources"]["requests"]["ephemeral-storage"]
+    )
+    written = {each["mountPath"] for each in container["volumeMounts"]}
+    assert {"/models", "/tmp", "/dev/shm"} == written
+    assert all(variables[name].startswith(tuple(written)) for name in _FOLDERS)
+    if not container["securityContext"].get("privileged"):  # which TPUs need
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 def test_the_probes_need_no_key_and_answer_as_the_pod_expects() -> None:
@@ -148,7 +182,9 @@ def test_helm_renders_the_pod_of_the_manifests(path: Path) -> None:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     rendered = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
-    assert rendered.keys() == {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
+    assert rendered.keys() == {
+        *("Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy")
+    }
     pod = rendered["Deployment"]["spec"]["template"]
     check_pod(pod["spec"])
     for selector in (
@@ -161,9 +197,32 @@ def test_helm_renders_the_pod_of_the_manifests(path: Path) -> None:
     assert claims == [rendered["PersistentVolumeClaim"]["metadata"]["name"]]
 
 
+@pytest.mark.program("helm", "kubernetes_validate")
+@pytest.mark.parametrize("path", VALUES, ids=lambda path: path.name)
+def test_what_helm_renders_fits_the_schemas_of_kubernetes(path: Path) -> None:
+    words = ["helm", "template", "p", DEPLOY / "helm", "--values", path, "--set", "apiKeySecret.name=keys"]
+    validate = importlib.import_module("kubernetes_validate").validate
+    for document in yaml.safe_load_all(subprocess.run(words, capture_output=True, text=True, check=True).stdout):
+        validate(document, "1.30", strict=True)
+
+
+@pytest.mark.program("helm")
+def test_helm_renders_no_server_without_keys_unless_that_is_asked_for() -> None:
+    words = ["helm", "template", "p", DEPLOY / "helm"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "apiKeySecret.name is empty" in done.stderr
+    assert subprocess.run([*words, "--set", "allowAnyone=true"], capture_output=True, check=False).returncode == 0
+
+
 def unit() -> dict[str, str]:
     lines = (DEPLOY / "systemd" / "pagoda.service").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+    found: dict[str, str] = {}
+    for line in lines:
+        if re.match(r"\w+=", line):
+            name, _, value = line.partition("=")
+            found[name] = f"{found[name]} {value}" if name == "Environment" and name in found else value
+    return found
 
 
 def test_the_unit_starts_a_server_and_lets_it_drain() -> None:
@@ -173,6 +232,10 @@ def test_the_unit_starts_a_server_and_lets_it_drain() -> None:
     read = check_flags(words[2:config] + words[config + 2 :])
     assert int(unit()["TimeoutStopSec"]) > float(read["shutdown_timeout"])
     assert unit()["Restart"] == "on-failure"
+    variables = dict(word.split("=", 1) for word in unit()["Environment"].split())
+    for name, folder in (("XDG_CACHE_HOME", "/var/cache/pagoda"), ("XDG_STATE_HOME", "/var/lib/pagoda")):
+        assert variables[name] == folder, "the unit's user has no home of its own"
+    assert (unit()["CacheDirectory"], unit()["StateDirectory"]) == ("pagoda", "pagoda")
 
 
 @pytest.mark.program("systemd-analyze")

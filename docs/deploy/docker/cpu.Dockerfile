@@ -1,15 +1,16 @@
 # CPU image: docker build -f docs/deploy/docker/cpu.Dockerfile -t pagoda:cpu .   (in a clone of the repository)
-FROM python:3.12-slim AS build
+FROM python:3.12.12-slim-bookworm AS build
 COPY . /src
 RUN pip wheel --no-deps --wheel-dir /wheels /src
 
-FROM python:3.12-slim
+FROM python:3.12.12-slim-bookworm
 RUN python -m venv /opt/pagoda
-ENV PATH=/opt/pagoda/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/models
+ENV PATH=/opt/pagoda/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/models XDG_CACHE_HOME=/models/cache
+COPY constraints /constraints
 # torch from PyTorch's index for CPUs: that of PyPI brings several GB of CUDA libraries
-RUN pip install --no-cache-dir 'torch>=2.11,<2.15' --index-url https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir -c /constraints/cpu.txt torch --index-url https://download.pytorch.org/whl/cpu
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(ls /wheels/pagoda-*.whl)[cpu,otlp,uvloop]"
+RUN pip install --no-cache-dir -c /constraints/cpu.txt -c /constraints/server.txt "$(ls /wheels/pagoda-*.whl)[cpu,otlp,uvloop]"
 RUN useradd --uid 1000 --create-home pagoda && mkdir /models && chown pagoda /models
 USER pagoda
 VOLUME /models
