@@ -104,3 +104,7 @@ class EngineDeadError(PagodaError, RuntimeError):
 
 class EngineUnavailableError(EngineDeadError):
     """The engine is stuck, or is being restarted: HTTP 503. The same request may be accepted later."""
+
+
+class EngineRestartingError(EngineUnavailableError):
+    """The engine is being restarted within the limits of --restart-engine: the server is to be left alone."""

@@ -98,6 +98,10 @@ class MetricsRecorder(Protocol):
         """Record a request that exceeds a limit of the queue, by the limit."""
         ...
 
+    def on_restart(self) -> None:
+        """Count an engine that ended and is being replaced."""
+        ...
+
     def forget_adapter(self, name: str) -> None:
         """Remove the series of an adapter that is served no longer."""
         ...
@@ -777,6 +781,8 @@ class AsyncLLM(ExplainsMissingMethods):
             case SleepState():
                 self._sleep.update(message)
             case Restarting(cause, child_ids):
+                if self.metrics is not None:
+                    self.metrics.on_restart()
                 self._lose(cause, child_ids)
             case Ready():
                 self._sleep.reset()

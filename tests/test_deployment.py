@@ -23,6 +23,8 @@ from support.watching import PATIENCE, eventually
 
 from pagoda.common.config.env import VARIABLES
 from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.errors import EngineRestartingError
+from pagoda.server.async_llm import AsyncLLM
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -152,6 +154,15 @@ def test_the_probes_need_no_key_and_answer_as_the_pod_expects() -> None:
         assert [server.get(path)[0] for path in ("/health", "/ready")] == [200, 503]
     with live_server(ready=False) as server:
         assert [server.get(path)[0] for path in ("/health", "/ready")] == [503, 503]
+
+
+def test_a_restart_of_the_engine_fails_no_liveness_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def restarting(llm: AsyncLLM) -> None:
+        raise EngineRestartingError("the engine is being restarted: was killed by SIGKILL")
+
+    with live_server() as server:
+        monkeypatch.setattr(AsyncLLM, "check_health", restarting)
+        assert [server.get(path)[0] for path in ("/health", "/ping", "/ready")] == [200, 200, 503]
 
 
 async def _start_draining(server: LiveServer) -> None:

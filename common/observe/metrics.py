@@ -84,6 +84,9 @@ class Metrics:
         self._adapter_tokens = self._counter(
             "pagoda:lora_tokens", "Tokens of finished sequences of each LoRA adapter, by kind.", "lora_name", "kind"
         )
+        restarts = self._counter("pagoda:engine_restarts", "Engines that ended and were replaced (--restart-engine).")
+        self._restarts = restarts.labels(model_name)
+        self._of_engine.append(restarts)
         ignored = self._counter(
             "pagoda:ignored_request_parts",
             "Request fields, hints and tools accepted and ignored, by kind.",
@@ -102,6 +105,10 @@ class Metrics:
     def on_rejected(self, reason: str) -> None:
         """Count a prompt that the queue has no room for; the reason is one of REJECTION_REASONS."""
         self._rejections[reason].inc()
+
+    def on_restart(self) -> None:
+        """Count an engine that ended and is being replaced."""
+        self._restarts.inc()
 
     def on_step(self, step: StepOutputs) -> None:
         """Record one engine step, or several merged ones. An idle engine's report is not a step."""

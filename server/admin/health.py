@@ -1,6 +1,7 @@
 """GET /health, /ready, /ping, /version, /metrics and /load.
 
-/health: the engine is loaded, alive and makes progress. /ready: the server also accepts new requests.
+/health: the engine is loaded, alive and makes progress, or is being restarted: nobody is to end the server meanwhile.
+/ready: the server accepts new requests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 import pagoda
-from pagoda.common.errors import EngineDeadError
+from pagoda.common.errors import EngineDeadError, EngineRestartingError
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
 
@@ -20,9 +21,11 @@ router = APIRouter(tags=["health"])
 @router.get("/ping", response_model=None)
 @router.post("/ping", response_model=None, include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 while the engine is alive and makes progress, else 503 with the cause."""
+    """200 while the engine is alive and makes progress, or is being restarted, else 503 with the cause."""
     try:
         await server_of(request).check_health()
+    except EngineRestartingError:
+        pass
     except EngineDeadError as error:
         raise HttpError(503, str(error)) from None
     return Response(status_code=200)

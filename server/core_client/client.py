@@ -18,7 +18,13 @@ from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats
-from pagoda.common.errors import EngineDeadError, EngineUnavailableError, RequestError, SleepError
+from pagoda.common.errors import (
+    EngineDeadError,
+    EngineRestartingError,
+    EngineUnavailableError,
+    RequestError,
+    SleepError,
+)
 from pagoda.server.ipc_messages import (
     NO_OTHERS,
     Command,
@@ -311,9 +317,9 @@ class CoreClientAsync:
                 reply.set_result(message)
 
 
-def restarting(cause: str) -> EngineUnavailableError:
+def restarting(cause: str) -> EngineRestartingError:
     """Return the error while an engine is replaced. `cause`: why it ended."""
-    return EngineUnavailableError(f"the engine is being restarted: {cause}")
+    return EngineRestartingError(f"the engine is being restarted: {cause}")
 
 
 # Whether a request is taken now: limit of the queue, paused generation, memory that is asleep.

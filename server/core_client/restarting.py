@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 PERIOD_SECONDS: Final = 3600.0
 """The limit of restarts is for any period of this length."""
 
+START_SECONDS: Final = 1800.0
+"""How long a new engine may take to be warm until the restart is taken to have failed by who supervises the server."""
+
 
 class RestartingClient:
     """Implements EngineClient: an engine that ends after it was ready is replaced, at most `limit` times per hour.
@@ -100,8 +103,12 @@ class RestartingClient:
     def _raise_if_replacing(self) -> None:
         if self._failed is not None:
             raise EngineDeadError(self._failed.message)
-        if self._cause is not None:
-            raise restarting(self._cause)
+        if self._cause is None:
+            return
+        seconds = self._clock() - self._restarts[-1]
+        if seconds > START_SECONDS:
+            raise EngineUnavailableError(f"the engine has been restarting for {seconds:.0f} s: {self._cause}")
+        raise restarting(self._cause)
 
     def _relay(self, message: FromEngine) -> None:
         if not isinstance(message, Failed) or self._closed:

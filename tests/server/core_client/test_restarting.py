@@ -17,14 +17,14 @@ from support.fake_engine import PROGRAM, allow
 from support.watching import PATIENCE, until
 
 from pagoda.common.config.groups.runtime import RuntimeConfig
-from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError
+from pagoda.common.errors import ConfigError, EngineDeadError, EngineRestartingError, EngineUnavailableError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client import check_start
 from pagoda.server.core_client.client import EngineClient
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.restarting import RestartingClient
+from pagoda.server.core_client.restarting import START_SECONDS, RestartingClient
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
@@ -133,9 +133,11 @@ async def test_killed_engine_is_replaced_and_runs_again_what_was_not_sent(make: 
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineUnavailableError, match="killed by SIGKILL"):
         await streamed
-    assert not await engine.is_healthy()
+    with pytest.raises(EngineRestartingError, match=r"being restarted: .*SIGKILL"):
+        await engine.llm.check_health()
     with pytest.raises(EngineUnavailableError, match=r"being restarted: .*SIGKILL"):
         await engine.tokens("refused", FINAL)
+    assert b'pagoda:engine_restarts_total{model_name="fake"} 1.0' in engine.metrics.exposition()[0]
     assert len(engine.started) == 1, "neither waits for the new engine"
     engine.allow(100_000)
     engine.may_restart.set()
@@ -145,6 +147,22 @@ async def test_killed_engine_is_replaced_and_runs_again_what_was_not_sent(make: 
     assert await engine.tokens("after", DELTA, max_tokens=300) == alone
     assert len(engine.started) == 2
     assert engine.llm.num_unfinished == 0
+
+
+async def test_a_restart_that_does_not_end_is_no_health(make: Make) -> None:
+    engine = make(restart_engine=1, engine_iteration_timeout_s=10**6, rpc_timeout=10**9)
+    await engine.tokens("first", FINAL)
+    engine.may_restart.clear()
+    os.kill(engine.pid, signal.SIGKILL)
+    await until(lambda: engine.llm._engine._unavailable is not None)
+    engine.clock.advance(START_SECONDS - 1)
+    with pytest.raises(EngineRestartingError):
+        await engine.llm.check_health()
+    engine.clock.advance(2)
+    with pytest.raises(EngineUnavailableError, match=r"has been restarting for 1801 s: .*SIGKILL") as late:
+        await engine.llm.check_health()
+    assert not isinstance(late.value, EngineRestartingError)
+    engine.may_restart.set()
 
 
 async def test_request_that_waits_for_its_first_token_streams_after_a_restart(make: Make) -> None:
