@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -122,6 +123,7 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         redirect_slashes=False,
+        lifespan=_lifespan,
     )
     app.state.server = state
     app.state.batches = BatchRunner(state, app)
@@ -135,6 +137,13 @@ def create_app(state: ServerState) -> FastAPI:
     if state.engine.tracer is not None:
         app.add_middleware(TraceContextMiddleware, tracer=state.engine.tracer)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+    """Go on with what the earlier server process was doing."""
+    app.state.batches.go_on()
+    yield
 
 
 _RESPONSES: Final = (responses.router, stored.router, conversations.router)

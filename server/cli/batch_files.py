@@ -11,15 +11,19 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from http.client import HTTPMessage
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Self
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from pagoda.common.config.commands import is_address
 from pagoda.common.errors import ConfigError, PagodaError
@@ -40,12 +44,46 @@ def open_source(path: str) -> IO[bytes]:
         if not is_address(path):
             return open(path, "rb")
         copy = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-        with urlopen(path, timeout=TIMEOUT_SECONDS) as response:
+        with opened(path) as response:
             shutil.copyfileobj(response, copy)
     except (OSError, ValueError) as error:
         raise ConfigError("--input-file", f"{shown(path)}: {reason(error)}") from None
     copy.seek(0)
     return copy
+
+
+class _OutsideOnly(HTTPRedirectHandler):
+    """Follows no redirect from a public address to one of this machine or its network."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        if _is_public(req.full_url) and not _is_public(newurl):
+            raise HTTPError(
+                shown(req.full_url), code, f"it redirects to the private address {shown(newurl)}", headers, fp
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _is_public(url: str) -> bool:
+    """Return whether all addresses of a URL's host are public."""
+    parts = urlsplit(url)
+    found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
+    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
+
+
+def opened(
+    url: str, data: IO[bytes] | None = None, headers: Mapping[str, str] | None = None, *, method: str = "GET"
+) -> IO[bytes]:
+    """Open a URL, with the user and password that it may have. Raises OSError, ValueError."""
+    parts = urlsplit(url)
+    request = Request(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), data, dict(headers or {}))
+    request.method = method
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        request.add_unredirected_header("Authorization", f"Basic {b64encode(pair.encode()).decode()}")
+    response: IO[bytes] = build_opener(_OutsideOnly).open(request, timeout=TIMEOUT_SECONDS)
+    return response
 
 
 def count_requests(source: IO[bytes]) -> int | None:
@@ -189,8 +227,7 @@ class BatchOutput:
             time.sleep(pause)
             try:
                 with staged.open("rb") as data:
-                    request = Request(self._target, data=data, headers=headers, method="PUT")
-                    urlopen(request, timeout=TIMEOUT_SECONDS).close()
+                    opened(self._target, data, headers, method="PUT").close()
                 break
             except OSError as error:
                 refused = isinstance(error, HTTPError) and error.code < 500

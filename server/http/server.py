@@ -16,6 +16,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import quote
@@ -87,7 +88,7 @@ def http_server(
         ssl_ciphers=config.ssl_ciphers or "",  # empty: OpenSSL's own choice
     )
     settings.load()
-    return HttpServer(settings, config, at_once)
+    return HttpServer(settings, config, at_once, lambda: app.router.lifespan_context(app))
 
 
 class RootPath:
@@ -125,12 +126,22 @@ def _paths(app: FastAPI) -> Iterator[str]:
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that stops when `should_exit` is set. `at_once`: see Acceptor."""
+    """A uvicorn server that stops when `should_exit` is set. `at_once`: see Acceptor.
 
-    def __init__(self, settings: uvicorn.Config, config: ServerConfig, at_once: int = ACCEPTED_AT_ONCE) -> None:
+    `lifespan`: returns the context in which the application serves.
+    """
+
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        config: ServerConfig,
+        at_once: int = ACCEPTED_AT_ONCE,
+        lifespan: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         super().__init__(settings)
         self._config = config
         self._at_once = at_once
+        self._lifespan = lifespan
         self._connections = Connections()
         self._acceptors: list[Acceptor] = []
         self.private: socket.socket | None = None  # without TLS, whatever the others have
@@ -158,7 +169,8 @@ class HttpServer(uvicorn.Server):
         for name, each in filters:
             logging.getLogger(name).addFilter(each)
         try:
-            await super().serve(sockets)
+            async with self._lifespan():
+                await super().serve(sockets)
         finally:
             for name, each in filters:
                 logging.getLogger(name).removeFilter(each)

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from fastapi import Request
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.core import ASLEEP
 from pagoda.common.engine.lora.adapter import Adapter
@@ -26,11 +27,11 @@ from pagoda.common.text.chat_template import read_chat_template, template_kwargs
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.adapters import ServedAdapters
-from pagoda.server.http.conversation_store import ConversationStore
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
-from pagoda.server.http.file_store import FileStore
 from pagoda.server.http.peers import ApiPeers, PeerReport
-from pagoda.server.http.response_store import ResponseStore
+from pagoda.server.http.stores.conversations import ConversationStore
+from pagoda.server.http.stores.files import FileStore
+from pagoda.server.http.stores.responses import ResponseStore
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
@@ -95,7 +96,8 @@ class ServerState:
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
-        self.files = FileStore(config.files_dir, config.max_stored_files, config.max_stored_file_bytes)
+        share = key_share(llm.config.scheduler, len(set(config.api_key)))
+        self.files = FileStore(config.files_dir, config.max_stored_files, config.max_stored_file_bytes, share)
         self.conversations = ConversationStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
         self.stopping = StopSignal()
@@ -280,6 +282,11 @@ class ServerState:
         return self._llm.dead_error
 
 
+def key_share(scheduler: SchedulerConfig, num_keys: int) -> float:
+    """Return the share of a limit that one of a server's API keys may use."""
+    return scheduler.max_key_share if num_keys > 1 else 1.0
+
+
 def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> QueueLimits:
     """Return the limits of a server's queue: those that are set, else by what the engine runs."""
     scheduler, limits = config.scheduler, info.limits
@@ -292,7 +299,7 @@ def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> Queue
         tokens=scheduler.max_num_queued_tokens or max(2 * limits.max_model_len, MIN_QUEUED_TOKENS),
         waiting=max(running // 2, MIN_WAITING),
         overload_seconds=seconds,
-        key_share=scheduler.max_key_share if num_keys > 1 else 1.0,
+        key_share=key_share(scheduler, num_keys),
     )
 
 

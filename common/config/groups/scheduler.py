@@ -45,8 +45,8 @@ class SchedulerConfig:
     )
     max_key_share: float = option(
         0.5,
-        "Maximum share of --max-num-queued-reqs, of --max-num-queued-tokens and of the queue of grammar checks that "
-        "one API key may use, on servers with several keys; 1: all.",
+        "Maximum share of --max-num-queued-reqs, of --max-num-queued-tokens, of the queue of grammar checks and of the "
+        "files of /v1/files that one API key may use, on servers with several keys; 1: all.",
     )
     max_request_cost: int = option(
         MAX_REQUEST_COST,

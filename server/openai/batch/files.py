@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
-from starlette.datastructures import FormData, QueryParams, UploadFile
-from starlette.exceptions import HTTPException
-from starlette.types import Message
+from starlette.datastructures import QueryParams
 
 from pagoda.common.errors import RequestError
 from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored
@@ -20,6 +16,7 @@ from pagoda.server.http.errors import HttpError
 from pagoda.server.http.response import json_response
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, server_of
+from pagoda.server.openai.batch.upload import Upload
 
 PURPOSES: Final = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 """Purposes of uploads. Only `batch` files have a use in this server; the others are stored."""
@@ -27,8 +24,6 @@ PURPOSES: Final = ("assistants", "batch", "evals", "fine-tune", "user_data", "vi
 SECONDS: Final = (3_600, 2_592_000)
 """Limits of expires_after: one hour and 30 days."""
 
-_FORM_BYTES: Final = 1 << 16  # of an upload besides the file
-_PIECE: Final = 1 << 20
 _FIELDS: Final = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 router = APIRouter(tags=["files"])
@@ -59,22 +54,21 @@ router = APIRouter(tags=["files"])
 )
 async def upload_file(request: Request) -> Response:
     """Upload a file as multipart/form-data."""
-    state = server_of(request)
-    async with _form(request, state) as form:
-        upload, purpose, seconds = form.get("file"), form.get("purpose"), _expiry(form)
-        if not isinstance(upload, UploadFile):
+    state, owner = server_of(request), owner_id(request)
+    upload = _upload(request, state, owner)
+    try:
+        await upload.read(request)
+        _note_unknown(request, state, upload.fields)
+        if upload.file is None:
             raise RequestError("file", "file is missing; send it as a file of the form")
+        purpose = upload.fields.get("purpose")
         if purpose not in PURPOSES:
             raise RequestError("purpose", f"purpose must be one of {', '.join(PURPOSES)}")
-        writer = state.files.write()
-        try:
-            while data := await upload.read(_PIECE):
-                writer.write(data)
-            filename = (upload.filename or "file")[:200]
-            stored = writer.finish(filename, str(purpose), owner_id(request), seconds)
-        except BaseException:
-            writer.abandon()
-            raise
+        seconds = _expiry(upload.fields)
+        stored = upload.file.finish((upload.filename or "file")[:200], purpose, seconds)
+    except BaseException:
+        upload.abandon()
+        raise
     return json_response(stored.as_dict())
 
 
@@ -118,49 +112,29 @@ def owner_id(request: Request) -> str:
     return owner_of(request.scope).hex()
 
 
-@asynccontextmanager
-async def _form(request: Request, state: ServerState) -> AsyncGenerator[FormData, None]:
-    """Yield the parts of a multipart body. Raise HttpError (400, 413, 415) or RequestError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def _upload(request: Request, state: ServerState, owner: str) -> Upload:
+    """Return the reader of a request's form. Raise HttpError (400, 415, 501)."""
+    content_type = request.headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send multipart/form-data")
     try:
-        importlib.import_module("python_multipart")  # with which starlette reads forms
+        return Upload(content_type, lambda: state.files.write(owner))
     except ImportError:
         raise HttpError(501, "this server cannot read uploads; pip install python-multipart and restart it") from None
-    limited = Request(request.scope, _limited(request, state.files.free_bytes + _FORM_BYTES))
-    try:
-        form = await limited.form(max_files=1, max_fields=16)
-    except HTTPException as error:  # of starlette's parser
-        raise HttpError(400, f"the body is not valid multipart/form-data: {error.detail}") from None
-    try:
-        unknown = [
-            Ignored(name[:200], "unknown", f"unknown field {name[:200]!r}") for name in form if name not in _FIELDS
-        ]
-        if unknown and state.config.strict_requests:
-            raise RequestError(unknown[0].path, unknown[0].reason)
-        note_ignored(request, unknown[:MAX_IGNORED])
-        yield form
-    finally:
-        await form.close()
 
 
-def _limited(request: Request, limit: int) -> Any:
-    """Return an ASGI receive function that raises HttpError (413) after `limit` bytes of the body."""
-    left = limit
-
-    async def receive() -> Message:
-        nonlocal left
-        message = await request.receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
-            raise HttpError(413, "the file is larger than the room that is left (--max-stored-file-bytes); delete some")
-        return message
-
-    return receive
+def _note_unknown(request: Request, state: ServerState, fields: Mapping[str, str]) -> None:
+    """Note fields without effect. Raise RequestError if the server is strict."""
+    unknown = [
+        Ignored(name[:200], "unknown", f"unknown field {name[:200]!r}") for name in fields if name not in _FIELDS
+    ]
+    if unknown and state.config.strict_requests:
+        raise RequestError(unknown[0].path, unknown[0].reason)
+    note_ignored(request, unknown[:MAX_IGNORED])
 
 
-def _expiry(form: FormData) -> int | None:
+def _expiry(form: Mapping[str, str]) -> int | None:
     """Return the seconds of expires_after; None without it. Raise RequestError."""
     text, anchor = form.get("expires_after[seconds]"), form.get("expires_after[anchor]")
     if text is None and anchor is None:

@@ -1,6 +1,7 @@
-"""Runs batches one after the other: checks the file's lines, answers them, and stores their answers in two files.
+"""Runs batches in turn by API key: checks the file's lines, answers them, and stores their answers in two files.
 
-A batch whose server is stopped keeps what it has answered; it ends as failed.
+What is answered is in the files at once. With --files-dir a batch whose server ends, however that happens, goes on in
+the next process after the last answer; without, it ends as failed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -20,10 +23,11 @@ from starlette.types import ASGIApp
 
 from pagoda.common.errors import ConfigError
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.file_store import FileWriter, StoredFile, write_json
 from pagoda.server.http.server import OWNER_KEY
 from pagoda.server.http.state import ServerState
+from pagoda.server.http.stores.files import FileWriter, StoredFile, write_json
 from pagoda.server.openai.batch.lines import BatchRequest, LineError, answer_line, in_order, parse_line, post
+from pagoda.server.processing.grammar_check import FairLine
 
 MAX_BATCHES: Final = 1_000
 """Maximum number of batches kept; the oldest that has ended is dropped first."""
@@ -58,6 +62,7 @@ class Batch(msgspec.Struct):
     times: dict[str, int] = msgspec.field(default_factory=dict)  # status -> since when
     errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
     files: dict[str, str] = msgspec.field(default_factory=dict)  # output, error -> file id
+    unfinished: dict[str, str] = msgspec.field(default_factory=dict)  # the same while they are written
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -105,7 +110,7 @@ class BatchRunner:
         self._app = app
         self._batches: dict[str, Batch] = {}  # oldest first
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()
+        self._line = FairLine(MAX_BATCHES, "batches")
         if state.config.files_dir is not None:
             self._restore()
 
@@ -127,8 +132,23 @@ class BatchRunner:
         source = self._state.files.path(file).open("rb")  # it stays readable if the file is deleted
         self._batches[batch.id] = batch
         self._save(batch)
+        self._start(batch, source)
+
+    def _start(self, batch: Batch, source: IO[bytes]) -> None:
         task = self._tasks[batch.id] = asyncio.ensure_future(self._run(batch, source))
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+
+    def go_on(self) -> None:
+        """Go on with the batches of an earlier process. Called once, in the event loop."""
+        for batch in [each for each in self._batches.values() if not each.has_ended]:
+            try:
+                source = self._state.files.path(self._state.files.get(batch.input_file_id, batch.owner)).open("rb")
+            except HttpError:
+                _Outputs(self._state, batch, self._save).finish()
+                self._fail(batch, "input_file_deleted", "the input file was deleted while the server was stopped")
+            else:
+                self._start(batch, source)
+        self._state.files.drop_unfinished()
 
     def cancel(self, batch: Batch) -> None:
         """Cancel a batch that has not ended."""
@@ -137,7 +157,10 @@ class BatchRunner:
             self._tasks[batch.id].cancel()
 
     def _drop_oldest(self) -> None:
-        ended = next((each for each in self._batches.values() if each.has_ended), None)
+        """Forget the oldest ended batch of the owner who has most of them. Raise HttpError (429) if none has ended."""
+        counts = Counter(each.owner for each in self._batches.values() if each.has_ended)
+        most = max(counts, key=counts.__getitem__, default=None)
+        ended = next((each for each in self._batches.values() if each.has_ended and each.owner == most), None)
         if ended is None:
             raise HttpError(429, f"{MAX_BATCHES} batches are waiting; try again when one has ended")
         del self._batches[ended.id]
@@ -149,7 +172,10 @@ class BatchRunner:
         return self._state.files.folder / f"{batch.id}.json"
 
     def _save(self, batch: Batch) -> None:
-        write_json(self._path(batch), batch)
+        try:
+            write_json(self._path(batch), batch)
+        except OSError:  # a full disk: the next process has an older state, and goes on after the answers that it finds
+            logger.exception("batch %s: its state cannot be stored", batch.id)
 
     def _set(self, batch: Batch, status: str) -> None:
         batch.status = status
@@ -157,7 +183,7 @@ class BatchRunner:
         self._save(batch)
 
     def _restore(self) -> None:
-        """Read the batches of an earlier server process. Those that had not ended have failed."""
+        """Read the batches of an earlier server process."""
         found = []
         for path in self._state.files.folder.glob("batch_*.json"):
             try:
@@ -166,8 +192,6 @@ class BatchRunner:
                 raise ConfigError("--files-dir", f"{path}: {error}; remove it, or use another folder") from None
         for batch in sorted(found, key=lambda each: each.created_at):
             self._batches[batch.id] = batch
-            if not batch.has_ended:
-                self._fail(batch, "server_stopped", "the server was stopped before the batch had ended")
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.errors.append({"code": code, "message": message, "param": None, "line": None})
@@ -181,15 +205,17 @@ class BatchRunner:
         try:
             with source, self._state.stopping.notifying(lambda: self._stop(batch)):
                 async with asyncio.timeout(batch.created_at + batch.window - time.time()):
+                    if batch.status == "cancelling":  # when the earlier process ended
+                        raise asyncio.CancelledError
                     if await self._check(batch, source):
-                        async with self._turn:
+                        async with self._line.turn(batch.owner, MAX_BATCHES):
                             await self._answer_all(batch, source)
         except TimeoutError:
             ending = "expired"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, _ServerStoppedError):
+            if self._is_left(batch):
+                return
             ending = "cancelled" if batch.status == "cancelling" else "failed"
-        except _ServerStoppedError:
-            ending = "failed"
         except HttpError as error:
             self._fail(batch, "storage_full", error.message)
         except Exception:
@@ -202,29 +228,44 @@ class BatchRunner:
         else:
             self._set(batch, ending)
 
+    def _is_left(self, batch: Batch) -> bool:
+        """Whether the next process goes on with a batch that is interrupted."""
+        return self._state.files.outlives_process and batch.status != "cancelling"
+
     def _stop(self, batch: Batch) -> None:
         if batch.id in self._tasks:
             self._tasks[batch.id].cancel()
 
     async def _check(self, batch: Batch, source: IO[bytes]) -> bool:
         """Check all lines. Return whether they are valid; the batch has failed otherwise."""
-        batch.total, batch.errors = await asyncio.to_thread(check_lines, source, batch.endpoint)
+        batch.total, batch.errors = await asyncio.to_thread(
+            check_lines, source, batch.endpoint, self._state.config.max_body_bytes
+        )
         source.seek(0)
         self._set(batch, "failed" if batch.errors else "in_progress")
         return not batch.errors
 
     async def _answer_all(self, batch: Batch, source: IO[bytes]) -> None:
         """Answer all lines. Their answers are stored in any case."""
-        outputs = _Outputs(self._state, batch)
+        outputs = _Outputs(self._state, batch, self._save)
         scope = {OWNER_KEY: bytes.fromhex(batch.owner)}
         try:
-            answers = in_order(_requests(source), lambda request: self._answer(request, scope), self._max_running())
+            requests = islice(_requests(source), outputs.count, None)
+            answers = in_order(requests, lambda request: self._answer(request, scope), self._max_running())
             async with aclosing(answers):
                 async for answer in answers:
                     outputs.write(answer)
             self._set(batch, "finalizing")
-        finally:
+        except (asyncio.CancelledError, _ServerStoppedError):
+            if self._is_left(batch):
+                outputs.leave()
+                raise
             outputs.finish()
+            raise
+        except BaseException:
+            outputs.finish()
+            raise
+        outputs.finish()
 
     def _max_running(self) -> int:
         """Return how many requests run at a time: half of what the engine runs, so that others find room."""
@@ -244,18 +285,32 @@ class BatchRunner:
 
 
 class _Outputs:
-    """The files of a batch's answers and of its errors, each created with its first line."""
+    """The files of a batch's answers and of its errors, each created with its first line.
 
-    def __init__(self, state: ServerState, batch: Batch) -> None:
-        self._state = state
-        self._batch = batch
+    Those of an earlier process are continued. `save`: stores the batch, which names the files.
+    """
+
+    def __init__(self, state: ServerState, batch: Batch, save: Callable[[Batch], None]) -> None:
+        self._state, self._batch, self._save = state, batch, save
         self._writers: dict[str, FileWriter] = {}
+        for name, file_id in batch.unfinished.items():
+            if (writer := state.files.resume(file_id, batch.owner)) is not None:
+                self._writers[name] = writer
+        lines = {name: writer.lines for name, writer in self._writers.items()}
+        batch.completed, batch.failed = lines.get("output", 0), lines.get("error", 0)
+
+    @property
+    def count(self) -> int:
+        """Answers that are there: those of the first requests, because they are written in order."""
+        return self._batch.completed + self._batch.failed
 
     def write(self, answer: _Answer) -> None:
-        """Append an answer and count it. Raise HttpError (413) if there is no room."""
+        """Append an answer and count it. Raise HttpError (413, 507) if there is no room."""
         name = "output" if answer.succeeded else "error"
         if name not in self._writers:
-            self._writers[name] = self._state.files.write()
+            self._writers[name] = self._state.files.write(self._batch.owner)
+            self._batch.unfinished[name] = self._writers[name].id
+            self._save(self._batch)
         self._writers[name].write(answer.line)
         self._batch.completed += answer.succeeded
         self._batch.failed += not answer.succeeded
@@ -265,11 +320,22 @@ class _Outputs:
         batch = self._batch
         for name, writer in self._writers.items():
             filename = f"{batch.id}_{name}.jsonl"
-            batch.files[name] = writer.finish(filename, "batch_output", batch.owner, batch.output_seconds).id
+            batch.files[name] = writer.finish(filename, "batch_output", batch.output_seconds).id
+        batch.unfinished.clear()
+        self._writers.clear()
+        self._save(batch)
+
+    def leave(self) -> None:
+        """Leave the files to the next process."""
+        for writer in self._writers.values():
+            writer.leave()
 
 
-def check_lines(source: IO[bytes], endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of requests of a file and what is wrong with it, at most MAX_ERRORS entries."""
+def check_lines(source: IO[bytes], endpoint: str, max_bytes: int) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of requests of a file and what is wrong with it, at most MAX_ERRORS entries.
+
+    `max_bytes`: of a line; a longer one is not read to its end.
+    """
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
     total = 0
@@ -277,10 +343,13 @@ def check_lines(source: IO[bytes], endpoint: str) -> tuple[int, list[dict[str, A
     def note(code: str, message: str, line: int | None = None, param: str | None = None) -> None:
         errors.append({"code": code, "message": message, "param": param, "line": line})
 
-    for number, raw in enumerate(source, 1):
+    for number, raw in enumerate(iter(lambda: source.readline(max_bytes + 1), b""), 1):
         if not raw.strip():
             continue
         total += 1
+        if len(raw) > max_bytes:
+            note("line_too_long", f"the line has more than {max_bytes} bytes (--max-body-bytes)", number)
+            break
         if total > MAX_REQUESTS:
             note("too_many_requests", f"the file has more than {MAX_REQUESTS} requests; split it")
         if len(errors) >= MAX_ERRORS or total > MAX_REQUESTS:

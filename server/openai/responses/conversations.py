@@ -11,11 +11,11 @@ from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.server.http.body import RequestBody, note_ignored, read_body
-from pagoda.server.http.conversation_store import StoredConversation
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.response import json_response
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import server_of
+from pagoda.server.http.stores.conversations import StoredConversation
 from pagoda.server.openai.responses.input import (
     ITEMS,
     Item,

@@ -18,7 +18,6 @@ from starlette.types import Message
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.server.chat_prompt import ChatPrompt, prepare, prepare_fitting
 from pagoda.server.http.body import note_ignored, read_body
-from pagoda.server.http.conversation_store import StoredConversation
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
@@ -31,9 +30,10 @@ from pagoda.server.http.response import (
     named_event,
     respond,
 )
-from pagoda.server.http.response_store import StoredResponse
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, model_of, server_of
+from pagoda.server.http.stores.conversations import StoredConversation
+from pagoda.server.http.stores.responses import StoredResponse
 from pagoda.server.openai.responses.input import (
     ITEMS,
     Item,

@@ -16,9 +16,9 @@ from pagoda.common.errors import RequestError
 from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored
 from pagoda.server.http.errors import http_error
 from pagoda.server.http.response import KEEP_ALIVE, EventStream, EventStyle, json_response, named_event, with_pauses
-from pagoda.server.http.response_store import StoredResponse
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, server_of
+from pagoda.server.http.stores.responses import StoredResponse
 from pagoda.server.openai.responses.input import ITEMS, shown_item
 from pagoda.server.openai.responses.pagination import ignored_parameters, page_of
 

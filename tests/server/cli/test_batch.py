@@ -28,6 +28,7 @@ from support.own_address import OWN_ADDRESS, own_port
 from support.served import TESTS, environment
 from support.watching import PATIENCE
 
+from pagoda.common.errors import ConfigError
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli import batch as inside
 from pagoda.server.cli import batch as run_batch
@@ -466,6 +467,7 @@ class Store(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.source, self.staging, self.refusals = source, staging, list(refusals)
         self.stored: list[bytes] = []
+        self.keys: list[str | None] = []
         self.staged: list[str] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -478,12 +480,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: Store
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
         exists = self.path == "/in.jsonl?token=secret"
-        self.send_response(200 if exists else 404)
+        self.send_response(302 if self.path == "/away" else 200 if exists else 404)
+        self.send_header("location", address(self.server, "in.jsonl"))
         self.end_headers()
         self.wfile.write(self.server.source if exists else b"")
 
     def do_PUT(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
         body = self.rfile.read(int(self.headers["content-length"]))
         self.server.staged = os.listdir(self.server.staging)
         status = self.server.refusals.pop(0) if self.server.refusals else 200
@@ -519,6 +524,31 @@ def test_urls_are_downloaded_and_uploaded(batch: Batch, monkeypatch: pytest.Monk
     assert [json.loads(each)["custom_id"] for each in stored.splitlines()] == ["1", "2"]
     assert staged.startswith("pagoda-batch-")
     assert not os.listdir(batch.folder)
+
+
+def test_urls_with_a_password(batch: Batch) -> None:
+    with store(line(TEXT).encode(), batch.folder) as server:
+        where = ["-i", f"{server.url}/in.jsonl?token=secret", "-o", f"{server.url}/out"]
+        assert main.main(["run-batch", *where, "--output-tmp-dir", str(batch.folder), "--model", "fake"]) == 0
+        assert server.keys == [f"Basic {base64.b64encode(b'user:secret').decode()}"] * 2
+        assert len(server.stored) == 1
+
+
+def test_redirects_into_the_network_are_not_followed(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(b"inside", batch.folder) as server:
+        url = f"http://127.0.0.1:{server.server_port}/away"
+        with places.open_source(url) as source:
+            assert source.read() == b"inside", "from one private address to another"
+        monkeypatch.setattr(places, "_is_public", lambda each: each == url)
+        with pytest.raises(ConfigError, match=r"it redirects to the private address http://127.0.0.1:\d+/in.jsonl$"):
+            places.open_source(url)
+        assert len(server.keys) == 3, "the last redirect was not followed"
+
+
+def test_which_addresses_are_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host, is_public in (("127.0.0.1", False), ("[::1]", False), ("10.0.0.1", False), ("169.254.169.254", False)):
+        assert places._is_public(f"http://{host}/x") is is_public
+    assert places._is_public("https://8.8.8.8/x")
 
 
 def test_a_refused_upload_keeps_the_responses(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagoda.server.http.errors import ResponseNotFoundError
-from pagoda.server.http.response_store import OVERHEAD, ResponseStore, StoredResponse
+from pagoda.server.http.stores.responses import OVERHEAD, ResponseStore, StoredResponse
 
 ME, OTHER = b"me", b"other"
 
@@ -41,6 +41,21 @@ def test_the_oldest_are_evicted_by_size() -> None:
     store.delete("c", ME)
     store.put(ended("e", 100))
     assert ids_in(store) == ["d", "e"]
+
+
+def test_room_is_made_by_the_owner_with_most() -> None:
+    store = ResponseStore(4, 10**6)
+    for name in "ab":
+        store.put(ended(name))
+    for number in range(50):
+        store.put(ended(f"their {number}", owner=OTHER))
+    assert ids_in(store) == ["a", "b"]
+    store = ResponseStore(100, 10 * OVERHEAD)
+    store.put(ended("a", 3 * OVERHEAD))
+    for number in range(50):
+        store.put(ended(f"their {number}", 2 * OVERHEAD, owner=OTHER))
+    assert ids_in(store) == ["a"]
+    assert len(store.of(OTHER)) == 2
 
 
 def test_other_owners_cannot_see_a_response() -> None:

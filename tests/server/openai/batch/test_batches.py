@@ -1,10 +1,14 @@
 """/v1/batches with OpenAI's client: from the file of requests to the files of answers."""
 
 import asyncio
+import errno
 import io
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -13,6 +17,7 @@ from support.live_server import LiveServer, live_server
 from support.rows import each_row
 from support.watching import eventually
 
+from pagoda.server.http.stores import files as stored_files
 from pagoda.server.openai.batch import runner
 
 pytest.importorskip("python_multipart")
@@ -250,26 +255,100 @@ def test_an_output_above_the_room_fails_the_batch() -> None:
         assert "--max-stored-file-bytes" in batch.errors.data[0].message
 
 
-def test_a_stopped_server_keeps_what_was_answered(tmp_path: Path) -> None:
-    fast, slow = line({"prompt": "a", "max_tokens": 1}), line({"prompt": "a", "max_tokens": 60}, custom_id="slow")
+def two_lines() -> tuple[str, str]:
+    return line({"prompt": "a", "max_tokens": 1}), line({"prompt": "a", "max_tokens": 60}, custom_id="slow")
+
+
+def check_both_are_answered_once(server: LiveServer) -> None:
+    client = client_of(server)
+    (batch,) = client.batches.list().data
+    batch = until(client, batch, "completed", "failed")
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.total) == ("completed", 2, 2)
+    assert [each["custom_id"] for each in lines_of(client, batch.output_file_id)] == ["x", "slow"]
+
+
+@pytest.mark.setting("--files-dir")
+def test_a_batch_goes_on_after_the_server_was_stopped(tmp_path: Path) -> None:
     with live_server("fake:slow", files_dir=str(tmp_path)) as server:
         client = client_of(server)
-        batch = started(client, fast, slow)
+        batch = started(client, *two_lines())
+        until_one_is_answered(client, batch)
+        server.call(server.state.drain())
+    with live_server(files_dir=str(tmp_path)) as server:
+        check_both_are_answered_once(server)
+        assert not list(tmp_path.glob("*.part")), "what was unfinished is finished"
+    with live_server(files_dir=str(tmp_path)) as server:
+        check_both_are_answered_once(server)
+
+
+def test_a_batch_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
+    with live_server("fake:slow", files_dir=str(tmp_path / "files")) as server:
+        client = client_of(server)
+        until_one_is_answered(client, started(client, *two_lines()))
+        shutil.copytree(tmp_path / "files", tmp_path / "killed")
+    (part,) = (tmp_path / "killed").glob("*.part")
+    with part.open("ab") as file:
+        file.write(b'{"id": "batch_req_')  # of the answer that it was writing
+    (tmp_path / "killed" / "file-other.part").write_bytes(b"of an upload")
+    with live_server(files_dir=str(tmp_path / "killed")) as server:
+        check_both_are_answered_once(server)
+        assert not list((tmp_path / "killed").glob("*.part"))
+
+
+def test_a_batch_whose_input_was_deleted_keeps_its_answers(tmp_path: Path) -> None:
+    with live_server("fake:slow", files_dir=str(tmp_path)) as server:
+        client = client_of(server)
+        batch = started(client, *two_lines())
+        client.files.delete(batch.input_file_id)
         until_one_is_answered(client, batch)
         server.call(server.state.drain())
     with live_server(files_dir=str(tmp_path)) as server:
         client = client_of(server)
         (batch,) = client.batches.list().data
-        assert (batch.status, batch.errors.data[0].code) == ("failed", "server_stopped")
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "input_file_deleted")
         assert len(lines_of(client, batch.output_file_id)) == 1
 
 
-def test_a_batch_of_a_killed_server_has_failed(tmp_path: Path) -> None:
-    with live_server(files_dir=str(tmp_path)) as server:
+def test_a_full_disk_keeps_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = [10**6]
+
+    def write(file: int, data: memoryview) -> int:
+        if b'"two"' in bytes(data):
+            room[0] = 7
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = os.write(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    lines = [line(TEXT, custom_id=name) for name in ("one", "two", "three")]
+    with live_server() as server:
         client = client_of(server)
-        until(client, started(client, line(TEXT)), "completed")
-    (path,) = tmp_path.glob("batch_*.json")
-    path.write_text(path.read_text().replace('"completed"', '"in_progress"', 1))
-    with live_server(files_dir=str(tmp_path)) as server:
-        (batch,) = client_of(server).batches.list().data
-        assert (batch.status, batch.errors.data[0].code) == ("failed", "server_stopped")
+        file = client.files.create(file=("in.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
+        monkeypatch.setattr(stored_files, "os", SimpleNamespace(**{**vars(os), "write": write}))
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = until(client, batch, "failed", "completed")
+        assert [each.code for each in batch.errors.data] == ["storage_full"]
+        assert [each["custom_id"] for each in lines_of(client, batch.output_file_id)] == ["one"]
+        with pytest.raises(openai.InternalServerError, match="the server's disk is full") as refused:
+            client.files.create(file=("in.jsonl", io.BytesIO(b"x" * 8)), purpose="batch")
+        assert refused.value.status_code == 507
+        monkeypatch.undo()
+        assert server.state.files._shares.count == 2, "nothing else is counted"
+
+
+def test_long_lines_are_not_read(server: LiveServer) -> None:
+    client = client_of(server)
+    batch = until(client, started(client, line(TEXT), line({"prompt": "a" * (33 << 20)})), "failed")
+    assert [(each.code, each.line) for each in batch.errors.data] == [("line_too_long", 2)]
+
+
+def test_keys_take_turns() -> None:
+    with live_server("fake:slow", api_key=("a", "b"), engine={"max_num_seqs": 2}) as server:
+        mine, other = client_of(server, "a"), client_of(server, "b")
+        slow = line({"prompt": "a", "max_tokens": 20}, custom_id="slow")
+        first, second, third = (started(mine, slow) for _ in range(3))
+        theirs = until(other, started(other, line({"prompt": "a", "max_tokens": 1})), "completed")
+        ended = [mine.batches.retrieve(each.id).status for each in (first, second, third)]
+        assert ended[2] != "completed", "another key's batch comes before the last of this one"
+        assert theirs.request_counts.completed == 1

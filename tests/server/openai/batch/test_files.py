@@ -3,15 +3,18 @@
 import io
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from support.live_server import LiveServer, live_server
+from support.watching import PATIENCE, eventually
 
 from pagoda.common.errors import ConfigError
-from pagoda.server.http import file_store
+from pagoda.server.http.stores import files as file_store
 
 pytest.importorskip("python_multipart")
 
@@ -118,6 +121,35 @@ def test_limits() -> None:
             upload(client)
         client.files.delete(file.id)
         upload(client, bytes(100_000))
+
+
+def test_bytes_count_while_they_come() -> None:
+    """Two uploads that each fit, but not both: the second is refused before it has ended."""
+    head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=x", "content-length": str(10**6)}
+    with live_server(max_stored_file_bytes=200_000) as server:
+        with closing(HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)) as first:
+            first.putrequest("POST", "/v1/files")
+            for name, value in kind.items():
+                first.putheader(name, value)
+            first.endheaders(head + bytes(150_000))
+            eventually(lambda: server.state.files.free_bytes("") <= 50_000)
+            with pytest.raises(openai.APIStatusError, match="--max-stored-file-bytes"):
+                upload(client_of(server), bytes(100_000))
+        eventually(lambda: server.state.files.free_bytes("") == 200_000)  # the client has left
+
+
+@pytest.mark.setting("--max-key-share")
+def test_a_key_has_a_share_of_the_files() -> None:
+    with live_server(api_key=("a", "b"), max_stored_files=4, max_stored_file_bytes=1000) as server:
+        mine, other = client_of(server, "a"), client_of(server, "b")
+        for size in (400, 100):
+            upload(mine, bytes(size))
+        with pytest.raises(openai.APIStatusError, match="--max-key-share"):
+            upload(mine, b"")
+        with pytest.raises(openai.APIStatusError, match="--max-key-share"):
+            upload(other, bytes(501))
+        upload(other, bytes(500))
 
 
 def test_a_key_sees_its_own_files_only() -> None:

@@ -1,6 +1,7 @@
 """In-memory store of responses: finished ones, and those running in the background.
 
-Bounded in number and size; the oldest are evicted. Responses are only visible to their owner.
+Bounded in number and size; the oldest of the owner with most of them are evicted. Responses are only visible to their
+owner.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
 from pagoda.server.http.errors import ResponseNotFoundError
+from pagoda.server.http.stores.shares import Shares
 
 OVERHEAD: Final = 1024
 """Bytes that a response counts besides its content."""
@@ -95,17 +97,15 @@ class ResponseStore:
     """Stores at most `max_count` responses of at most `max_bytes` in total. 0: none."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
-        self._max_count = max_count
-        self._max_bytes = max_bytes
+        self._shares: Shares[bytes] = Shares(max_count, max_bytes)
         self._responses: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
         self._sizes: dict[tuple[bytes, str], int] = {}
-        self._size = 0
         self._by_item: dict[tuple[bytes, str], StoredResponse] = {}  # the latest with an item, by owner and item id
 
     @property
     def keeps(self) -> bool:
         """Whether anything can be stored."""
-        return self._max_count > 0 and self._max_bytes > 0
+        return self._shares.max_count > 0 and self._shares.max_bytes > 0
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -137,33 +137,34 @@ class ResponseStore:
             self._drop(self._responses[response.key])
         self._responses[response.key] = response
         self._sizes[response.key] = 0
+        self._shares.add(response.owner, count=1)
         self.resize(response)
 
     def resize(self, response: StoredResponse) -> None:
-        """Update the size of a response that has grown. Evict the oldest if needed, or itself if it is too large."""
+        """Update the size of a response that has grown. Evict others if needed, or itself if it is too large."""
         if self._responses.get(response.key) is not response:
             return
         self._by_item |= dict.fromkeys(((response.owner, item_id) for item_id in response.item_ids), response)
         size = response.size
-        self._size += size - self._sizes[response.key]
+        self._shares.add(response.owner, size=size - self._sizes[response.key])
         self._sizes[response.key] = size
-        if size > self._max_bytes:
+        if size > self._shares.max_bytes:
             self._drop(response)
-        while self._responses and (len(self._responses) > self._max_count or self._size > self._max_bytes):
-            self._drop(self._oldest())
+        while (owner := self._shares.over()) is not None:
+            self._drop(self._oldest(owner))
 
     def delete(self, response_id: str, owner: bytes) -> None:
         """Delete a response and cancel it if it runs. Raise ResponseNotFoundError."""
         self._drop(self.get(response_id, owner))
 
-    def _oldest(self) -> StoredResponse:
-        """Return the oldest that has ended, else the oldest."""
-        ended = (response for response in self._responses.values() if not response.running)
-        return next(ended, None) or next(iter(self._responses.values()))
+    def _oldest(self, owner: bytes) -> StoredResponse:
+        """Return the owner's oldest that has ended, else the oldest."""
+        own = self.of(owner)
+        return next((response for response in own if not response.running), own[0])
 
     def _drop(self, response: StoredResponse) -> None:
         del self._responses[response.key]
-        self._size -= self._sizes.pop(response.key)
+        self._shares.add(response.owner, count=-1, size=-self._sizes.pop(response.key))
         for item in ((response.owner, item_id) for item_id in response.item_ids):
             if self._by_item.get(item) is response:
                 del self._by_item[item]

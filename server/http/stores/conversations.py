@@ -1,6 +1,7 @@
 """In-memory store of the conversations of /v1/conversations: their metadata and items.
 
-Bounded in number and size; the least recently changed are evicted. Conversations are only visible to their owner.
+Bounded in number and size; the least recently changed of the owner with most of them are evicted. Conversations are
+only visible to their owner.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.response_store import ID_SIZE, OVERHEAD
+from pagoda.server.http.stores.responses import ID_SIZE, OVERHEAD
+from pagoda.server.http.stores.shares import Shares
 
 
 @dataclass(eq=False, slots=True)
@@ -35,22 +37,21 @@ class ConversationStore:
     """Stores at most `max_count` conversations of at most `max_bytes` in total. 0: none."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
-        self._max_count = max_count
-        self._max_bytes = max_bytes
+        self._shares: Shares[bytes] = Shares(max_count, max_bytes)
         self._conversations: dict[tuple[bytes, str], StoredConversation] = {}  # least recently changed first
-        self._size = 0
 
     def __len__(self) -> int:
         return len(self._conversations)
 
     def create(self, owner: bytes, metadata: Mapping[str, str], items: Mapping[str, bytes]) -> StoredConversation:
         """Store a conversation. Raise HttpError (400, 413) if none is stored, or if it is too large."""
-        if self._max_count <= 0 or self._max_bytes <= 0:
+        if self._shares.max_count <= 0 or self._shares.max_bytes <= 0:
             raise HttpError(400, "conversations need a server that stores responses (--max-stored-responses)")
         conversation = StoredConversation(owner, metadata=metadata, items=dict(items))
-        if conversation.measured() > self._max_bytes:
-            raise _too_large(self._max_bytes)
+        if conversation.measured() > self._shares.max_bytes:
+            raise _too_large(self._shares.max_bytes)
         self._conversations[owner, conversation.id] = conversation
+        self._shares.add(owner, count=1)
         self._resize(conversation)
         return conversation
 
@@ -67,8 +68,8 @@ class ConversationStore:
     def add(self, conversation: StoredConversation, items: Mapping[str, bytes]) -> None:
         """Add items to a conversation. Raise HttpError (413) if it becomes too large; it is unchanged then."""
         added = sum(ID_SIZE + len(item) for item in items.values())
-        if conversation.size + added > self._max_bytes:
-            raise _too_large(self._max_bytes)
+        if conversation.size + added > self._shares.max_bytes:
+            raise _too_large(self._shares.max_bytes)
         conversation.items |= items
         self._resize(conversation)
 
@@ -92,15 +93,15 @@ class ConversationStore:
         if self._conversations.pop(key, None) is None:  # evicted or deleted while a response was generated
             return
         self._conversations[key] = conversation
-        self._size -= conversation.size
-        conversation.size = conversation.measured()
-        self._size += conversation.size
-        while len(self._conversations) > self._max_count or self._size > self._max_bytes:
-            self._drop(next(iter(self._conversations.values())))
+        size = conversation.measured()
+        self._shares.add(conversation.owner, size=size - conversation.size)
+        conversation.size = size
+        while (owner := self._shares.over()) is not None:
+            self._drop(next(each for each in self._conversations.values() if each.owner == owner))
 
     def _drop(self, conversation: StoredConversation) -> None:
         del self._conversations[conversation.owner, conversation.id]
-        self._size -= conversation.size
+        self._shares.add(conversation.owner, count=-1, size=-conversation.size)
 
 
 def _too_large(limit: int) -> HttpError:

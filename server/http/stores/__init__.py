@@ -1,0 +1,1 @@
+"""What clients leave on the server: responses, conversations and files, bounded together and fair between owners."""
