@@ -8,17 +8,18 @@ The first frame has the base model, each further one the folder of an adapter. M
 from __future__ import annotations
 
 import contextlib
-import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
 
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
 from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.models.family import Rule
+from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
 from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, slot_elements
 from pagoda.server.processing.worker import ChildWorker, Handler, WorkerEndedError, WorkerTimeoutError, serve
@@ -35,6 +36,16 @@ _SPARE_BYTES: Final = 1 << 28
 _WEIGHTS: Final = b"w"
 _ERROR: Final = b"e"
 _ALIGNMENT: Final = 64
+_RULES: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in get_args(Rule)}
+
+
+class _Base(msgspec.Struct, frozen=True):
+    """A BaseModel as a message. `rules`: each with the name of its class."""
+
+    rules: list[tuple[str, msgspec.Raw]]
+    params: dict[str, Param]
+    adaptable: dict[str, Param]
+    max_rank: int
 
 
 class _Matrix(msgspec.Struct, frozen=True):
@@ -65,7 +76,7 @@ class AdapterReader:
         memory = _COPIES * 4 * slot_elements(base.adaptable.values(), base.max_rank) + _SPARE_BYTES
         self._seconds, self._elapsed = seconds, elapsed
         self._worker = ChildWorker(
-            (*program, str(memory)), seconds, elapsed, lambda: pickle.dumps(base), name="LoRA adapters"
+            (*program, str(memory)), seconds, elapsed, lambda: _encoded_base(base), name="LoRA adapters"
         )
 
     def read(self, adapter: Adapter) -> AdapterWeights:
@@ -84,6 +95,17 @@ class AdapterReader:
 
 def _refused(adapter: Adapter, reason: str) -> RequestError:
     return RequestError(LORA_FIELD, f"adapter {adapter.name}: {reason}")
+
+
+def _encoded_base(base: BaseModel) -> bytes:
+    rules = [(type(rule).__name__, msgspec.Raw(msgspec.msgpack.encode(rule))) for rule in base.rules]
+    return msgspec.msgpack.encode(_Base(rules, dict(base.params), dict(base.adaptable), base.max_rank))
+
+
+def _decoded_base(setup: bytes) -> BaseModel:
+    message = msgspec.msgpack.decode(setup, type=_Base)
+    rules: list[Rule] = [msgspec.msgpack.decode(rule, type=_RULES[kind]) for kind, rule in message.rules]
+    return BaseModel(tuple(rules), message.params, message.adaptable, message.max_rank)
 
 
 def _encoded(weights: AdapterWeights) -> bytes:
@@ -125,8 +147,7 @@ def _taken(numbers: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
 
 def handler(setup: bytes) -> Handler:
     """Return what reads adapters of a base model."""
-    base = pickle.loads(setup)  # written by the engine
-    assert isinstance(base, BaseModel)
+    base = _decoded_base(setup)
 
     def read(path: bytes) -> bytes:
         try:

@@ -11,18 +11,21 @@ from support.tiny_folder import CONFIG
 
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import RequestError
-from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
 from pagoda.common.weights.lora.weights import adaptable
+from pagoda.server.startup import adapter_reader as module
 from pagoda.server.startup.adapter_reader import AdapterReader
 
 MODULES = llama_modules(32, 48, 4, 2, 2)
 
 
+SPEC, FAMILY = spec_from_config(CONFIG)
+
+
 def base() -> BaseModel:
-    spec, family = spec_from_config(CONFIG)
-    return BaseModel(family.rules, params(spec), adaptable(spec), 16)
+    return BaseModel(FAMILY.rules, params(SPEC), adaptable(SPEC), 16)
 
 
 def adapter(folder: Path) -> Adapter:
@@ -39,6 +42,12 @@ def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.matrices[name].a, factors.a)
             np.testing.assert_array_equal(found.matrices[name].b, factors.b)
             assert found.matrices[name].a.flags.writeable, "else torch warns of it"
+
+
+def test_the_rules_of_every_family_reach_the_process() -> None:
+    for architecture in ARCHITECTURES:
+        sent = BaseModel(family(architecture).rules, params(SPEC), adaptable(SPEC), 16)
+        assert module._decoded_base(module._encoded_base(sent)) == sent, architecture
 
 
 def test_hostile_adapters_end_within_their_limits_and_the_next_one_is_read(tmp_path: Path) -> None:
