@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from lora_fixtures import CASES, FOLDER, SMALL, base_model
-from support.adapters import llama_modules, write_adapter
+from support.adapters import ReaderHere, llama_modules, write_adapter
 from support.jax_devices import DEVICES
 from support.slow_matrix import some, thinned
 
 from pagoda import LLM, SamplingParams
 from pagoda.common.errors import ConfigError, RequestError
+from pagoda.server.startup import engine as startup
 from pagoda.server.vllm_compat.request_types import LoRARequest
 
 assert DEVICES > 1
@@ -27,6 +28,7 @@ EVERYTHING = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, log
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    monkeypatch.setattr(startup, "AdapterReader", ReaderHere)
 
 
 class MakeEngine(Protocol):
