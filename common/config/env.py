@@ -329,6 +329,10 @@ def _ours(name: str, help: str, setting: str = "", maps_to: Callable[[str], Mapp
 API_KEY: Final = _ours(
     "API_KEY", "API key that clients of `serve` must present.", maps_to=lambda text: {"api_key": (text,)}
 )
+CLUSTER_TOKEN: Final = EnvVar(
+    "PAGODA_CLUSTER_TOKEN",
+    "Secret that the nodes of a deployment prove to each other to know (--cluster-token-file).",
+)
 CLIENT_API_KEY: Final = EnvVar("OPENAI_API_KEY", "API key that `chat`, `complete` and `bench serve` send.", shared=True)
 HF_TOKEN: Final = EnvVar(
     "HF_TOKEN",
@@ -439,6 +443,7 @@ SERVER_DEV_MODE: Final = _ours(
 )
 
 VARIABLES: Final = (
+    CLUSTER_TOKEN,
     *(API_KEY, CLIENT_API_KEY, HF_TOKEN, HF_HUB_OFFLINE, ALLOW_LONG_MAX_MODEL_LEN, TEST_FORCE_LOAD_FORMAT, PLUGINS),
     *(BATCH_INVARIANT, XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE, ALLOCATOR, TRANSFORMERS_DEVICE),
     *(ALLOW_RUNTIME_LORA_UPDATING, LORA_RESOLVER_CACHE_DIR),

@@ -1,8 +1,8 @@
 """The handshake of several hosts: they connect to host 0, which compares their fingerprints and tells all the verdict.
 
 Runs on plain sockets before any device or weight is touched, so that a mismatch is one line on every host and not a
-hang in the first collective. Steps use the same connections afterwards. The port is neither authenticated nor
-encrypted: restrict it to the hosts.
+hang in the first collective. Steps use the same connections afterwards. With a token hosts prove to each other that
+they know it, and only one that does can join or end the start. Nothing is encrypted: restrict the port to the hosts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import (
     HANDSHAKE_BYTES,
     WIRE_VERSION,
+    Challenge,
     Hello,
     Host,
     HostFingerprint,
@@ -37,6 +39,7 @@ from pagoda.common.distributed.messages import (
     send_frame,
     wire_version,
 )
+from pagoda.common.distributed.proof import is_proof, new_nonce, proof
 from pagoda.common.errors import ConfigError
 
 WAIT_SECONDS: Final = 300.0  # time limit for all hosts to connect
@@ -47,6 +50,13 @@ _RETRY_SECONDS: Final = 0.2
 _CONNECT_SECONDS: Final = 5.0
 _MAX_VERDICT_CHARACTERS: Final = 4000
 _SAME_FLAGS: Final = "give every host the same flags"
+_TOKEN_FLAG: Final = "--cluster-token-file"
+_SAME_TOKEN: Final = f"give every host the same PAGODA_CLUSTER_TOKEN or {_TOKEN_FLAG}"
+
+SIDE_BY_SIDE: Final = 64
+"""Clients that are heard at a time."""
+
+MessageT = TypeVar("MessageT")
 
 Check = Callable[[Sequence[Host]], str]
 """Returns why these hosts cannot work together, with the remedy; "" if they can."""
@@ -56,10 +66,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoiningHost:
-    """A host that has sent its Hello."""
+    """A host that has sent its Hello. `nonces`: host 0's and its own."""
 
     connection: socket.socket
     host: Host
+    nonces: tuple[bytes, bytes]
+    has_token: bool
 
     @property
     def rank(self) -> int:
@@ -75,19 +87,21 @@ class JoiningHost:
 class JoiningHosts:
     """The hosts that have connected to `listener`, of `nodes` including host 0, until `deadline` (monotonic clock).
 
-    Leaving the context closes their connections, unless they were taken with `detach`.
+    `token`: what they must prove to know; empty: nothing. Leaving the context closes their connections, unless they
+    were taken with `detach`.
     """
 
-    def __init__(self, listener: socket.socket, nodes: int, deadline: float) -> None:
-        self._listener, self._nodes, self._deadline = listener, nodes, deadline
+    def __init__(self, listener: socket.socket, nodes: int, deadline: float, token: str = "") -> None:
+        self._listener, self._nodes, self._deadline, self._token = listener, nodes, deadline, token
         self._hosts: list[JoiningHost] = []
+        self._greeted: dict[Future[JoiningHost | str], socket.socket] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for host in self._hosts:
-            host.connection.close()
+        for connection in (*(host.connection for host in self._hosts), *self._greeted.values()):
+            _close(connection)
 
     def __iter__(self) -> Iterator[JoiningHost]:
         """Iterate in rank order."""
@@ -99,42 +113,84 @@ class JoiningHosts:
         self._hosts.clear()
         return hosts
 
-    def send(self, verdict: Verdict) -> None:
+    def send(self, reason: str) -> None:
         """Send the verdict to all hosts, skipping those that have disconnected."""
         for host in self._hosts:
-            try:
-                send_frame(host.connection, encode(verdict))
-            except OSError:
-                continue
+            shown = proof(self._token, "host 0", *host.nonces, reason.encode())
+            with contextlib.suppress(OSError):
+                send_frame(host.connection, encode(Verdict(reason, shown)))
 
     def admit(self) -> str:
         """Accept hosts until all have connected, rejecting other clients.
 
-        Returns why the set cannot be completed, or "".
+        Clients are heard side by side: one that says nothing delays no other. Returns why the set cannot be completed,
+        or "".
         """
+        pool = ThreadPoolExecutor(SIDE_BY_SIDE, "pagoda-join")
+        ringing, bell = socket.socketpair()
+        try:
+            with ringing, bell:
+                return self._admit(pool, ringing, bell)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _admit(self, pool: ThreadPoolExecutor, ringing: socket.socket, bell: socket.socket) -> str:
+        """`ringing`: becomes readable when a client was heard, by `bell`."""
         while len(self._hosts) < self._nodes - 1:
-            try:
-                self._listener.settimeout(max(0.0, self._deadline - time.monotonic()))
-                connection, address = self._listener.accept()
-            except (TimeoutError, BlockingIOError):
+            left = self._deadline - time.monotonic()
+            if left <= 0:
                 return self._missing()
-            self._hosts = [host for host in self._hosts if not host.disconnected]
-            try:
-                fault = self._receive_hello(connection, address[0])
-            except (EOFError, OSError, ValueError) as error:
-                logger.warning("rejected %s on the port for hosts: %s", address[0], error)
+            watched = [ringing, self._listener] if len(self._greeted) < SIDE_BY_SIDE else [ringing]
+            ready, _, _ = select.select(watched, [], [], left)
+            if self._listener in ready:
+                self._start_greeting(pool, bell)
+            if ringing in ready:
+                ringing.recv(SIDE_BY_SIDE)
+                if fault := self._take_heard():
+                    return fault
+        return ""
+
+    def _start_greeting(self, pool: ThreadPoolExecutor, bell: socket.socket) -> None:
+        self._listener.settimeout(0)
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # it has left
+            return
+        greeted = pool.submit(self._greet, connection, address[0])
+        self._greeted[greeted] = connection
+        greeted.add_done_callback(lambda _: _ring(bell))
+
+    def _take_heard(self) -> str:
+        """Take in those who were heard. Returns why one of them ends the start, or ""."""
+        for greeted in [each for each in self._greeted if each.done()]:
+            connection = self._greeted.pop(greeted)
+            if (error := greeted.exception()) is not None:
+                address = _address(connection)
+                logger.warning("rejected %s on the port for hosts: %s", address, error)
                 connection.close()
                 continue
+            joining = greeted.result()
+            if isinstance(joining, str):
+                return joining
+            self._hosts = [host for host in self._hosts if not host.disconnected]
+            if joining.disconnected:  # it may connect again
+                connection.close()
+                continue
+            fault = self._rank_error(joining)
+            self._hosts.append(joining)
             if fault:
                 return fault
         return ""
 
-    def _receive_hello(self, connection: socket.socket, address: str) -> str:
-        """Return why the host cannot join, or "".
+    def _greet(self, connection: socket.socket, address: str) -> JoiningHost | str:
+        """Return the host, or why it ends the start. Runs in a thread.
 
-        Raises EOFError, OSError or ValueError if the client is not a host.
+        Raises EOFError, OSError or ValueError if the client is no host that may join.
         """
         prepare(connection)
+        connection.settimeout(_HANDSHAKE_SECONDS)
+        nonce = new_nonce()
+        send_frame(connection, encode(Challenge(WIRE_VERSION, nonce, wants_proof=bool(self._token))))
         data = receive_frame(connection, HANDSHAKE_BYTES, _HANDSHAKE_SECONDS)
         version = wire_version(data)
         if version != WIRE_VERSION:
@@ -143,21 +199,25 @@ class JoiningHosts:
                 f"{WIRE_VERSION}; install the same version everywhere"
             )
             send_frame(connection, encode(Verdict(fault)))
+            if self._token:  # it has proved nothing
+                raise ValueError(fault)
             connection.close()
             return fault
         hello = decode(data)
         if not isinstance(hello, Hello):
             raise ValueError(f"expected Hello, received {type(hello).__name__}")
-        host = JoiningHost(connection, Host(hello.fingerprint, address))
-        fault = self._rank_error(host)
-        self._hosts.append(host)
-        return fault
+        said = nonce, hello.nonce, encode(hello.fingerprint)
+        if self._token and not is_proof(hello.proof, self._token, "joining", *said):
+            raise ValueError("it does not prove that it knows the cluster's token")
+        return JoiningHost(connection, Host(hello.fingerprint, address), (nonce, hello.nonce), bool(hello.proof))
 
     def _rank_error(self, joining: JoiningHost) -> str:
         if joining.host.fingerprint.nodes != self._nodes:
             return (
                 f"{joining.host} has --nnodes {joining.host.fingerprint.nodes} instead of {self._nodes}; {_SAME_FLAGS}"
             )
+        if joining.has_token and not self._token:
+            return f"{joining.host} has a cluster token, host 0 has none; {_SAME_TOKEN}"
         ranks = f"give each host a --node-rank of its own, 0 to {self._nodes - 1}"
         if not 0 < joining.rank < self._nodes:
             return f"{joining.host} has a rank out of range; {ranks}"
@@ -177,55 +237,84 @@ class JoiningHosts:
 
 
 def meet(
-    parallel: ParallelConfig, fingerprint: HostFingerprint, check: Check, wait: float = WAIT_SECONDS
+    parallel: ParallelConfig,
+    fingerprint: HostFingerprint,
+    check: Check,
+    wait: float = WAIT_SECONDS,
+    *,
+    token: str = "",
 ) -> tuple[Peer, ...]:
-    """Return the other hosts in rank order on host 0, host 0 on the others. `wait`: time limit in seconds.
+    """Return the other hosts in rank order on host 0, host 0 on the others.
 
-    Raises ConfigError if a host differs, is missing or connects twice, or if the port is taken or unreachable.
+    `wait`: time limit in seconds; `token`: what hosts prove to each other to know, empty for nothing. Raises
+    ConfigError if a host differs, is missing, connects twice or knows another token, or if the port is taken or
+    unreachable.
     """
     if parallel.node_rank:
-        return (_join(parallel, fingerprint, wait),)
-    return _gather(parallel, fingerprint, check, wait)
+        return (_join(parallel, fingerprint, wait, token),)
+    return _gather(parallel, fingerprint, check, wait, token)
 
 
-def _gather(parallel: ParallelConfig, fingerprint: HostFingerprint, check: Check, wait: float) -> tuple[Peer, ...]:
-    with _listen(parallel) as listener, JoiningHosts(listener, parallel.nnodes, time.monotonic() + wait) as joining:
-        logger.info("waiting for %d other hosts at %s:%d", parallel.nnodes - 1, *listener.getsockname()[:2])
+def _gather(
+    parallel: ParallelConfig, fingerprint: HostFingerprint, check: Check, wait: float, token: str
+) -> tuple[Peer, ...]:
+    deadline = time.monotonic() + wait
+    with _listen(parallel) as listener, JoiningHosts(listener, parallel.nnodes, deadline, token) as joining:
+        place = "{}:{}".format(*listener.getsockname()[:2])
+        logger.info("waiting for %d other hosts at %s", parallel.nnodes - 1, place)
+        if not token:
+            logger.warning("whoever reaches %s can join and read every prompt: %s", place, _SAME_TOKEN)
         reason = joining.admit()
         if not reason:
             hosts = [Host(fingerprint, parallel.master_addr), *(each.host for each in joining)]
             reason = differences(hosts) or check(hosts)
-        verdict = Verdict(reason[:_MAX_VERDICT_CHARACTERS])
-        joining.send(verdict)
-        _raise(verdict)
+        reason = reason[:_MAX_VERDICT_CHARACTERS]
+        joining.send(reason)
+        _raise(reason)
         return tuple(Peer(each.connection, str(each.host)) for each in joining.detach())
 
 
-def _join(parallel: ParallelConfig, fingerprint: HostFingerprint, wait: float) -> Peer:
+def _join(parallel: ParallelConfig, fingerprint: HostFingerprint, wait: float, token: str) -> Peer:
     name, address = host_name(0, parallel.master_addr), f"{parallel.master_addr}:{parallel.master_port}"
     with contextlib.ExitStack() as opened:
         connection = opened.enter_context(_connect(parallel, wait))
         try:
-            verdict = _send_hello(connection, fingerprint, wait)
+            verdict = _send_hello(connection, fingerprint, wait, token)
+        except ConfigError:
+            raise
         except (EOFError, OSError, ValueError) as error:
             raise ConfigError(
                 "--master-port",
                 f"the process listening at {address} does not answer as {name} ({describe(error)}); check its log, and "
                 "give every host the same --master-port, one that no other program uses",
             ) from None
-        _raise(verdict)
+        _raise(verdict.reason)
         opened.pop_all()
     return Peer(connection, name)
 
 
-def _send_hello(connection: socket.socket, fingerprint: HostFingerprint, wait: float) -> Verdict:
-    """Return host 0's verdict. Raises EOFError, OSError or ValueError if it sends none."""
-    send_frame(connection, encode(Hello(WIRE_VERSION, fingerprint)))
-    timeout = 2 * wait  # host 0 may just have begun to wait for the other hosts
-    verdict = decode(receive_frame(connection, HANDSHAKE_BYTES, timeout))
-    if not isinstance(verdict, Verdict):
-        raise ValueError(f"expected Verdict, received {type(verdict).__name__}")
+def _send_hello(connection: socket.socket, fingerprint: HostFingerprint, wait: float, token: str) -> Verdict:
+    """Return host 0's verdict.
+
+    Raises EOFError, OSError or ValueError if it sends none, ConfigError if it does not prove that it knows the token.
+    """
+    challenge = _received(connection, Challenge, wait)
+    if challenge.wants_proof and not token:
+        raise ConfigError(_TOKEN_FLAG, f"host 0 has a cluster token, this host has none; {_SAME_TOKEN}")
+    nonces = challenge.nonce, new_nonce()
+    shown = proof(token, "joining", *nonces, encode(fingerprint))
+    send_frame(connection, encode(Hello(WIRE_VERSION, fingerprint, nonces[1], shown)))
+    verdict = _received(connection, Verdict, 2 * wait)  # host 0 may just have begun to wait for the other hosts
+    if token and not is_proof(verdict.proof, token, "host 0", *nonces, verdict.reason.encode()):
+        raise ConfigError(_TOKEN_FLAG, f"host 0 does not prove that it knows the cluster's token; {_SAME_TOKEN}")
     return verdict
+
+
+def _received(connection: socket.socket, kind: type[MessageT], seconds: float) -> MessageT:
+    message = decode(receive_frame(connection, HANDSHAKE_BYTES, seconds))
+    if not isinstance(message, kind):
+        raise ValueError(f"expected {kind.__name__}, received {type(message).__name__}")
+    return message
 
 
 def _connect(parallel: ParallelConfig, wait: float) -> socket.socket:
@@ -250,9 +339,29 @@ def _connect(parallel: ParallelConfig, wait: float) -> socket.socket:
             return connection
 
 
-def _raise(verdict: Verdict) -> None:
-    if verdict.reason:
-        raise ConfigError("--nnodes", verdict.reason)
+def _raise(reason: str) -> None:
+    if reason:
+        raise ConfigError("--nnodes", reason)
+
+
+def _ring(bell: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # nobody waits any more
+        bell.send(b"\0")
+
+
+def _close(connection: socket.socket) -> None:
+    """Close a connection that a thread may be reading."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _address(connection: socket.socket) -> str:
+    """Return the address of a client, which may have left."""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "a client"
 
 
 def _listen(parallel: ParallelConfig) -> socket.socket:

@@ -160,7 +160,15 @@ def _shown(value: str) -> str:
     return value[:200] or "nothing"
 
 
-WIRE_VERSION: Final = 7  # increment with every change to the messages below
+WIRE_VERSION: Final = 8  # increment with every change to the messages below
+
+
+class Challenge(msgspec.Struct, tag="challenge", frozen=True):
+    """First message of host 0 to whoever connects, see `proof`."""
+
+    wire: int  # stays the first field in every version
+    nonce: bytes
+    wants_proof: bool
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -168,12 +176,15 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
     wire: int  # stays the first field in every version
     fingerprint: HostFingerprint
+    nonce: bytes = b""
+    proof: bytes = b""  # of both nonces and the fingerprint; empty without a token
 
 
 class Verdict(msgspec.Struct, tag="verdict", frozen=True):
     """Host 0's answer: continue if `reason` is empty, else why not, with the remedy."""
 
     reason: str = ""
+    proof: bytes = b""  # of both nonces and the reason; empty without a token
 
 
 class BlockCount(msgspec.Struct, tag="room", frozen=True):
@@ -237,7 +248,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 Message = (
-    Hello
+    Challenge
+    | Hello
     | Verdict
     | BlockCount
     | AgreedBlocks

@@ -8,16 +8,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from pagoda import __version__
 from pagoda.backends.modules import HostRuntime
 from pagoda.backends.registry import load_host_runtime
 from pagoda.common.backend import Backend, ParallelSizes
+from pagoda.common.config.env import CLUSTER_TOKEN
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.handshake import meet
 from pagoda.common.distributed.leader import LeadingBackend, current_error
 from pagoda.common.distributed.messages import Host, HostFingerprint, Peer
+from pagoda.common.distributed.proof import MIN_TOKEN_CHARACTERS
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.settings.resolve import Resolved
@@ -61,9 +65,13 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
         yield None
         return
     check_hosts(resolved)
+    token = cluster_token(parallel)
     runtime = load_host_runtime(resolved.backend)
     peers = meet(
-        parallel, fingerprint_of(resolved, runtime), lambda hosts: check_devices(hosts, resolved.parallel_sizes)
+        parallel,
+        fingerprint_of(resolved, runtime),
+        lambda hosts: check_devices(hosts, resolved.parallel_sizes),
+        token=token,
     )
     try:
         runtime.start(parallel)
@@ -74,6 +82,23 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
         for peer in peers:
             peer.close()
         raise
+
+
+def cluster_token(parallel: ParallelConfig) -> str:
+    """Return the secret that hosts prove to each other to know; empty for none. Raises ConfigError."""
+    flag, path = "--cluster-token-file", parallel.cluster_token_file
+    try:
+        token = (CLUSTER_TOKEN.read() or "") if path is None else Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(flag, f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    token = token.strip()
+    if path is not None and not token:
+        raise ConfigError(flag, f"{path} is empty; write a secret to it: openssl rand -hex 32")
+    if 0 < len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            flag, f"the token has fewer than {MIN_TOKEN_CHARACTERS} characters and can be guessed; openssl rand -hex 32"
+        )
+    return token
 
 
 def check_hosts(resolved: Resolved) -> None:

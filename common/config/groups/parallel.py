@@ -127,6 +127,11 @@ class ParallelConfig:
     master_port: int = option(29501, "Port on node 0 in a multi-node deployment; the following port is used too.")
     nnodes: int = option(1, "Number of nodes that one model is sharded over.", aliases=("-n",))
     node_rank: int = option(0, "Rank of this node; node 0 receives the requests.", aliases=("-r",))
+    cluster_token_file: str | None = option(
+        None,
+        "File with a secret that the nodes of a deployment prove to each other to know; default: the environment "
+        "variable PAGODA_CLUSTER_TOKEN. Without one, whoever reaches node 0's port can join.",
+    )
     dcp_kv_cache_interleave_size: int = option(
         1, "KV cache interleave size of decode context parallelism, in tokens.", no_effect=_CP_ONLY
     )

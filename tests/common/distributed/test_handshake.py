@@ -14,12 +14,13 @@ from support.own_address import OWN_ADDRESS, own_port
 from support.rows import each_row
 
 from pagoda.common.config.groups.parallel import ParallelConfig
-from pagoda.common.distributed.handshake import meet
+from pagoda.common.distributed.handshake import SIDE_BY_SIDE, meet
 from pagoda.common.distributed.messages import (
     HANDSHAKE_BYTES,
     WIRE_VERSION,
     AgreedBlocks,
     BlockCount,
+    Challenge,
     Hello,
     Host,
     HostFingerprint,
@@ -30,6 +31,7 @@ from pagoda.common.distributed.messages import (
     receive_frame,
     send_frame,
 )
+from pagoda.common.distributed.proof import proof
 from pagoda.common.errors import ConfigError
 
 HERE = OWN_ADDRESS  # of host 0; the others connect from 127.0.0.1
@@ -54,17 +56,24 @@ def nothing(hosts: Sequence[Host]) -> str:
 class Handshake:
     """The outcome on each host: its peers, or the error message."""
 
-    def __init__(self, *hosts: HostFingerprint, nodes: int = 2, wait: float = PATIENT, check: Any = nothing) -> None:
+    def __init__(
+        self,
+        *hosts: HostFingerprint,
+        nodes: int = 2,
+        wait: float = PATIENT,
+        check: Any = nothing,
+        tokens: Sequence[str] = ("", "", ""),
+    ) -> None:
         self.port = own_port()
         with ThreadPoolExecutor(len(hosts)) as pool:
-            waiting = [pool.submit(self._meet, host, nodes, wait, check) for host in hosts]
+            waiting = [pool.submit(self._meet, host, nodes, wait, check, token) for host, token in zip(hosts, tokens)]
             self.ends = [each.result() for each in waiting]
 
-    def _meet(self, host: HostFingerprint, nodes: int, wait: float, check: Any) -> tuple[Peer, ...] | str:
+    def _meet(self, host: HostFingerprint, nodes: int, wait: float, check: Any, token: str) -> tuple[Peer, ...] | str:
         nodes = max(nodes, host.rank + 1)
         parallel = ParallelConfig(nnodes=nodes, node_rank=host.rank, master_addr=HERE, master_port=self.port)
         try:
-            return meet(parallel, host, check, wait)
+            return meet(parallel, host, check, wait, token=token)
         except ConfigError as error:
             return str(error)
 
@@ -197,10 +206,10 @@ def test_another_program_listens_at_the_port() -> None:
 class WaitingHost0:
     """Host 0 waiting for the others, and connections to its port."""
 
-    def __init__(self, pool: ThreadPoolExecutor, nodes: int = 2) -> None:
-        self.nodes, self.port = nodes, own_port()
+    def __init__(self, pool: ThreadPoolExecutor, nodes: int = 2, token: str = "") -> None:
+        self.nodes, self.port, self.token = nodes, own_port(), token
         parallel = ParallelConfig(nnodes=nodes, master_addr=HERE, master_port=self.port)
-        self.waiting = pool.submit(meet, parallel, fingerprint(0, nodes), nothing, PATIENT)
+        self.waiting = pool.submit(meet, parallel, fingerprint(0, nodes), nothing, PATIENT, token=token)
 
     def connect(self, data: bytes = b"") -> socket.socket:
         while True:
@@ -215,7 +224,7 @@ class WaitingHost0:
     def join(self, rank: int) -> tuple[Peer, ...]:
         """Run the handshake of another host."""
         parallel = ParallelConfig(nnodes=self.nodes, node_rank=rank, master_addr=HERE, master_port=self.port)
-        return meet(parallel, fingerprint(rank, self.nodes), nothing, PATIENT)
+        return meet(parallel, fingerprint(rank, self.nodes), nothing, PATIENT, token=self.token)
 
 
 @each_row(
@@ -232,6 +241,7 @@ def test_other_clients_are_disconnected(data: bytes) -> None:
     with ThreadPoolExecutor(1) as pool:
         host0 = WaitingHost0(pool)
         with host0.connect(data) as stranger, contextlib.suppress(ConnectionResetError):
+            assert isinstance(decode(receive_frame(stranger, HANDSHAKE_BYTES)), Challenge)
             assert stranger.recv(1) == b""
         (leader,) = host0.join(1)
         (follower,) = host0.waiting.result()
@@ -255,9 +265,85 @@ def test_another_version_of_the_messages() -> None:
     with ThreadPoolExecutor(1) as pool:
         host0 = WaitingHost0(pool)
         with host0.connect() as old:
+            receive_frame(old, HANDSHAKE_BYTES)
             send_frame(old, msgspec.msgpack.encode({"type": "hello", "wire": 99, "name": "whatever it was then"}))
             verdict = decode(receive_frame(old, HANDSHAKE_BYTES))
         line = str(host0.waiting.exception())
         assert isinstance(verdict, Verdict)
         assert line == f"--nnodes: {verdict.reason}"
         assert "the host at 127.0.0.1 runs another version of pagoda: its message version is 99" in line
+
+
+TOKEN = "a secret of many characters"
+
+
+def test_hosts_with_one_token_connect() -> None:
+    meeting = Handshake(fingerprint(0), fingerprint(1), tokens=(TOKEN, TOKEN))
+    assert all(len(peers) == 1 for peers in meeting.ends)
+    meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "second"),
+    [
+        (
+            (TOKEN, ""),
+            "host 1 of 2 did not connect",
+            "host 0 has a cluster token, this host has none",
+        ),
+        ((TOKEN, TOKEN[::-1]), "host 1 of 2 did not connect", "does not answer as host 0"),
+        (("", TOKEN), "host 1 (127.0.0.1) has a cluster token, host 0 has none", "host 0 does not prove that it knows"),
+    ],
+)
+def test_hosts_with_different_tokens(tokens: tuple[str, str], first: str, second: str) -> None:
+    ends = list(map(str, Handshake(fingerprint(0), fingerprint(1), wait=2.0, tokens=tokens).ends))
+    assert first in ends[0]
+    assert second in ends[1]
+
+
+def test_only_who_proves_the_token_joins_or_ends_the_start() -> None:
+    """A stranger knows everything but the token, and has recorded the proof of a host that joined before."""
+    with ThreadPoolExecutor(2) as pool:
+        host0 = WaitingHost0(pool, token=TOKEN)
+        recorded = proof(TOKEN, "joining", bytes(32), bytes(32), encode(fingerprint(1)))
+        for hello in (
+            Hello(WIRE_VERSION, fingerprint(1)),
+            Hello(WIRE_VERSION, fingerprint(1), bytes(32), recorded),
+            Hello(WIRE_VERSION, fingerprint(1, 7), bytes(32), b"x" * 32),
+            Hello(99, fingerprint(1), bytes(32), recorded),
+        ):
+            with host0.connect() as stranger, contextlib.suppress(ConnectionResetError):
+                assert isinstance(decode(receive_frame(stranger, HANDSHAKE_BYTES)), Challenge)
+                send_frame(stranger, encode(hello))
+                while stranger.recv(1 << 16):
+                    pass
+            assert not host0.waiting.done()
+        (leader,) = host0.join(1)
+        assert len(host0.waiting.result()) == 1
+        leader.end()
+
+
+@pytest.mark.parametrize("wants_proof", [True, False])
+def test_a_false_host_0_gets_no_host(wants_proof: bool) -> None:
+    """It has the port and repeats what a host says, but cannot prove that it knows the token."""
+    with socket.create_server((HERE, 0)) as false, ThreadPoolExecutor(1) as pool:
+        parallel = ParallelConfig(nnodes=2, node_rank=1, master_addr=HERE, master_port=false.getsockname()[1])
+        joining = pool.submit(meet, parallel, fingerprint(1), nothing, PATIENT, token=TOKEN)
+        connection, _ = false.accept()
+        with connection:
+            send_frame(connection, encode(Challenge(WIRE_VERSION, bytes(32), wants_proof)))
+            hello = decode(receive_frame(connection, HANDSHAKE_BYTES))
+            assert isinstance(hello, Hello)
+            send_frame(connection, encode(Verdict("", hello.proof)))
+            with pytest.raises(ConfigError, match=r"^--cluster-token-file: host 0 does not prove that it knows"):
+                joining.result()
+
+
+def test_silent_clients_delay_no_host() -> None:
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as strangers:
+        host0 = WaitingHost0(pool)
+        for _ in range(SIDE_BY_SIDE // 2):
+            strangers.enter_context(host0.connect())
+        (leader,) = host0.join(1)
+        assert len(host0.waiting.result()) == 1
+        leader.end()

@@ -319,10 +319,10 @@ def test_a_failure_before_watch_is_reported_by_watch(make: Make) -> None:
     ("data", "words"),
     [
         (encode(WarmedUp()), "host 1 (b) sent WarmedUp instead of BlockCount"),
-        (b"\xc1", "host 1 (b) is gone: not a message of version 7: "),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 8: "),
         (
             encode(AgreedBlocks((3,))).replace(b"num_blocks", b"num_clocks"),
-            "host 1 (b) is gone: not a message of version 7: ",
+            "host 1 (b) is gone: not a message of version 8: ",
         ),
     ],
 )

@@ -24,6 +24,7 @@ from support.tiny_folder import write_model
 from support.watching import PATIENCE, programs
 
 from pagoda.common.backend import ParallelSizes
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS
 from pagoda.common.distributed.messages import Host, HostFingerprint
 from pagoda.common.errors import ConfigError
@@ -32,7 +33,7 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli.main import main
 from pagoda.server.llm import LLM
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.startup.hosts import SHARED_SETTINGS, check_devices
+from pagoda.server.startup.hosts import SHARED_SETTINGS, check_devices, cluster_token
 
 PROMPTS = ([5, 17, 3, 80, 41, 2, 9], [60, 33, 21])
 SMALL: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32}
@@ -96,8 +97,10 @@ def engine_of(process: subprocess.Popen[str]) -> int:
     return child
 
 
+@pytest.mark.variable("PAGODA_CLUSTER_TOKEN")
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
-def test_two_hosts_generate_as_one_and_end_together(folder: Path) -> None:
+def test_two_hosts_generate_as_one_and_end_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_CLUSTER_TOKEN", "a secret of many characters")
     alone = LLM(str(folder / "tiny"), backend="reference", dtype="float32", disable_log_stats=True, **SMALL)
     rules = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     want = alone.generate([{"prompt_token_ids": ids} for ids in PROMPTS], rules, use_tqdm=False)
@@ -135,6 +138,23 @@ def test_hosts_with_different_settings_are_refused(folder: Path) -> None:
     differs = "host 1 (127.0.0.1) has --max-num-seqs 2 instead of 1; give every host the same flags"
     assert line == f"pagoda: error: --nnodes: {differs}"
     assert (first.returncode, second.returncode) == (2, 2)
+
+
+@pytest.mark.setting("--cluster-token-file")
+def test_the_token_is_in_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGODA_CLUSTER_TOKEN", raising=False)
+    assert cluster_token(ParallelConfig()) == ""
+    monkeypatch.setenv("PAGODA_CLUSTER_TOKEN", "a secret of the variable")
+    assert cluster_token(ParallelConfig()) == "a secret of the variable"
+    file = tmp_path / "token"
+    in_file = ParallelConfig(cluster_token_file=str(file))
+    for text, words in ((None, "cannot be read: No such file"), (" \n", "is empty"), ("short", "fewer than 16 char")):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=f"^--cluster-token-file: .*{words}"):
+            cluster_token(in_file)
+    file.write_text("a secret of the file\n")
+    assert cluster_token(in_file) == "a secret of the file"
 
 
 def test_mesh_must_use_all_devices() -> None:
