@@ -11,7 +11,7 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -130,11 +130,10 @@ class FileStore:
             (self.folder / f"{file_id}.json").unlink()
         return None if path is None else FileWriter(self, owner, path)
 
-    def drop_unfinished(self) -> None:
-        """Remove what an earlier process has not finished and nobody continues."""
-        for path in self._orphans.values():
-            _remove(path)
-        self._orphans.clear()
+    def drop_unfinished(self, kept: Collection[str]) -> None:
+        """Remove the files that an earlier process has not finished, other than these, which are to be continued."""
+        for file_id in self._orphans.keys() - set(kept):
+            _remove(self._orphans.pop(file_id))
 
     def _most(self, limit: int) -> int:
         """Return what one owner may use of a limit."""
@@ -197,6 +196,7 @@ class FileWriter:
         """`path`: of the content, which may be there from an earlier process. Raises HttpError: 413, 507."""
         self._store, self._owner, self._path = store, owner, path
         self.size = 0
+        is_new = not path.exists()
         with _storing():
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -206,7 +206,8 @@ class FileWriter:
                 store.take(owner, count=1, size=kept)
             except BaseException:
                 os.close(self._file)
-                _remove(path)
+                if is_new:  # what an earlier process has written is not lost
+                    _remove(path)
                 raise
             os.ftruncate(self._file, kept)
             os.lseek(self._file, kept, os.SEEK_SET)

@@ -140,7 +140,9 @@ class BatchRunner:
 
     def go_on(self) -> None:
         """Go on with the batches of an earlier process. Called once, in the event loop."""
-        for batch in [each for each in self._batches.values() if not each.has_ended]:
+        going_on = [each for each in self._batches.values() if not each.has_ended]
+        self._state.files.drop_unfinished([file_id for each in going_on for file_id in each.unfinished.values()])
+        for batch in going_on:
             try:
                 source = self._state.files.path(self._state.files.get(batch.input_file_id, batch.owner)).open("rb")
             except HttpError:
@@ -148,7 +150,6 @@ class BatchRunner:
                 self._fail(batch, "input_file_deleted", "the input file was deleted while the server was stopped")
             else:
                 self._start(batch, source)
-        self._state.files.drop_unfinished()
 
     def cancel(self, batch: Batch) -> None:
         """Cancel a batch that has not ended."""

@@ -259,12 +259,20 @@ def two_lines() -> tuple[str, str]:
     return line({"prompt": "a", "max_tokens": 1}), line({"prompt": "a", "max_tokens": 60}, custom_id="slow")
 
 
-def check_both_are_answered_once(server: LiveServer) -> None:
+def first_answer(folder: Path) -> Any:
+    """The answer that a batch has so far."""
+    (part,) = folder.glob("*.part")
+    return json.loads(part.read_bytes().splitlines()[0])
+
+
+def check_both_are_answered_once(server: LiveServer, first: Any) -> None:
     client = client_of(server)
     (batch,) = client.batches.list().data
     batch = until(client, batch, "completed", "failed")
     assert (batch.status, batch.request_counts.completed, batch.request_counts.total) == ("completed", 2, 2)
-    assert [each["custom_id"] for each in lines_of(client, batch.output_file_id)] == ["x", "slow"]
+    answers = lines_of(client, batch.output_file_id)
+    assert [each["custom_id"] for each in answers] == ["x", "slow"]
+    assert answers[0] == first, "it was not generated again"
 
 
 @pytest.mark.setting("--files-dir")
@@ -274,11 +282,12 @@ def test_a_batch_goes_on_after_the_server_was_stopped(tmp_path: Path) -> None:
         batch = started(client, *two_lines())
         until_one_is_answered(client, batch)
         server.call(server.state.drain())
+    first = first_answer(tmp_path)
     with live_server(files_dir=str(tmp_path)) as server:
-        check_both_are_answered_once(server)
+        check_both_are_answered_once(server, first)
         assert not list(tmp_path.glob("*.part")), "what was unfinished is finished"
     with live_server(files_dir=str(tmp_path)) as server:
-        check_both_are_answered_once(server)
+        check_both_are_answered_once(server, first)
 
 
 def test_a_batch_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
@@ -286,12 +295,13 @@ def test_a_batch_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
         client = client_of(server)
         until_one_is_answered(client, started(client, *two_lines()))
         shutil.copytree(tmp_path / "files", tmp_path / "killed")
+    first = first_answer(tmp_path / "killed")
     (part,) = (tmp_path / "killed").glob("*.part")
     with part.open("ab") as file:
         file.write(b'{"id": "batch_req_')  # of the answer that it was writing
     (tmp_path / "killed" / "file-other.part").write_bytes(b"of an upload")
     with live_server(files_dir=str(tmp_path / "killed")) as server:
-        check_both_are_answered_once(server)
+        check_both_are_answered_once(server, first)
         assert not list((tmp_path / "killed").glob("*.part"))
 
 
