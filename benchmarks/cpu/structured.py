@@ -60,7 +60,7 @@ def ask(llm: LLM, batch: list[Schema], max_tokens: int) -> list[Answer]:
         prompt = PROMPT.format(schema=json.dumps(schema)[:160])
         try:
             llm.llm_engine.inputs.prepare("probe", prompt, params)
-            llm.llm_engine._built.structured.matcher(Grammar(guidance_text(form, {})))
+            llm.llm_engine._built.structured.compiled(Grammar(guidance_text(form, {})))
         except Exception as error:  # a RequestError, or the library's
             refused[number] = Answer(schema, "refused", fault=str(error))
             continue

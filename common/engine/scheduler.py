@@ -14,13 +14,13 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.fair_queue import FairQueue
+from pagoda.common.engine.fairness.queue import FairQueue
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter, AdapterLoad
@@ -39,18 +39,16 @@ from pagoda.common.engine.request import (
 )
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.proposer import DraftPlanner
-from pagoda.common.engine.step import GUESSED, Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, Bits
-from pagoda.common.engine.structured_output.token_mask import TokenMaskState, masks_after, refresh_masks
+from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, refused
+from pagoda.common.engine.structured_output.step_masks import StepMasks, end_at, masked_sequences
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError
 
 PROCESSOR_FIELD: Final = "extra_args"
 """The field that errors of logits processors name: what a request gives them."""
 
 RUNNING: Final = RequestStatus.RUNNING
-NO_MASK: Final = np.uint32(0xFFFFFFFF)
-"""A word of a mask that allows all of its tokens."""
-
 Ending: TypeAlias = tuple[Request, RequestStatus]
 
 
@@ -62,6 +60,7 @@ class _InFlightStep:
     requests: list[Request]
     epochs: Int64  # [S] of each row when the step was planned
     prompt_tokens: int  # computed by it; recomputed tokens of preempted requests count
+    void: list[int] = field(default_factory=list)  # sequences that sampled without their mask; they run again
 
 
 class Scheduler:
@@ -98,6 +97,7 @@ class Scheduler:
         self._prefills = False  # the newest step computes prompt tokens
         self._in_flight: deque[_InFlightStep] = deque()
         self._num_masked = 0  # unfinished requests with token masks
+        self._masks = StepMasks(clock)
         self._num_embedded = 0  # unfinished requests with prompt embeddings
         self._num_adapted = 0  # unfinished requests with LoRA adapters
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
@@ -227,6 +227,11 @@ class Scheduler:
     # --- planning ---
 
     @property
+    def num_withheld(self) -> int:
+        """How many requests may have to miss the next step because their token masks take long."""
+        return self._masks.num_withheld
+
+    @property
     def awaits_drafts(self) -> bool:
         """True while no step is planned because the proposer waits for what becomes of the drafts in flight."""
         if self._drafter is None or self._drafter.plans_ahead or not self._in_flight:
@@ -237,6 +242,15 @@ class Scheduler:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
         if self.awaits_drafts:
             return None
+        if self._masks.has_late:
+            self._masks.catch_up()
+        plan = self._schedule()
+        while plan is None and not self._in_flight and self._masks.has_late:
+            self._masks.catch_up()
+            plan = self._schedule()
+        return plan
+
+    def _schedule(self) -> StepPlan | None:
         if self._fair is not None and len(self._fair):
             self._make_room(self._fair)
         preemptions = self._preemptions
@@ -262,6 +276,7 @@ class Scheduler:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
         if drafting := self._drafter is not None and self._drafter.active:
             self._drafter.propose(self._batch, self._running_rows(), self.limits)
+            self._batch.num_drafts[self._slow_rows()] = 0
         while True:
             rows = self._running_rows()
             reserved = int(self._batch.num_drafts[rows].sum()) if drafting else 0
@@ -288,7 +303,15 @@ class Scheduler:
     def _running_rows(self) -> Int32:
         if self._order is None:
             self._order = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
-        return self._order
+        if not self._masks.num_withheld:
+            return self._order
+        inflight = self._batch.inflight
+        rows = [each.row for each in self.running if not self._masks.withholds(each, int(inflight[each.row]))]
+        return np.array(rows, np.int32)
+
+    def _slow_rows(self) -> list[int]:
+        """Return the rows whose masks take long, so that drafts would need several such."""
+        return [request.row for request in self._masks.slow.values() if request.row != NO_ROW]
 
     def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens of a row. False after a preemption: split again."""
@@ -375,6 +398,8 @@ class Scheduler:
         """Move a waiting request to a row. Returns the tokens it computes now, of `left`; 0 when it must wait."""
         if request.resumes_at > self._steps - len(self._in_flight):
             return 0
+        if request.mask_state is not None and request.mask_state.is_stale:
+            return 0
         hit = self.kv.find_prefix(request)
         count = first_chunk(request.num_known - hit.num_tokens, left, self.limits, self.kv.snapshot_tokens)
         row, end = self._batch.next_free(), hit.num_tokens + count
@@ -447,6 +472,8 @@ class Scheduler:
         assert isinstance(drafter, DeviceDrafts), "drafts are guessed on the device"
         batch = self._batch
         guesses = drafter.guesses(batch, rows, end, samples, self.limits)
+        if slow := self._slow_rows():
+            guesses[np.isin(rows, slow)] = 0
         for i in np.flatnonzero((guesses > 0) & (end + guesses > batch.capacity[rows])).tolist():
             row = int(rows[i])
             if not self._allocate(row, int(end[i] + guesses[i])):
@@ -471,7 +498,18 @@ class Scheduler:
         step = self._in_flight[0]
         if step.plan is not plan:
             raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
-        return token_masks(step.requests, plan, self._batch.guesses)
+        masks, late = self._masks.of_step(step.requests, plan, self._batch.guesses)
+        for index in late:
+            self._run_again(step.requests[index])
+        return masks
+
+    def _run_again(self, request: Request) -> None:
+        """Have a request run anew what steps in flight compute of it: its mask came too late for them."""
+        for step in self._in_flight:
+            if request in step.requests:
+                step.void.append(step.requests.index(request))
+        if request.row != NO_ROW and self._batch.inflight[request.row]:
+            self._preempt(request)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take the result of the oldest step in flight. Returns the outputs of its requests."""
@@ -479,8 +517,12 @@ class Scheduler:
         if step.plan is not plan or result.step != plan.step:
             raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
         self._recompiles += result.recompiles
+        failures = self._fail_late()
         live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
         requests, sampled, drafts = step.requests, result.token_ids, None
+        if step.void:
+            sampled = sampled.copy()
+            sampled[step.void] = -1
         if plan.num_drafts is not None:
             sampled, drafts = self._take_drafts(plan, sampled, live)
         if result.guesses is not None:
@@ -490,7 +532,10 @@ class Scheduler:
         if drafts is not None:
             drop_after_ends(requests, tokens, drafts)
         keep_prompt_logprobs(requests, result)
-        ended_early = advance_masks(requests, tokens, drafts) if self._num_masked else {}
+        ended_early: dict[int, RequestStatus] = {}
+        late: list[int] = []
+        if self._num_masked:
+            ended_early, late = self._masks.advance(requests, tokens, finish_status, drafts)
         if result.failed:
             ended_early |= fail_requests(
                 requests, {index: (PROCESSOR_FIELD, why) for index, why in result.failed.items()}
@@ -505,10 +550,21 @@ class Scheduler:
             self._register(request, request.num_known - 1)
         for request, status in ended:
             self._finish(request, status)
-        if ended:
+        if ended or failures:
             self._drop_finished()
+        for request in [requests[index] for index in late if not requests[index].is_finished]:
+            self._masks.add_late([request])
+            self._run_again(request)
         generated = len(outputs) if drafts is None else sum(len(output.new_token_ids) for output in outputs)
-        return StepOutputs(outputs=outputs, stats=self.stats(step.prompt_tokens + generated))
+        return StepOutputs(outputs=failures + outputs, stats=self.stats(step.prompt_tokens + generated))
+
+    def _fail_late(self) -> list[EngineOutput]:
+        """End the requests whose grammar failed while a late mask was computed. `_drop_finished` must follow."""
+        outputs = []
+        for request, error in self._masks.take_failed():
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            outputs.append(failed_output(request.request_id, refused(error)))
+        return outputs
 
     def _take_drafts(self, plan: StepPlan, token_ids: Int32, live: Bool) -> tuple[Int32, list[list[int]]]:
         """Report the drafts of the `live` sequences. Returns the newest token [S] and the accepted drafts of each."""
@@ -530,6 +586,8 @@ class Scheduler:
         else:
             self._free_row(request)
         request.status = status
+        if request.mask_state is not None:
+            self._masks.drop(request)
         if self._drafter is not None:
             self._drafter.finish(request.request_id, request.outputs)
         self._num_masked -= request.mask_state is not None
@@ -685,14 +743,8 @@ def drop_after_ends(requests: Sequence[Request], tokens: list[int], drafts: Sequ
             continue
         for count, token in enumerate(accepted, 1):
             if finish_status(request, token, len(request.outputs) + count) is not RUNNING:
-                _end_at(index, count, tokens, drafts)
+                end_at(index, count, tokens, drafts)
                 break
-
-
-def _end_at(index: int, count: int, tokens: list[int], drafts: Sequence[list[int]]) -> None:
-    """Make a request's draft number `count`, from 1, its newest token."""
-    tokens[index] = drafts[index][count - 1]
-    del drafts[index][count - 1 :]
 
 
 def finish_status(request: Request, token: int, generated: int) -> RequestStatus:
@@ -763,82 +815,3 @@ def _positions(block: TokenLogprobs, only: Sequence[int] = ()) -> list[PositionL
             )
         )
     return positions
-
-
-# Token masks of grammars and reasoning budgets. Only called while a request with a mask is unfinished.
-
-
-def masked_sequences(batch: RunningBatch, rows: Int32, samples: Bool, drafts: Int32 | None = None) -> Int32 | None:
-    """Return the indices in `rows` [n] of those that sample under a mask, or may once the tokens in flight are known.
-
-    `samples` bool [n]: they sample. `drafts` [n]: of each in this step. None if there are none.
-    """
-    unknown = batch.inflight[rows] if drafts is None else batch.inflight[rows] + drafts
-    indices = [
-        index
-        for index in np.flatnonzero(samples & batch.masked[rows]).tolist()
-        if (state := batch.request_at(int(rows[index])).mask_state) is not None
-        and (state.bits is not None or state.depends_on(int(unknown[index])))
-    ]
-    return np.array(indices, np.int32) if indices else None
-
-
-def token_masks(requests: Sequence[Request], plan: StepPlan, guesses: Int32) -> TokenMasks:
-    """Return the masks of `plan.masked`; none for `requests` of the step that ended since.
-
-    `guesses` int32 [rows, most drafts]: what the drafter guessed after the step before.
-    """
-    assert plan.masked is not None
-    masks: list[tuple[int, int, Bits]] = []
-    for index in plan.masked.tolist():
-        request = requests[index]
-        state = request.mask_state
-        if state is None or request.is_finished:
-            continue
-        drafts = 0 if plan.num_drafts is None else int(plan.num_drafts[index])
-        if drafts:
-            end = int(plan.query_start[index + 1])
-            ids = plan.token_ids[end - drafts : end].tolist()
-            if ids[0] == GUESSED:
-                ids = guesses[plan.rows[index], :drafts].tolist()
-            after = enumerate(masks_after(state, ids, request.outputs))
-            masks += [(index, count, bits) for count, bits in after if not (bits == NO_MASK).all()]
-        elif state.bits is not None:
-            masks.append((index, 0, state.bits))
-    if not masks:
-        return TokenMasks(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
-    sequences, afters, bits = zip(*masks)
-    return TokenMasks(np.array(sequences, np.int32), np.array(afters, np.int32), np.stack(bits))
-
-
-def advance_masks(
-    requests: Sequence[Request], tokens: list[int], drafts: Sequence[list[int]] | None = None
-) -> dict[int, RequestStatus]:
-    """Advance mask states by the drafts and the token of each request, as in `append_tokens`; compute the next masks.
-
-    Returns the status of the requests that end by it, by index in `requests`. What comes after is dropped.
-    """
-    ended: dict[int, RequestStatus] = {}
-    advancing = [
-        (index, request, request.mask_state, [token] if drafts is None else [*drafts[index], token])
-        for index, (request, token) in enumerate(zip(requests, tokens))
-        if request.mask_state is not None and token >= 0 and not request.is_finished
-    ]
-    count = 0
-    while advancing:
-        count += 1
-        advanced: list[tuple[int, Request, TokenMaskState, list[int]]] = []
-        for each in advancing:
-            _, request, state, new = each
-            if finish_status(request, new[count - 1], len(request.outputs) + count) is RUNNING:
-                state.accept(new[count - 1])
-                advanced.append(each)
-        going_on = [each for each in advanced if not each[2].finished and each[2].error is None]
-        refresh_masks([(state, [*request.outputs, *new[:count]]) for _, request, state, new in going_on])
-        for index, _, state, new in advanced:
-            if state.finished or state.error is not None:
-                ended[index] = RequestStatus.FINISHED_STOPPED if state.error is None else RequestStatus.FINISHED_ERROR
-                if drafts is not None and count < len(new):
-                    _end_at(index, count, tokens, drafts)
-        advancing = [each for each in going_on if each[0] not in ended and count < len(each[3])]
-    return ended

@@ -1,30 +1,30 @@
-"""Compiles grammars in a separate process before the engine gets them, and caches which passed.
+"""Compiles grammars in separate processes before the engine gets them, and caches which passed.
 
-A grammar that takes too long or crashes the process is refused; the next one gets a new process.
+A grammar that takes too long or crashes its process is refused; the next one gets a new process. There are two
+processes, of which one key uses one at a time: a flood of one key's grammars does not keep another's waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Final
 
 import msgspec
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.messages import GRAMMAR_CHECKS, KEY_SHARE
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.grammar_worker import Words
-from pagoda.server.processing.queue_use import OverLimitError
+from pagoda.server.processing.queue_use import FairLine
 from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 
@@ -33,74 +33,11 @@ SECONDS: Final = 5.0
 """Maximum compile time of a grammar, in seconds of processor time: a busy machine refuses none."""
 ELAPSED_SECONDS: Final = 60.0
 """Maximum time until the process answers, on however busy a machine."""
+PROCESSES: Final = 2
+"""The second starts when a key's grammar comes while another key's is compiled."""
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
 """Maximum number of grammars in line; requests with further ones get HTTP 429."""
-
-
-class FairLine:
-    """A line for what is served one at a time, in turn over the owners (API keys) that wait.
-
-    At most `max_waiting` wait, the one that is served included. `what`: the plural of what is served, for errors.
-    """
-
-    def __init__(self, max_waiting: int, what: str) -> None:
-        self._max_waiting, self._what = max_waiting, what
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # next owner first
-        self._counts: dict[str, int] = {}  # waiting and served, by owner
-        self._busy = False
-
-    def __len__(self) -> int:
-        return sum(self._counts.values())
-
-    @asynccontextmanager
-    async def turn(self, owner: str, most_of_owner: int) -> AsyncGenerator[None, None]:
-        """Wait for the turn of an owner's request, which lasts as long as the context.
-
-        Raise OverLimitError if the line, or the part of it that the owner may use, is full.
-        """
-        if len(self) >= self._max_waiting:
-            raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
-        if self._counts.get(owner, 0) >= most_of_owner:
-            raise OverLimitError(
-                KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
-            )
-        self._counts[owner] = self._counts.get(owner, 0) + 1
-        try:
-            await self._wait(owner)
-            try:
-                yield
-            finally:
-                self._next()
-        finally:
-            self._counts[owner] -= 1
-            if not self._counts[owner]:
-                del self._counts[owner]
-
-    async def _wait(self, owner: str) -> None:
-        if not self._busy:
-            self._busy = True
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(owner, deque()).append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():  # cancelled just after its turn came
-                self._next()
-            raise
-
-    def _next(self) -> None:
-        """Give the turn to the next owner's first waiter."""
-        while self._lines:
-            owner, line = self._lines.popitem(last=False)
-            waiter = line.popleft()
-            if line:
-                self._lines[owner] = line  # behind the other owners
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._busy = False
 
 
 class GrammarCheck:
@@ -115,12 +52,14 @@ class GrammarCheck:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds, self._elapsed = seconds, elapsed
-        self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
-        self._worker = ChildWorker(
-            program, seconds, elapsed, lambda: _words(make_vocabulary()), name="grammar check", clock=clock
-        )
+        self._threads = ThreadPoolExecutor(PROCESSES, "pagoda-grammar-check")
+        words = _Once(lambda: _words(make_vocabulary()))
+        self._workers = [
+            ChildWorker(program, seconds, elapsed, words, name="grammar check", clock=clock) for _ in range(PROCESSES)
+        ]
+        self._idle = self._workers[::-1]  # the last is used first
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._line = FairLine(MAX_WAITING, "new grammars")
+        self._line = FairLine(MAX_WAITING, "new grammars", places=PROCESSES)
         self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line
 
     async def check(self, grammar: Grammar, owner: str = "", most_of_owner: int = MAX_WAITING) -> None:
@@ -144,39 +83,74 @@ class GrammarCheck:
         if name in self._passed:
             self._passed.move_to_end(name)
             return ""
-        result = self._results[name] = asyncio.get_running_loop().create_future()
-        error: str | None = None
+        self._results[name] = asyncio.get_running_loop().create_future()
         try:
-            async with self._line.turn(owner, most_of_owner):
-                error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
-        finally:
-            del self._results[name]
-            result.set_result(error)
-        if not error:
+            await self._line.enter(owner, most_of_owner)
+        except BaseException:
+            self._end(name, None)
+            raise
+        return await asyncio.shield(self._compile(name, grammar, owner))
+
+    def _compile(self, name: bytes, grammar: Grammar, owner: str) -> asyncio.Future[str]:
+        """Have a process compile a grammar; the owner's turn lasts until it is done, whoever still waits for it."""
+        worker = self._idle.pop()
+
+        def done(result: asyncio.Future[str]) -> None:
+            self._idle.append(worker)
+            self._end(name, None if result.cancelled() or result.exception() else result.result())
+            self._line.leave(owner)
+
+        try:
+            result = asyncio.get_running_loop().run_in_executor(self._threads, self._try, worker, grammar)
+        except RuntimeError:  # it was closed
+            self._end(name, None)
+            self._line.leave(owner)
+            raise
+        result.add_done_callback(done)
+        return result
+
+    def _end(self, name: bytes, error: str | None) -> None:
+        """Tell all who wait for a grammar. `error`: "" if it has none; None: it was not compiled."""
+        self._results.pop(name).set_result(error)
+        if error == "":
             self._passed[name] = None
             if len(self._passed) > MAX_PASSED:
                 self._passed.popitem(last=False)
-        return error
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._worker.close()
+        """End the processes. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
 
-    def _try(self, grammar: Grammar) -> str:
-        """Return the error of a grammar, empty if there is none. Runs in the thread."""
+    def _try(self, worker: ChildWorker, grammar: Grammar) -> str:
+        """Return the error of a grammar, empty if there is none. Runs in a thread."""
         try:
             data = msgspec.msgpack.encode(grammar)
         except ValueError:  # half of a surrogate pair
             return "the grammar has invalid characters (lone surrogates)"
         try:
-            return self._worker.call(data).decode("utf-8", "replace")
+            return worker.call(data).decode("utf-8", "replace")
         except WorkerTimeoutError:
             return f"not compiled within {self._elapsed:g} s; make it simpler, or try again on a less busy server"
         except WorkerEndedError as error:
             if error.out_of_time:
                 return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
             return "the grammar is too large or nested too deeply to compile; make it simpler"
+
+
+class _Once:
+    """Makes something when it is first called, and returns the same from then on. Thread-safe."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: bytes | None = None
+
+    def __call__(self) -> bytes:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
 
 
 def _words(vocabulary: Vocabulary) -> bytes:

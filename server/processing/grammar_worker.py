@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from pagoda.common.engine.structured_output.compiler import load_library
-from pagoda.common.engine.structured_output.grammar import Grammar, GrammarEngine, GrammarError, Library, Vocabulary
+from pagoda.common.engine.structured_output.grammar import (
+    Bits,
+    Grammar,
+    GrammarEngine,
+    GrammarError,
+    Library,
+    Matcher,
+    Vocabulary,
+)
 from pagoda.server.processing.worker import Handler, serve
 
 STACK_BYTES: Final = 2 << 20
@@ -70,12 +78,12 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
                 libraries[grammar.engine] = load_library(grammar.engine, vocabulary)
             library = libraries[grammar.engine]
             matcher = library.compile(grammar.text)
-            bits = np.zeros((1, -(-len(vocabulary) // 32)), np.uint32)
-            library.fill([matcher], bits)
-            if matcher.error is not None:
-                raise GrammarError(matcher.error)
+            bits = _next_mask(library, matcher, len(vocabulary))
             if not bits.any():
                 raise GrammarError("no token sequence matches the grammar")
+            token = _first(bits, vocabulary.ends)
+            if token is not None and matcher.accept(token):  # some patterns are too large only once they are entered
+                _next_mask(library, matcher, len(vocabulary))
         except GrammarError as raised:
             error = str(raised) or error
         else:
@@ -86,6 +94,22 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
     thread.start()
     thread.join()
     return error
+
+
+def _next_mask(library: Library, matcher: Matcher, vocab: int) -> Bits:
+    """Return the mask of the next token, uint32 [ceil(V/32)]. Raises GrammarError."""
+    bits = np.zeros((1, -(-vocab // 32)), np.uint32)
+    library.fill([matcher], bits)
+    if matcher.error is not None:
+        raise GrammarError(matcher.error)
+    mask: Bits = bits[0]
+    return mask
+
+
+def _first(bits: Bits, ends: Sequence[int]) -> int | None:
+    """Return the lowest token of a mask that does not end the answer; None if there is none."""
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return next((token for token in allowed.tolist() if token not in ends), None)
 
 
 if __name__ == "__main__":

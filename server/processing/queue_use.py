@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from pagoda.common.engine.messages import KEY_SHARE, OVERLOAD, QUEUED_REQUESTS, QUEUED_TOKENS
+from pagoda.common.engine.messages import GRAMMAR_CHECKS, KEY_SHARE, OVERLOAD, QUEUED_REQUESTS, QUEUED_TOKENS
 from pagoda.common.errors import QueueFullError, RequestError
 
 
@@ -238,3 +241,80 @@ def displaced() -> OverLimitError:
         "the server is overloaded, and this request was among the last of those that wait (--max-overload-seconds); "
         "try again later",
     )
+
+
+class FairLine:
+    """A line for what is served in a few places, in turn over the owners (API keys) that wait.
+
+    At most `max_waiting` wait, those that are served included. With several `places` an owner has one at a time.
+    `what`: the plural of what is served, for errors.
+    """
+
+    def __init__(self, max_waiting: int, what: str, places: int = 1) -> None:
+        self._max_waiting, self._what, self._free = max_waiting, what, places
+        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # next owner first
+        self._counts: dict[str, int] = {}  # waiting and served, by owner
+        self._served: set[str] = set()  # owners
+
+    def __len__(self) -> int:
+        return sum(self._counts.values())
+
+    @asynccontextmanager
+    async def turn(self, owner: str, most_of_owner: int) -> AsyncGenerator[None, None]:
+        """Wait for the turn of an owner's request, which lasts as long as the context. Raises as `enter` does."""
+        await self.enter(owner, most_of_owner)
+        try:
+            yield
+        finally:
+            self.leave(owner)
+
+    async def enter(self, owner: str, most_of_owner: int) -> None:
+        """Wait for the turn of an owner's request, which lasts until `leave`.
+
+        Raise OverLimitError if the line, or the part of it that the owner may use, is full.
+        """
+        if len(self) >= self._max_waiting:
+            raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
+        if self._counts.get(owner, 0) >= most_of_owner:
+            raise OverLimitError(
+                KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
+            )
+        self._counts[owner] = self._counts.get(owner, 0) + 1
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(owner, deque()).append(waiter)
+        self._serve()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # cancelled just after its turn came
+                self.leave(owner)
+            else:
+                self._uncount(owner)
+            raise
+
+    def leave(self, owner: str) -> None:
+        """End an owner's turn."""
+        self._uncount(owner)
+        self._served.discard(owner)
+        self._free += 1
+        self._serve()
+
+    def _uncount(self, owner: str) -> None:
+        self._counts[owner] -= 1
+        if not self._counts[owner]:
+            del self._counts[owner]
+
+    def _serve(self) -> None:
+        """Give the free places to the first waiters of the next owners that have none."""
+        while self._free and (owner := self._next_owner()) is not None:
+            line = self._lines.pop(owner)
+            waiter = line.popleft()
+            if line:
+                self._lines[owner] = line  # behind the other owners
+            if not waiter.done():
+                self._free -= 1
+                self._served.add(owner)
+                waiter.set_result(None)
+
+    def _next_owner(self) -> str | None:
+        return next((owner for owner in self._lines if owner not in self._served), None)

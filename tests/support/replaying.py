@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -44,6 +45,6 @@ class Replaying:
         ]
 
 
-def drafting(proposer: Replaying, vocab: int) -> MakeScheduler:
+def drafting(proposer: Replaying, vocab: int, clock: Callable[[], float] = time.monotonic) -> MakeScheduler:
     """What makes schedulers with that proposer."""
-    return partial(Scheduler, drafter=Drafter(proposer, vocab))
+    return partial(Scheduler, drafter=Drafter(proposer, vocab), clock=clock)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 
 import numpy as np
+from support.clock import Clock
 
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
@@ -22,13 +23,29 @@ def allowed(outputs: Sequence[int], vocab: int) -> list[int]:
     return [token for token in range(vocab) if (token * 7 + digest) % 3 == 0]
 
 
+class SlowLibrary:
+    """A grammar library some of whose masks take a second of a clock: `slow` in a hundred."""
+
+    def __init__(self, clock: Clock, slow: int) -> None:
+        self.clock, self.slow, self.count = clock, slow, 0
+
+    def fill(self, matchers: Sequence[object], bits: np.ndarray) -> None:
+        for _ in matchers:
+            self.count += 1
+            if self.count * 37 % 100 < self.slow:
+                self.clock.advance(1.0)
+
+
+QUICK = SlowLibrary(Clock(), 0)
+
+
 class ScriptedMask:
     """A mask state (structured_output.token_mask.TokenMaskState) with the masks of `allowed`."""
 
-    consults_grammar = False
+    consults_grammar = True
 
-    def __init__(self, vocab: int) -> None:
-        self.vocab = vocab
+    def __init__(self, vocab: int, library: SlowLibrary = QUICK) -> None:
+        self.vocab, self.library, self.matcher, self.seconds = vocab, library, self, 0.0
         self.finished, self.error = False, None
         self.refresh(None, ())
 
@@ -39,15 +56,21 @@ class ScriptedMask:
         return unknown > 0
 
     def accept(self, token: int) -> None:
-        assert self.bits[token // 32] >> (token % 32) & 1, f"token {token} was not allowed"
+        if not self.is_stale:  # as it is between accepted drafts whose masks are slow
+            assert self.bits[token // 32] >> (token % 32) & 1, f"token {token} was not allowed"
         self.finished = token == FINAL
+        self.is_stale = True
 
-    def refresh(self, grammar: None, outputs: Sequence[int]) -> None:
+    def grow(self, size: int) -> None:
+        pass
+
+    def refresh(self, grammar: np.ndarray | None, outputs: Sequence[int]) -> None:
+        self.is_stale = False
         self.bits = np.zeros(-(-self.vocab // 32), np.uint32)
         for token in allowed(outputs, self.vocab):
             self.bits[token // 32] |= np.uint32(1 << token % 32)
 
 
-def add_masked(core: EngineCore, request: EngineRequest, vocab: int) -> None:
+def add_masked(core: EngineCore, request: EngineRequest, vocab: int, library: SlowLibrary = QUICK) -> None:
     """Add a request that samples under a ScriptedMask."""
-    core._grammars._add(request, ScriptedMask(vocab))
+    core._grammars._add(request, ScriptedMask(vocab, library))

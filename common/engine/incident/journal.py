@@ -67,6 +67,7 @@ class _Plan:
     num_seqs: int = 0
     num_tokens: int = 0
     failed: bool = True  # until the scheduler returns
+    withheld: int = 0
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class Journal:
         self._segment.entries.append(entry)
         plan = schedule()
         entry.failed = False
+        entry.withheld = self._scheduler.num_withheld
         if plan is not None:
             entry.step, entry.num_seqs, entry.num_tokens = plan.step, plan.num_seqs, plan.num_tokens
             self._plans.append(plan)
@@ -302,7 +304,7 @@ def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
         case list():
             return Aborted(entry)
         case _Plan():
-            return Planned(entry.step, entry.num_seqs, entry.num_tokens, entry.failed)
+            return Planned(entry.step, entry.num_seqs, entry.num_tokens, entry.failed, entry.withheld)
         case _Result():
             return Reported(entry.step, entry.finished, entry.failed)
         case _Queued(request, state):

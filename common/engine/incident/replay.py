@@ -114,6 +114,8 @@ class Replay:
             return "the scheduler raised at the incident, now it does not"
         now = None if plan is None else (plan.step, plan.num_seqs, plan.num_tokens)
         then = None if event.step is None else (event.step, event.num_seqs, event.num_tokens)
+        if now != then and event.withheld:
+            return f"{event.withheld} sequences waited for token masks that took long, which a replay does not know"
         if now != then:
             return f"(step, sequences, tokens) is {now}, it was {then}"
         detail = None if plan is None else self._details.get(plan.step)

@@ -152,6 +152,7 @@ class Planned(msgspec.Struct, tag="plan", frozen=True):
     num_seqs: int = 0
     num_tokens: int = 0
     failed: bool = False  # the scheduler raised
+    withheld: int = 0  # requests that may not be in the step, since their token masks take long
 
 
 class Reported(msgspec.Struct, tag="result", frozen=True):

@@ -1,4 +1,4 @@
-"""Compiles grammars in threads beside the step loop, caches them, and makes mask states of requests.
+"""Compiles grammars in threads beside the step loop, keeps them, and makes mask states of requests.
 
 The vocabulary is read when the first grammar is needed.
 """
@@ -8,28 +8,34 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Final
 
+import numpy as np
+
+from pagoda.common.engine.fairness.shares import Shares
+from pagoda.common.engine.fairness.turns import TurnThreads
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.structured_output.grammar import (
     Grammar,
     GrammarEngine,
     GrammarError,
     Library,
-    Matcher,
     Vocabulary,
     refused,
 )
 from pagoda.common.engine.structured_output.guidance import Guidance
+from pagoda.common.engine.structured_output.memory import (
+    MAX_CACHED_BYTES,
+    CompiledGrammar,
+    GrammarMemory,
+    ResidentMemory,
+)
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 
 MAX_GRAMMARS: Final = 256
-"""Compiled grammars in the cache, least recently used out first."""
-
-MAX_CACHED_CHARS: Final = 8 << 20
-"""Length of their texts in total; the size of a compiled grammar grows with its text."""
+"""Compiled grammars that are kept, least recently used out first."""
 
 THREADS: Final = 2
 STACK_BYTES: Final = 64 << 20
@@ -39,54 +45,51 @@ STACK_BYTES: Final = 64 << 20
 class Structured:
     """Makes mask states. Thread-safe."""
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, max_cached_bytes: int = MAX_CACHED_BYTES) -> None:
         """`make_vocabulary`: called once, in a thread; raises RequestError."""
         self._make_vocabulary = make_vocabulary
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loading = threading.Lock()
         self._libraries: dict[GrammarEngine, Library] = {}
-        self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
-        self._chars = 0
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._shares: Shares[str] = Shares(MAX_GRAMMARS, max_cached_bytes)
+        self._counted: dict[Grammar, int] = {}  # bytes of each kept grammar, as in `_shares`
+        self._resident = ResidentMemory()
+        self._memory = GrammarMemory()
 
     @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS, "pagoda-grammar")
+    def _threads(self) -> TurnThreads[TokenMaskState]:
+        return TurnThreads(THREADS, "pagoda-grammar", STACK_BYTES)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return self._make_vocabulary()
 
     def submit(self, request: EngineRequest) -> Future[TokenMaskState]:
-        """Make the mask state of a request in a thread. The future raises RequestError."""
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            return self._pool.submit(self.mask_state, request)
-        finally:
-            threading.stack_size(usual)
+        """Make the mask state of a request in a thread, the keys in turn. The future raises RequestError."""
+        return self._threads.submit(request.owner, lambda: self.mask_state(request))
 
     def mask_state(self, request: EngineRequest) -> TokenMaskState:
         """Return the mask state of a request. Raises RequestError naming the field."""
         try:
-            library, matcher = (None, None) if request.grammar is None else self.matcher(request.grammar)
+            compiled = None if request.grammar is None else self.compiled(request.grammar, request.owner)
             with self._loading:
                 vocabulary = self._vocabulary
             state = TokenMaskState(
-                request.rules,
-                len(vocabulary),
-                vocabulary.ends,
-                library=library,
-                matcher=matcher,
-                thinking=request.thinking,
+                request.rules, len(vocabulary), vocabulary.ends, compiled=compiled, thinking=request.thinking
             )
-            refresh_masks([(state, ())])
+            if compiled is not None and state.consults_grammar:
+                state.refresh(compiled.first, ())
+            else:
+                refresh_masks([(state, ())])
         except GrammarError as error:
             raise refused(error) from None
         if state.error is not None:
             raise refused(state.error)
         return state
 
-    def matcher(self, grammar: Grammar) -> tuple[Library, Matcher]:
-        """Return a matcher at the beginning of a grammar, from the cache if possible.
+    def compiled(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
+        """Return a compiled grammar, from those kept if possible. `owner`: the key that asks for it.
 
         Raises GrammarError or RequestError.
         """
@@ -95,18 +98,53 @@ class Structured:
             if library is None:
                 library = self._libraries[grammar.engine] = load_library(grammar.engine, self._vocabulary)
         with self._lock:
-            cached = self._compiled.get(grammar)
-            if cached is not None:
-                self._compiled.move_to_end(grammar)
-                return library, cached.copy()
-        compiled = library.compile(grammar.text)
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+                return kept
+        before = self._resident.bytes
+        matcher = library.compile(grammar.text)
+        first = np.zeros((1, -(-len(self._vocabulary) // 32)), np.uint32)
+        library.fill([matcher], first)
+        size = max(self._resident.bytes - before, len(grammar.text))
+        compiled = CompiledGrammar(library, matcher, first[0], owner, size, lambda each: self._recount(grammar, each))
+        self._memory.add(compiled)
+        if matcher.error is not None:  # what fails is not kept
+            raise GrammarError(matcher.error)
+        compiled = self._keep(grammar, compiled)
+        self._memory.refuse_largest()
+        return compiled
+
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> CompiledGrammar:
+        """Return the one that is kept: another thread may have compiled the same in the meantime."""
         with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = compiled
-                self._chars += len(grammar.text)
-            while len(self._compiled) > MAX_GRAMMARS or self._chars > MAX_CACHED_CHARS:
-                self._chars -= len(self._compiled.popitem(last=False)[0].text)
-        return library, compiled.copy()
+            if (other := self._kept.get(grammar)) is not None:
+                return other
+            self._kept[grammar], self._counted[grammar] = compiled, compiled.size
+            self._shares.add(compiled.owner, count=1, size=compiled.size)
+            self._make_room()
+            return compiled
+
+    def _recount(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        """Count what a grammar has grown by; one that failed at an answer is not kept."""
+        with self._lock:
+            if self._kept.get(grammar) is compiled:
+                if compiled.is_spoiled:
+                    self._forget(grammar)
+                else:
+                    self._shares.add(compiled.owner, size=compiled.size - self._counted[grammar])
+                    self._counted[grammar] = compiled.size
+                    self._make_room()
+        self._memory.refuse_largest()
+
+    def _make_room(self) -> None:
+        """Forget grammars of the key that uses most, those that were not used for longest."""
+        while (owner := self._shares.over()) is not None:
+            self._forget(next(grammar for grammar, each in self._kept.items() if each.owner == owner))
+
+    def _forget(self, grammar: Grammar) -> None:
+        """Keep a grammar no longer than its requests run."""
+        self._shares.add(self._kept.pop(grammar).owner, count=-1, size=-self._counted.pop(grammar))
 
 
 def load_library(engine: GrammarEngine, vocabulary: Vocabulary) -> Library:

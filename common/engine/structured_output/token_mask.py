@@ -16,6 +16,7 @@ import numpy as np
 from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.structured_output.grammar import Bits, Library, Matcher, Thinking
+from pagoda.common.engine.structured_output.memory import CompiledGrammar
 
 
 class Phase(Enum):
@@ -95,11 +96,13 @@ class TokenMaskState:
         vocab: int,
         ends: Sequence[int],  # tokens that end an answer
         *,
-        library: Library | None = None,
-        matcher: Matcher | None = None,
+        compiled: CompiledGrammar | None = None,
         thinking: Thinking | None = None,
     ) -> None:
-        self.library, self.matcher = library, matcher
+        self._compiled = compiled
+        self.matcher: Matcher | None = None if compiled is None else compiled.matcher.copy()
+        self.is_stale = False  # `bits` are not those of the next token
+        self.seconds = 0.0  # that its newest mask took
         self.bits: Bits | None = None  # uint32 [ceil(V/32)] the tokens that may come next; None: any
         self.error: str | None = None  # why no token may come next; the answer must end
         self.finished = False  # the grammar accepted a token that ends it
@@ -118,6 +121,11 @@ class TokenMaskState:
                 self._by_last_head.setdefault(word[-2], []).append(word)
 
     @property
+    def library(self) -> Library | None:
+        """What compiled the grammar."""
+        return None if self._compiled is None else self._compiled.library
+
+    @property
     def consults_grammar(self) -> bool:
         """True if the next mask needs one from the grammar's library."""
         if self.matcher is None or self._rejected or self._reasoning.forced is not None:
@@ -130,6 +138,7 @@ class TokenMaskState:
 
     def accept(self, token: int) -> None:
         """Advance by a token; `bits` are stale until `refresh`."""
+        self.is_stale = True
         before = self._reasoning.phase
         self._reasoning.accept(token)
         if self.matcher is None or (before is Phase.THINKING and not self._in_grammar):
@@ -154,8 +163,13 @@ class TokenMaskState:
 
     def refresh(self, grammar: Bits | None, outputs: Sequence[int]) -> None:
         """Compute `bits` or `error`. `grammar`: the grammar's mask, if `consults_grammar`."""
+        self.is_stale = False
         if self.matcher is not None and self.matcher.error is not None:
             self.error = self.matcher.error
+            if self._compiled is not None:
+                self._compiled.spoil()
+        if self._compiled is not None and self._compiled.refused:
+            self.error = self._compiled.refused
         bits = self._before_rules(grammar)
         if self.error is not None or bits is None:
             self.bits = bits
@@ -183,6 +197,11 @@ class TokenMaskState:
             return None
         others: Bits = ~self._only(set(self._ends))  # ending inside the reasoning would leave no constrained answer
         return others
+
+    def grow(self, size: int) -> None:
+        """Count memory that the grammar's library took for this answer, in bytes."""
+        if self._compiled is not None:
+            self._compiled.grow(size)
 
     def copy(self) -> TokenMaskState:
         """Return an independent copy."""

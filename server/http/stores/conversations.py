@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pagoda.common.engine.fairness.shares import Shares
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.stores.responses import ID_SIZE, OVERHEAD
-from pagoda.server.http.stores.shares import Shares
 
 
 @dataclass(eq=False, slots=True)

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
+from pagoda.common.engine.fairness.shares import Shares
 from pagoda.common.errors import ConfigError
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.stores.shares import Shares
 from pagoda.server.private_folder import PrivateFolder
 
 _DESCRIPTION_BYTES: Final = 4096

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
+from pagoda.common.engine.fairness.shares import Shares
 from pagoda.server.http.errors import ResponseNotFoundError
-from pagoda.server.http.stores.shares import Shares
 
 OVERHEAD: Final = 1024
 """Bytes that a response counts besides its content."""

@@ -27,7 +27,7 @@ from pagoda.server.http.server import OWNER_KEY
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stores.files import FileWriter, StoredFile, write_json
 from pagoda.server.openai.batch.lines import BatchRequest, LineError, answer_line, in_order, parse_line, post
-from pagoda.server.processing.grammar_check import FairLine
+from pagoda.server.processing.queue_use import FairLine
 
 MAX_BATCHES: Final = 1_000
 """Maximum number of batches kept; the oldest that has ended is dropped first."""

@@ -7,6 +7,7 @@ alone, and an idle engine holds nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fakes import (
@@ -22,8 +23,9 @@ from fakes import (
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.clock import Clock
 from support.replaying import Replaying, drafting
-from support.scripted_masks import FINAL, add_masked, allowed
+from support.scripted_masks import FINAL, SlowLibrary, add_masked, allowed
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -32,6 +34,7 @@ from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.models.caches import StateCache
 
 STOPS = frozenset({3, 4})
@@ -114,6 +117,7 @@ class Traffic(RuleBasedStateMachine):
         extents=st.booleans(),
         drafts=st.sampled_from([0, 1, 2, 3, 5, 7]),
         accuracy=st.sampled_from([0, 30, 70, 90, 100]),
+        slow=st.sampled_from([0, 0, 20, 60, 100]),
     )
     def start(
         self,
@@ -130,7 +134,10 @@ class Traffic(RuleBasedStateMachine):
         extents,
         drafts,
         accuracy,
+        slow,
     ):
+        self.clock = Clock()
+        self.library = SlowLibrary(self.clock, slow)
         limits = Limits(
             max_model_len=MAX_LEN,
             max_num_batched_tokens=chunk if chunked else max(chunk, MAX_LEN),
@@ -161,7 +168,7 @@ class Traffic(RuleBasedStateMachine):
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
         self.backend = backend = FakeBackend(layout, num_blocks=num_blocks, **fake)
-        return generation_core(backend, layout, limits, backend.num_blocks, drafting(self.proposer, VOCAB))
+        return generation_core(backend, layout, limits, backend.num_blocks, drafting(self.proposer, VOCAB, self.clock))
 
     def kv(self, engine: Any) -> KvManager:
         """The manager of any shard."""
@@ -174,7 +181,7 @@ class Traffic(RuleBasedStateMachine):
                 continue
             request = replace(drawn, request_id=str(len(self.expected)))
             if masked:
-                add_masked(self.engine, request, VOCAB)
+                add_masked(self.engine, request, VOCAB, self.library)
             else:
                 self.engine.add_request(request)
             self.requests[request.request_id] = request
@@ -249,7 +256,7 @@ class GuessedTraffic(Traffic):
         self.backend = backend = FakeBackend(
             layout, num_blocks=num_blocks, guesses_right=lambda position: position * 37 % 101 < right, **fake
         )
-        return generation_core(backend, layout, limits, backend.num_blocks)
+        return generation_core(backend, layout, limits, backend.num_blocks, partial(Scheduler, clock=self.clock))
 
 
 class ShardedTraffic(Traffic):
@@ -257,7 +264,7 @@ class ShardedTraffic(Traffic):
 
     def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
         self.backend = backend = FakeShards(layout, 2, num_blocks=num_blocks, **fake)
-        return sharded_core(backend, layout, limits, backend.num_blocks, 2, drafting(self.proposer, VOCAB))
+        return sharded_core(backend, layout, limits, backend.num_blocks, 2, drafting(self.proposer, VOCAB, self.clock))
 
     def kv(self, engine: Any) -> KvManager:
         return engine._scheduler.shards[0].kv

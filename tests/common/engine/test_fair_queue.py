@@ -10,7 +10,7 @@ import pytest
 from fakes import full_layout
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.fair_queue import FairQueue
+from pagoda.common.engine.fairness.queue import FairQueue
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request

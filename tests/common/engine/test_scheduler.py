@@ -639,7 +639,7 @@ class TestLimits:
 class MaskState:
     """Allows the newest token plus one, which no one knows while a token is in flight."""
 
-    consults_grammar = False
+    consults_grammar = is_stale = False
 
     def __init__(self, depends: bool = True, last: int = -1, bad: int = -1) -> None:
         self.bits: np.ndarray | None = np.array([1], np.uint32)

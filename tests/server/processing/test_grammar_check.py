@@ -119,24 +119,26 @@ from pagoda.server.processing.worker import read_frame, write_frame
 gate, *answers = sys.argv[1:]
 read_frame(sys.stdin.buffer)
 write_frame(sys.stdout.buffer, b"ready")
-with open(gate, "rb", buffering=0) as opened, open(gate + ".asked", "w", buffering=1) as asked:
+with open(gate, "rb", buffering=0) as opened, open(gate + ".asked", "a", buffering=1) as asked:
     for answer in itertools.chain(answers, itertools.repeat("no")):
-        read_frame(sys.stdin.buffer)
+        hangs = b"hang" in read_frame(sys.stdin.buffer)
         print(file=asked)
-        opened.read(1)
+        opened.read(1) if not hangs else open(gate + ".hanging", "rb", buffering=0).read(1)
         write_frame(sys.stdout.buffer, answer.encode())
 """
 
 
 class Scripted:
-    """A program that gives these answers, then `no`, each when it may."""
+    """A program that gives these answers, then `no`, each when it may; to grammars with `hang` when they may."""
 
     def __init__(self, folder: Path, *answers: str) -> None:
         path, gate = folder / "worker.py", folder / "gate"
         path.write_text(SCRIPT)
         os.mkfifo(gate)
+        os.mkfifo(f"{gate}.hanging")
         self.command = (sys.executable, "-P", str(path), str(gate), *answers)
         self._gate, self._asked = os.open(gate, os.O_RDWR), folder / "gate.asked"
+        self._hanging = os.open(f"{gate}.hanging", os.O_RDWR)
 
     @property
     def asked(self) -> int:
@@ -146,8 +148,12 @@ class Scripted:
     def answer(self, count: int = 1) -> None:
         os.write(self._gate, b"." * count)
 
+    def answer_hanging(self) -> None:
+        os.write(self._hanging, b".")
+
     def close(self) -> None:
         os.close(self._gate)
+        os.close(self._hanging)
 
 
 @pytest.fixture
@@ -202,24 +208,49 @@ def test_what_passed_is_not_tried_again(scripted, monkeypatch):
 
 
 async def test_a_full_line_is_refused_and_other_keys_keep_their_share(scripted):
-    """32 grammars of one key are in line: more of it are refused, and another key's first is the next but one."""
+    """32 grammars of one key are in line: more of it are refused, and another key's first is tried at once."""
     program = scripted(*[""] * 40)
     check = GrammarCheck(vocabulary, program.command)
     try:
-        many = [asyncio.create_task(check.check(Grammar(f"a{i}"), "a", 32)) for i in range(40)]
+        many = [asyncio.create_task(check.check(Grammar(f"hang{i}"), "a", 32)) for i in range(40)]
         await asyncio.sleep(0)
         refusals = [task.exception() for task in many if task.done()]
         assert len(refusals) == 8
         assert all(isinstance(each, QueueFullError) and "this API key" in str(each) for each in refusals)
         other = asyncio.create_task(check.check(Grammar("b"), "b", 32))
-        program.answer(3)
+        program.answer()
         await asyncio.wait_for(other, 60)
-        assert sum(task.done() for task in many) - len(refusals) <= 3
+        assert sum(task.done() for task in many) == len(refusals)
         for task in many:
             task.cancel()
         await asyncio.gather(*many, return_exceptions=True)
-        program.answer(30)
+        program.answer_hanging()
+        program.answer()
         await asyncio.wait_for(check.check(Grammar("c"), "a", 32), 60)
+    finally:
+        check.close()
+
+
+async def test_a_grammar_that_takes_long_keeps_only_its_key_waiting(scripted):
+    """Also after its request was cancelled: the process is busy with it until it is done."""
+    program = scripted(*[""] * 40)
+    check = GrammarCheck(vocabulary, program.command)
+    try:
+        slow = asyncio.create_task(check.check(Grammar("hang"), "a"))
+        await until(lambda: program.asked == 1)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        next_of_key = asyncio.create_task(check.check(Grammar("next"), "a"))
+        other = asyncio.create_task(check.check(Grammar("other"), "b"))
+        await until(lambda: program.asked == 2)
+        program.answer()
+        await asyncio.wait_for(other, 60)
+        assert not next_of_key.done()
+        assert program.asked == 2
+        program.answer_hanging()
+        await until(lambda: program.asked == 3)
+        program.answer()
+        await asyncio.wait_for(next_of_key, 60)
     finally:
         check.close()
 
@@ -248,10 +279,10 @@ async def test_a_grammar_in_line_is_compiled_once_for_all_who_wait(scripted):
         same = [asyncio.create_task(check.check(Grammar("other"), "a", 1)) for _ in range(3)]
         await until(lambda: program.asked == 2)
         same[0].cancel()
-        program.answer(2)
+        program.answer()
         ends = await asyncio.gather(*same, return_exceptions=True)
         assert [type(each) for each in ends] == [asyncio.CancelledError, RequestError, RequestError]
-        assert program.asked == 3
+        assert program.asked == 2
     finally:
         check.close()
 

@@ -52,8 +52,8 @@ LARGE = {"enum": [f"value {i} {'x' * 40}" for i in range(30_000)]}
 def test_the_process_may_use_so_much_memory_more_than_at_its_start() -> None:
     check = GrammarCheck(vocabulary)
     try:
-        check._worker.start()
-        process = Path(f"/proc/{check._worker.pid}")
+        check._workers[0].start()
+        process = Path(f"/proc/{check._workers[0].pid}")
         found = re.search(r"Max address space +(\d+)", (process / "limits").read_text())
         assert found is not None, "the address space is limited"
         mapped = int((process / "statm").read_text().split()[0]) * 4096

@@ -194,11 +194,11 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("fault", [ZeroDivisionError, Panic])
 def test_a_library_failure_ends_only_its_request(structured, monkeypatch, fault):
-    def fail(grammar: Grammar) -> None:
+    def fail(grammar: Grammar, owner: str) -> None:
         raise fault
 
     broken = Structured(vocabulary)
-    monkeypatch.setattr(broken, "matcher", fail)
+    monkeypatch.setattr(broken, "compiled", fail)
     core = engine(broken)
     core.add_request(asking(grammar(choice=CHOICES), name="bad"))
     core.add_request(plain("free"))
@@ -280,17 +280,17 @@ def test_without_a_tokenizer_a_grammar_is_refused():
 
 def test_the_grammar_cache_is_bounded(monkeypatch):
     structured = Structured(vocabulary)
-    library, _ = structured.matcher(grammar(choice=["a"]))
+    library = structured.compiled(grammar(choice=["a"])).library
     compiled: list[str] = []
     usual = library.compile
     monkeypatch.setattr(library, "compile", lambda text: compiled.append(text) or usual(text))
-    structured.matcher(grammar(choice=["a"]))
+    structured.compiled(grammar(choice=["a"]))
     assert compiled == []
     for number in range(MAX_GRAMMARS):
-        structured.matcher(Grammar(f'start: "a{number}"'))
-    structured.matcher(grammar(choice=["a"]))
+        structured.compiled(Grammar(f'start: "a{number}"'))
+    structured.compiled(grammar(choice=["a"]))
     assert len(compiled) == MAX_GRAMMARS + 1
-    assert len(structured._compiled) == MAX_GRAMMARS
+    assert len(structured._kept) == MAX_GRAMMARS
 
 
 def test_several_answers_of_one_grammar(structured):

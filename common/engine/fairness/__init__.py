@@ -1,0 +1,1 @@
+"""What keeps one API key from using what others need."""
