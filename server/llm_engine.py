@@ -216,7 +216,7 @@ class LLMEngine(ExplainsMissingMethods):
         if self.is_sleeping():
             raise SleepError(ASLEEP)
         if self._built.structured is not None and prepared.children[0].grammar is not None:
-            self._built.structured.mask_state(prepared.children[0])
+            self._built.structured.mask_state(prepared.children[0]).release()
         if (adapter := prepared.children[0].adapter) is not None:
             self._core.load_adapter_now(adapter)
         self._outputs.add(prepared, kind)

@@ -119,8 +119,8 @@ class GrammarQueue:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are skipped."""
         for request_id in request_ids:
-            if (entry := self._compiling.pop(request_id, None)) is not None:
-                entry[1].cancel()
+            if (entry := self._compiling.pop(request_id, None)) is not None and not entry[1].cancel():
+                entry[1].add_done_callback(_release)
 
     def admit(self) -> list[EngineOutput]:
         """Pass on requests whose grammar is compiled. Return the outputs of those that cannot run."""
@@ -136,12 +136,19 @@ class GrammarQueue:
                     raise error
                 self._add(request, mask_state.result())
             except RequestError as refusal:
+                _release(mask_state)
                 outputs.append(failed_output(request_id, refusal))
         return outputs
 
     def wait(self) -> None:
         """Wait briefly for the next grammar."""
         wait([mask_state for _, mask_state in self._compiling.values()], GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
+
+
+def _release(made: Future[TokenMaskState]) -> None:
+    """Let go of what a mask state uses, if it was made."""
+    if made.exception() is None:
+        made.result().release()
 
 
 class EngineCore:

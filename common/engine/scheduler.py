@@ -588,6 +588,7 @@ class Scheduler:
         request.status = status
         if request.mask_state is not None:
             self._masks.drop(request)
+            request.mask_state.release()
         if self._drafter is not None:
             self._drafter.finish(request.request_id, request.outputs)
         self._num_masked -= request.mask_state is not None

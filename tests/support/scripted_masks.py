@@ -64,6 +64,9 @@ class ScriptedMask:
     def grow(self, size: int) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
     def refresh(self, grammar: np.ndarray | None, outputs: Sequence[int]) -> None:
         self.is_stale = False
         self.bits = np.zeros(-(-self.vocab // 32), np.uint32)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from pagoda.common.engine.structured_output.memory import (
     CompiledGrammar,
     GrammarMemory,
     ResidentMemory,
+    give_back,
 )
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 
@@ -55,10 +56,10 @@ class Structured:
         self._shares: Shares[str] = Shares(MAX_GRAMMARS, max_cached_bytes)
         self._counted: dict[Grammar, int] = {}  # bytes of each kept grammar, as in `_shares`
         self._resident = ResidentMemory()
-        self._memory = GrammarMemory()
+        self._memory = GrammarMemory(self._resident, lambda: self._threads.submit("", give_back))
 
     @cached_property
-    def _threads(self) -> TurnThreads[TokenMaskState]:
+    def _threads(self) -> TurnThreads[Any]:
         return TurnThreads(THREADS, "pagoda-grammar", STACK_BYTES)
 
     @cached_property
@@ -72,9 +73,9 @@ class Structured:
     def mask_state(self, request: EngineRequest) -> TokenMaskState:
         """Return the mask state of a request. Raises RequestError naming the field."""
         try:
-            compiled = None if request.grammar is None else self.compiled(request.grammar, request.owner)
             with self._loading:
                 vocabulary = self._vocabulary
+            compiled = None if request.grammar is None else self.compiled(request.grammar, request.owner)
             state = TokenMaskState(
                 request.rules, len(vocabulary), vocabulary.ends, compiled=compiled, thinking=request.thinking
             )
@@ -85,13 +86,14 @@ class Structured:
         except GrammarError as error:
             raise refused(error) from None
         if state.error is not None:
+            state.release()
             raise refused(state.error)
         return state
 
     def compiled(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
         """Return a compiled grammar, from those kept if possible. `owner`: the key that asks for it.
 
-        Raises GrammarError or RequestError.
+        It is in use until its `leave` is called. Raises GrammarError or RequestError.
         """
         with self._loading:
             library = self._libraries.get(grammar.engine)
@@ -101,13 +103,22 @@ class Structured:
             kept = self._kept.get(grammar)
             if kept is not None:
                 self._kept.move_to_end(grammar)
+                kept.answers += 1
                 return kept
         before = self._resident.bytes
         matcher = library.compile(grammar.text)
         first = np.zeros((1, -(-len(self._vocabulary) // 32)), np.uint32)
         library.fill([matcher], first)
         size = max(self._resident.bytes - before, len(grammar.text))
-        compiled = CompiledGrammar(library, matcher, first[0], owner, size, lambda each: self._recount(grammar, each))
+        compiled = CompiledGrammar(
+            library=library,
+            matcher=matcher,
+            first=first[0],
+            owner=owner,
+            size=size,
+            changed=lambda each: self._recount(grammar, each),
+            lock=self._lock,
+        )
         self._memory.add(compiled)
         if matcher.error is not None:  # what fails is not kept
             raise GrammarError(matcher.error)
@@ -119,6 +130,8 @@ class Structured:
         """Return the one that is kept: another thread may have compiled the same in the meantime."""
         with self._lock:
             if (other := self._kept.get(grammar)) is not None:
+                other.answers += 1
+                self._memory.release(compiled)
                 return other
             self._kept[grammar], self._counted[grammar] = compiled, compiled.size
             self._shares.add(compiled.owner, count=1, size=compiled.size)
@@ -135,6 +148,9 @@ class Structured:
                     self._shares.add(compiled.owner, size=compiled.size - self._counted[grammar])
                     self._counted[grammar] = compiled.size
                     self._make_room()
+            elif not compiled.answers:
+                self._memory.release(compiled)
+                return
         self._memory.refuse_largest()
 
     def _make_room(self) -> None:
@@ -144,7 +160,10 @@ class Structured:
 
     def _forget(self, grammar: Grammar) -> None:
         """Keep a grammar no longer than its requests run."""
-        self._shares.add(self._kept.pop(grammar).owner, count=-1, size=-self._counted.pop(grammar))
+        compiled = self._kept.pop(grammar)
+        self._shares.add(compiled.owner, count=-1, size=-self._counted.pop(grammar))
+        if not compiled.answers:
+            self._memory.release(compiled)
 
 
 def load_library(engine: GrammarEngine, vocabulary: Vocabulary) -> Library:

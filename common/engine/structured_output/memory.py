@@ -8,6 +8,7 @@ long, and counted against the grammar.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -23,6 +24,9 @@ MAX_CACHED_BYTES: Final = 64 << 20
 
 MAX_BYTES: Final = 512 << 20
 """Of all grammars, those of running requests included."""
+
+TRIM_BYTES: Final = 16 << 20
+"""Of released grammars, at which free memory is given back: else the process keeps the most that it ever used."""
 
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -44,6 +48,12 @@ class ResidentMemory:
         return 0 if self._file < 0 else int(os.pread(self._file, 128, 0).split()[1]) * PAGE
 
 
+def give_back() -> None:
+    """Give free memory back to the system, where the C library can."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CompiledGrammar:
     """A compiled grammar and what it uses, in bytes. `owner`: the key whose request had it compiled."""
@@ -53,40 +63,68 @@ class CompiledGrammar:
     first: Bits  # uint32 [ceil(V/32)] the tokens that may begin an answer
     owner: str
     size: int
-    changed: Callable[[CompiledGrammar], None]  # called after it has grown or was spoiled
+    changed: Callable[[CompiledGrammar], None]  # called after it has grown, was spoiled or lost its last answer
+    lock: threading.RLock  # of what follows, and of its keeper
+    answers: int = field(default=1, init=False)  # that use it, the one included for which it was compiled
     is_spoiled: bool = field(default=False, init=False)  # it failed at an answer, so the next one gets another
     refused: str = field(default="", init=False)  # why its answers must end
 
     def grow(self, size: int) -> None:
         """Count further memory."""
-        self.size += size
-        self.changed(self)
+        with self.lock:
+            self.size += size
+            self.changed(self)
 
     def spoil(self) -> None:
         """Note that its library failed at an answer."""
-        if not self.is_spoiled:
-            self.is_spoiled = True
-            self.changed(self)
+        with self.lock:
+            if not self.is_spoiled:
+                self.is_spoiled = True
+                self.changed(self)
+
+    def leave(self) -> None:
+        """Note that an answer uses it no more."""
+        with self.lock:
+            self.answers -= 1
+            if not self.answers:
+                self.changed(self)
 
 
 class GrammarMemory:
     """All compiled grammars that are in use or kept. Thread-safe."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, resident: ResidentMemory, trim: Callable[[], object], max_bytes: int = MAX_BYTES) -> None:
+        """`trim`: called from time to time after grammars were released, by whatever released the last."""
+        self._resident, self._trim, self._max_bytes = resident, trim, max_bytes
+        self._before: int | None = None  # what the process used before the first grammar
+        self._released = 0  # bytes since the last trim
         self._lock = threading.Lock()
         self._grammars: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
 
     def add(self, grammar: CompiledGrammar) -> None:
         """Count a grammar for as long as it exists."""
         with self._lock:
+            if self._before is None:
+                self._before = self._resident.bytes - grammar.size
             self._grammars.add(grammar)
+
+    def release(self, grammar: CompiledGrammar) -> None:
+        """Forget a grammar that nothing uses any more."""
+        del grammar.matcher
+        with self._lock:
+            self._grammars.discard(grammar)
+        self._released += grammar.size
+        if self._released >= TRIM_BYTES:
+            self._released = 0
+            self._trim()
 
     def refuse_largest(self) -> None:
         """End the answers of the largest grammar of the key with most, if all take too much."""
         with self._lock:
             grammars = [each for each in self._grammars if not each.refused]
-            if sum(each.size for each in grammars) <= self._max_bytes:
+            # What other threads took meanwhile is counted, too, hence also what the process has grown by.
+            grown = self._resident.bytes - (self._before or 0)
+            if min(grown, sum(each.size for each in grammars)) <= self._max_bytes:
                 return
             sizes = Counter[str]()
             for each in grammars:

@@ -30,9 +30,6 @@ SLOW_SECONDS: Final = 0.005
 GROUP: Final = 4
 """Masks computed at once. The answers of one grammar take turns, so 4 of the slowest take about a second."""
 
-GROWING_SECONDS: Final = 0.001
-"""A group of masks that took longer may have used memory, for states that its grammar's library keeps."""
-
 Clock = Callable[[], float]
 
 FinishStatus = Callable[[Request, int, int], RequestStatus]
@@ -98,7 +95,7 @@ class StepMasks:
         refresh_masks([(state, outputs) for _, state, outputs in states if state and not state.consults_grammar])
         if not asking:
             return
-        used, growing = self._memory.bytes, list[TokenMaskState]()
+        used, most, slowest = self._memory.bytes, 0.0, list[TokenMaskState]()
         begin = before = self._clock()
         for at in range(0, len(asking), group):
             some = asking[at : at + group]
@@ -106,14 +103,14 @@ class StepMasks:
             now = self._clock()
             for request, state, _ in some:
                 self._measured(request, state, (now - before) / len(some))
-            if now - before > GROWING_SECONDS:
-                growing += [state for _, state, _ in some]
+            if now - before > most:
+                most, slowest = now - before, [state for _, state, _ in some]
             if now - begin > seconds:
                 break
             before = now
-        if growing and (grown := self._memory.bytes - used) > 0:
-            for state in growing:
-                state.grow(grown // len(growing))
+        if slowest and (grown := self._memory.bytes - used) > 0:  # states that a library keeps take time, too
+            for state in slowest:
+                state.grow(grown // len(slowest))
 
     def _measured(self, request: Request, state: TokenMaskState, seconds: float) -> None:
         state.seconds = seconds

@@ -99,8 +99,8 @@ class TokenMaskState:
         compiled: CompiledGrammar | None = None,
         thinking: Thinking | None = None,
     ) -> None:
-        self._compiled = compiled
         self.matcher: Matcher | None = None if compiled is None else compiled.matcher.copy()
+        self._compiled = compiled
         self.is_stale = False  # `bits` are not those of the next token
         self.seconds = 0.0  # that its newest mask took
         self.bits: Bits | None = None  # uint32 [ceil(V/32)] the tokens that may come next; None: any
@@ -202,6 +202,12 @@ class TokenMaskState:
         """Count memory that the grammar's library took for this answer, in bytes."""
         if self._compiled is not None:
             self._compiled.grow(size)
+
+    def release(self) -> None:
+        """Let the grammar's memory go: the answer has ended, though others may hold this state for some time."""
+        compiled, self._compiled, self.matcher = self._compiled, None, None
+        if compiled is not None:
+            compiled.leave()
 
     def copy(self) -> TokenMaskState:
         """Return an independent copy."""

@@ -656,6 +656,9 @@ class MaskState:
         self.finished = token == self._last
         self.error = "no token fits" if token == self._bad else None
 
+    def release(self) -> None:
+        pass
+
     def refresh(self, grammar: None, outputs: list[int]) -> None:
         assert not self.finished
         assert self.error is None
