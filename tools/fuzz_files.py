@@ -216,7 +216,7 @@ def _mutate_quantization(rng: Random, files: Files) -> Files:
     config = json.loads(files["config.json"])
     try:
         config["quantization_config"] = json.loads(mutate_json(rng, json.dumps(config["quantization_config"]).encode()))
-    except ValueError:
+    except (RecursionError, ValueError):
         config["quantization_config"] = rng.choice(_NASTY)
     return {"config.json": json.dumps(config).encode()}
 

@@ -201,6 +201,11 @@ def test_targets_choose_the_group() -> None:
     assert [read.scheme(name) for name in names] == [Float8("tensor", ROWS), Float8("channel", ROWS), None]
 
 
+def torchao_int4(group_size: object) -> dict[str, object]:
+    kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": group_size}}
+    return {"quant_method": "torchao", "quant_type": {"default": kind}}
+
+
 def weights_with(**changes: Any) -> dict[str, Any]:
     config = compressed_tensors()
     config["config_groups"]["group_0"]["weights"] |= changes
@@ -280,6 +285,8 @@ def group_with(**changes: Any) -> dict[str, Any]:
             {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}},
             "whose tensors are pickled; save the model again with torchao 0.14 or later",
         ),
+        ({"quantization_config": torchao_int4({"x": 1})}, "group_size is {'x': 1}, not a positive number"),
+        ({"quantization_config": torchao_int4(0)}, "group_size is 0, not a positive number"),
         (
             {"quantization_config": {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}},
             "data_type is mx_fp, only int is read",

@@ -85,6 +85,8 @@ def _layers(section: Section, target: str) -> TorchaoLayers:
             if packing != "PLAIN":
                 raise data.refused(f"int4_packing_format is {packing}, which only its own kernels read; use PLAIN")
             size = data.get("group_size", 128)
+            if type(size) is not int or size < 1:
+                raise data.refused(f"group_size is {size!r}, not a positive number")
             scheme = integer_scheme(4, size, offsets=True)
             return TorchaoLayers((target,), scheme, plain | {_ZEROS}, bits=4, size=size, kind=kind)
         case "IntxWeightOnlyConfig" | "Int8DynamicActivationIntxWeightConfig":
