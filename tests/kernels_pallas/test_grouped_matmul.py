@@ -266,16 +266,23 @@ MATRIX = [
     if case.kind is not None or chip != "v7x"
     if case.kind is None or not case.kind.startswith("float8") or case.kind == CHIPS[chip].float8
 ]
+COPIES_SCALES = {"v5p/grouped_matmul/128x0.2b-int4-out"}
+"""Where XLA copies the scales of all layers in each call, since 6 of them in a column do not fill its tiles of 8."""
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is missing")
 
 
 def compiles(triples: list[str]) -> None:
-    """Each shape, within the chip and without a copy of the weights."""
+    """Each shape, within the chip and without a copy of the weights.
+
+    A copy of the rows is allowed: int4 has them in another order, 2.4 MB for 256 rows of 4096 columns.
+    """
+    faults = []
     for facts in compile_for_tpu(triples):
         chip, _, name = facts["pair"].split("/")
-        assert 0 < facts["vmem"] <= CHIPS[chip].vmem_bytes, facts
-        # A copy of the rows is allowed: int4 has them in another order, 2.4 MB for 256 rows of 4096 columns.
-        assert facts["temp"] < max(1 << 21, SPECS[name].weight_bytes / 8), facts
+        is_small = facts["temp"] < max(1 << 21, SPECS[name].weight_bytes / 8)
+        if not 0 < facts["vmem"] <= CHIPS[chip].vmem_bytes or is_small == (facts["pair"] in COPIES_SCALES):
+            faults.append(facts)
+    assert not faults
 
 
 @needs_compiler
