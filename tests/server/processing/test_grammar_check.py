@@ -103,6 +103,19 @@ def test_what_does_not_is_told_and_the_next_passes(check, grammar, words):
     assert why(check, text(choice=["x", "y"])) == ""
 
 
+def test_what_is_too_large_once_it_is_entered_is_refused() -> None:
+    """Its first mask is computed; the one after a token fails. The lowest token ends the answer, which is no way in."""
+    tokens = (b"<eos>", b"a", b"a" * 64, b"a" * 1000, b"b")
+    check = GrammarCheck(lambda: Vocabulary(tokens, frozenset({0}), (0,), lambda text: [1] * len(text)))
+    try:
+        assert "too many expressions" in why(check, text(regex="a{1000000000}"))
+        assert "too many expressions" in why(check, text(regex="(a{1000000000})?"))
+        assert why(check, text(regex="[ab]*")) == ""
+        assert why(check, text(regex="(ab)?")) == ""
+    finally:
+        check.close()
+
+
 def test_what_takes_too_long_is_refused() -> None:
     patterns = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(30)]}
     check = GrammarCheck(vocabulary, seconds=0.3, elapsed=300)
