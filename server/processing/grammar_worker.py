@@ -33,6 +33,8 @@ MEMORY_BYTES: Final = 1 << 30
 """Address space for the tables of a vocabulary and all grammars. Those of a synthetic vocabulary of 256k tokens take
 470 MiB while they are made and 410 MiB then, of which 150 MiB are resident."""
 
+TRIED_TOKENS: Final = 4
+
 
 class Words(msgspec.Struct, frozen=True):
     """A vocabulary as a message."""
@@ -81,9 +83,7 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
             bits = _next_mask(library, matcher, len(vocabulary))
             if not bits.any():
                 raise GrammarError("no token sequence matches the grammar")
-            token = _first(bits, vocabulary.ends)
-            if token is not None and matcher.accept(token):  # some patterns are too large only once they are entered
-                _next_mask(library, matcher, len(vocabulary))
+            _enter(library, matcher, bits, vocabulary)
         except GrammarError as raised:
             error = str(raised) or error
         else:
@@ -104,6 +104,20 @@ def _next_mask(library: Library, matcher: Matcher, vocab: int) -> Bits:
         raise GrammarError(matcher.error)
     mask: Bits = bits[0]
     return mask
+
+
+def _enter(library: Library, matcher: Matcher, bits: Bits, vocabulary: Vocabulary) -> None:
+    """Follow a grammar for some tokens: some patterns are too large only once they are entered. Raises GrammarError."""
+    for _ in range(TRIED_TOKENS):
+        token = _first(bits, vocabulary.ends)
+        if token is None:
+            return
+        accepted = matcher.accept(token)
+        if matcher.error is not None:
+            raise GrammarError(matcher.error)
+        if not accepted:
+            return
+        bits = _next_mask(library, matcher, len(vocabulary))
 
 
 def _first(bits: Bits, ends: Sequence[int]) -> int | None:
