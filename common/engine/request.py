@@ -61,6 +61,20 @@ class GroupBlocks:
     reserved: range = range(0)  # blocks of the extent that is reserved for the request
 
 
+SCORED_COST: Final = 2
+"""What a prompt token whose logprobs are asked for counts, beside 1 of any other: its row of logits is as wide as the
+vocabulary. A large budget is halved by it, and a step with logprobs takes about as long as one without."""
+
+SCORED_WHOLE_COST: Final = 64
+"""Likewise where the logprobs of all tokens are asked for, each of which is sent to the client."""
+
+
+def _token_cost(prompt_logprobs: int | None) -> int:
+    if prompt_logprobs is None:
+        return 1
+    return SCORED_WHOLE_COST if prompt_logprobs < 0 else SCORED_COST
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Mutable state of one sequence. Created by `Request.of`."""
@@ -91,6 +105,7 @@ class Request:
     scheduled: float = 0.0  # when it first ran, on the scheduler's clock
     has_token_only: bool = False  # its next output has a token and nothing else, unless it finishes
     prompt_logprobs: list[PositionLogprobs] | None = None
+    token_cost: int = 1  # of a step's budget, for each token of a chunk
     mask_state: TokenMaskState | None = None  # of requests with a grammar or a reasoning budget
     error: tuple[str, str] | None = None  # field and reason, of a request that a logits processor failed
     embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
@@ -131,6 +146,7 @@ class Request:
             reads_cache=not (request.skip_reading_prefix_cache or wants_prompt),
             drafts_from=max([request.rules.min_tokens, *map(len, request.rules.bad_words)]),
             prompt_logprobs=[] if wants_prompt else None,
+            token_cost=_token_cost(request.rules.prompt_logprobs),
             mask_state=mask_state,
             embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
             pooling=request.pooling,
@@ -303,6 +319,7 @@ class RunningBatch:
         self.total = zeros()  # tokens known or in flight
         self.prefill_end = zeros()  # tokens known when the row was assigned
         self.limit = zeros()  # total at which the request ends
+        self.token_cost = zeros()  # of a step's budget, for each token of a chunk
         self.capacity = zeros()  # tokens its blocks hold
         self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
         self.inflight = zeros()  # sampled tokens and drafts not yet reported
@@ -338,6 +355,7 @@ class RunningBatch:
         self.computed[row] = computed
         self.total[row] = self.prefill_end[row] = len(request.tokens)
         self.limit[row] = request.limit
+        self.token_cost[row] = request.token_cost
         self.newest[row] = request.tokens[-1]
         self.inflight[row] = self.drafts_inflight[row] = self.num_guesses[row] = 0
         self.drafts_from[row] = len(request.prompt) + request.drafts_from

@@ -365,7 +365,7 @@ class Scheduler:
 
     def _admit(self, budget: TokenBudget) -> tuple[TokenBudget, list[RowStart]]:
         """Start waiting requests, in order, while there is a row, a token and a block for the first of the queue."""
-        left = self.limits.max_num_batched_tokens - int(budget.tokens.sum())
+        left = self.limits.max_num_batched_tokens - self._cost(budget)
         rows: list[int] = []
         counts: list[int] = []
         starts: list[RowStart] = []
@@ -380,7 +380,7 @@ class Scheduler:
             self.waiting.pop()
             if self._fair is not None:
                 self._fair.start(request)
-            left -= count
+            left -= count if count == 1 else count * request.token_cost
             rows.append(request.row)
             counts.append(count)
             start = RowStart(request.row, request.tokens, len(request.prompt), request.rules, request.encoder)
@@ -394,6 +394,11 @@ class Scheduler:
             drafts = np.concatenate([drafts, np.zeros(len(rows), np.int32)])
         return decode_first(all_rows, all_counts, drafts), starts
 
+    def _cost(self, budget: TokenBudget) -> int:
+        """Return what the running requests spend of a step's tokens."""
+        counts = budget.tokens
+        return int((counts * np.where(counts > 1, self._batch.token_cost[budget.rows], 1)).sum())
+
     def _start(self, request: Request, left: int) -> int:
         """Move a waiting request to a row. Returns the tokens it computes now, of `left`; 0 when it must wait."""
         if request.resumes_at > self._steps - len(self._in_flight):
@@ -401,7 +406,8 @@ class Scheduler:
         if request.mask_state is not None and request.mask_state.is_stale:
             return 0
         hit = self.kv.find_prefix(request)
-        count = first_chunk(request.num_known - hit.num_tokens, left, self.limits, self.kv.snapshot_tokens)
+        want, cost = request.num_known - hit.num_tokens, request.token_cost
+        count = first_chunk(want, left, self.limits, self.kv.snapshot_tokens, cost)
         row, end = self._batch.next_free(), hit.num_tokens + count
         # Leave one block per running request where they grow: without it the new request would soon be preempted, or
         # preempt others.
@@ -665,22 +671,24 @@ def split_budget(
         want = np.minimum(want, limits.long_prefill_token_threshold)
     if max_chunk:
         want = np.minimum(want, max_chunk - batch.computed[longer] % max_chunk)
-    left = limits.max_num_batched_tokens - len(single) - reserved - (np.cumsum(want) - want)
-    tokens = np.clip(left, 0, want)
+    cost = batch.token_cost[longer]
+    spent = want * cost
+    left = limits.max_num_batched_tokens - len(single) - reserved - (np.cumsum(spent) - spent)
+    tokens = np.clip(np.maximum(left // cost, left > 0), 0, want)
     return decode_first(
         np.concatenate([single, longer[tokens > 0]]),
         np.concatenate([np.ones(len(single), np.int32), tokens[tokens > 0].astype(np.int32)]),
     )
 
 
-def first_chunk(want: int, left: int, limits: Limits, max_chunk: int = 0) -> int:
+def first_chunk(want: int, left: int, limits: Limits, max_chunk: int = 0, cost: int = 1) -> int:
     """Return how many of `want` tokens a request computes in its first step, with `left` available; 0: it must wait.
 
-    `max_chunk`: most tokens of a chunk; 0: any number. A cached prefix ends at a multiple of it.
+    `max_chunk`: most tokens of a chunk; 0: any number. A cached prefix ends at a multiple of it. `cost`: of a token.
     """
     if not limits.chunked_prefill:
         return want if want <= left else 0
-    return min(want, left, limits.long_prefill_token_threshold or want, max_chunk or want)
+    return min(want, max(left // cost, 1), limits.long_prefill_token_threshold or want, max_chunk or want)
 
 
 def decode_first(rows: Int32, tokens: Int32, drafts: Int32 | None = None) -> TokenBudget:

@@ -46,7 +46,7 @@ NUM_PLANS: Final = 8
 """Newest plans that are kept whole."""
 
 ROW_ARRAYS: Final = (
-    *("computed", "total", "prefill_end", "limit", "capacity", "newest", "inflight", "drafts_inflight"),
+    *("computed", "total", "prefill_end", "limit", "token_cost", "capacity", "newest", "inflight", "drafts_inflight"),
     *("drafts_from", "num_drafts", "num_guesses", "next_page", "epoch"),
 )
 """Arrays of RunningBatch that a snapshot has."""
@@ -292,6 +292,7 @@ class _Values:
             tables=list(self.tables),
             digests=[keyed(digest) for digest in tuple(request.hashes)],
             is_masked=request.mask_state is not None,
+            token_cost=request.token_cost,
             rules=shown_rules(request.rules),
             token_ids=request.known_tokens().tolist() if tokens else None,
         )
@@ -318,6 +319,7 @@ def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
                 group=request.group,
                 reads_cache=state.reads_cache,
                 is_masked=state.mask_state is not None,
+                token_cost=state.token_cost,
                 digests=[keyed(digest) for digest in tuple(state.hashes)],
                 rules=shown_rules(request.rules),
                 token_ids=state.known_tokens().tolist() if tokens else None,

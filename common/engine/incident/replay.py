@@ -277,6 +277,7 @@ def _engine_request(event: Added) -> EngineRequest:
 
 def _set_up(request: Request, event: Added | RequestState) -> None:
     request.hashes = [bytes.fromhex(digest) for digest in event.digests]
+    request.token_cost = event.token_cost
 
 
 def _request(state: RequestState) -> Request:

@@ -85,6 +85,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     is_masked: bool  # under a grammar or a reasoning budget
     rules: dict[str, Any]  # sampling rules that differ from the defaults; of lists the length
     token_ids: list[int] | None = None  # all known at the incident; None unless asked for
+    token_cost: int = 1  # of a step's budget
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -133,6 +134,7 @@ class Added(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     digests: list[Digest]
     rules: dict[str, Any]
     token_ids: list[int] | None = None
+    token_cost: int = 1
 
 
 class Aborted(msgspec.Struct, tag="abort", frozen=True):

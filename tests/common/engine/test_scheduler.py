@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -515,7 +516,7 @@ class TestLogprobs:
         assert b.logprobs[0].rank == 1
 
     def test_of_the_prompt_in_chunks_sent_whole_and_once(self):
-        bench = Bench(limits={"max_num_batched_tokens": 4})
+        bench = Bench(limits={"max_num_batched_tokens": 8})  # of which a token with logprobs takes two
         bench.add("a", [1, 2, 3, 4, 5, 6], rules=SamplingRules(prompt_logprobs=1))
         assert bench.report(bench.plan(), prompt_logprobs={0: self.block(2, 3, 4, 5)}) == []
         (output,) = bench.report(bench.plan(), prompt_logprobs={0: self.block(6)})
@@ -554,8 +555,9 @@ def test_results_must_come_in_order():
 class TestSplitBudget:
     """`split_budget` of rows with so many tokens to compute, in order."""
 
-    def split(self, wants: list[int], budget: int, **settings) -> dict[int, int]:
+    def split(self, wants: list[int], budget: int, costs: Sequence[int] = (), **settings) -> dict[int, int]:
         batch, rows = RunningBatch(len(wants)), np.arange(len(wants), dtype=np.int32)
+        batch.token_cost[:] = costs or 1
         batch.computed[:] = 7
         batch.total[:] = batch.computed + wants
         batch.limit[:] = 50
@@ -580,6 +582,7 @@ class TestSplitBudget:
 
     def test_rows_at_their_limit_get_nothing(self):
         batch = RunningBatch(3)
+        batch.token_cost[:] = 1
         batch.computed[:], batch.total[:], batch.limit[:] = 8, 9, [8, 9, 10]
         limits = Limits(max_model_len=64, max_num_batched_tokens=9, max_num_seqs=8, block_size=4)
         split = split_budget(batch, np.arange(3, dtype=np.int32), limits)
@@ -589,6 +592,30 @@ class TestSplitBudget:
     def test_a_threshold_cuts_chunks(self):
         assert self.split([9, 1, 2], 20, long_prefill_token_threshold=3) == {1: 1, 0: 3, 2: 2}
 
+    @each_row(
+        ("wants", "costs", "budget", "split"),
+        [
+            ([20], [2], 16, {0: 8}),
+            ([6, 6], [2, 1], 16, {0: 6, 1: 4}),
+            ([6, 6], [1, 2], 16, {0: 6, 1: 5}),
+            ([1, 9], [64, 64], 16, {0: 1, 1: 1}),
+            ([9, 9], [64, 1], 16, {0: 1}),
+        ],
+    )
+    def test_tokens_that_cost_more_leave_less(self, wants, costs, budget, split):
+        assert self.split(wants, budget, costs) == split
+
+    def test_prompts_with_logprobs_start_with_shorter_chunks(self):
+        bench = Bench(limits={"max_num_batched_tokens": 16, "max_model_len": 64})
+        for name, logprobs in (("a", 0), ("b", None), ("c", -1)):
+            rules = SamplingRules(prompt_logprobs=logprobs)
+            asked = EngineRequest(request_id=name, prompt_token_ids=[ord(name)] * 20, rules=rules, max_tokens=2)
+            bench.scheduler.add(asked)
+            plan = bench.plan()
+            assert counts(plan) == {"a": [8], "b": [16], "c": [1]}[name]
+            bench.scheduler.abort([name])
+            bench.report(plan, 5)
+
     def test_the_first_chunk(self):
         def limits(**settings) -> Limits:
             return Limits(max_model_len=16, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, **settings)
@@ -596,6 +623,7 @@ class TestSplitBudget:
         assert [first_chunk(6, left, limits()) for left in (5, 6, 7)] == [5, 6, 6]
         assert [first_chunk(6, left, limits(long_prefill_token_threshold=4)) for left in (3, 7)] == [3, 4]
         assert [first_chunk(6, left, limits(chunked_prefill=False)) for left in (5, 6, 7)] == [0, 6, 6]
+        assert [first_chunk(6, left, limits(), cost=2) for left in (1, 5, 12, 16)] == [1, 2, 6, 6]
 
     def test_rows_with_one_token_go_first(self):
         first = decode_first(np.array([4, 5, 6, 7], np.int32), np.array([2, 1, 3, 1], np.int32))
