@@ -229,7 +229,7 @@ class Scheduler:
     @property
     def num_withheld(self) -> int:
         """How many requests may have to miss the next step because their token masks take long."""
-        return self._masks.num_withheld
+        return self._masks.num_withheld if self._num_masked else 0
 
     @property
     def awaits_drafts(self) -> bool:
@@ -242,10 +242,10 @@ class Scheduler:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
         if self.awaits_drafts:
             return None
-        if self._masks.has_late:
+        if self._num_masked and self._masks.has_late:
             self._masks.catch_up()
         plan = self._schedule()
-        while plan is None and not self._in_flight and self._masks.has_late:
+        while plan is None and self._num_masked and self._masks.has_late and not self._in_flight:
             self._masks.catch_up()
             plan = self._schedule()
         return plan
@@ -303,7 +303,7 @@ class Scheduler:
     def _running_rows(self) -> Int32:
         if self._order is None:
             self._order = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
-        if not self._masks.num_withheld:
+        if not self.num_withheld:
             return self._order
         inflight = self._batch.inflight
         rows = [each.row for each in self.running if not self._masks.withholds(each, int(inflight[each.row]))]
@@ -311,6 +311,8 @@ class Scheduler:
 
     def _slow_rows(self) -> list[int]:
         """Return the rows whose masks take long, so that drafts would need several such."""
+        if not self._num_masked:
+            return []
         return [request.row for request in self._masks.slow.values() if request.row != NO_ROW]
 
     def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
@@ -523,7 +525,7 @@ class Scheduler:
         if step.plan is not plan or result.step != plan.step:
             raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
         self._recompiles += result.recompiles
-        failures = self._fail_late()
+        failures = self._fail_late() if self._num_masked else []
         live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
         requests, sampled, drafts = step.requests, result.token_ids, None
         if step.void:

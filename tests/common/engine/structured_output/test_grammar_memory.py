@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from support.grammars import Answer, asking, grammar, vocabulary
 
-from pagoda.common.engine.fairness.turns import TurnThreads
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.compiler import Structured, TurnThreads
 from pagoda.common.engine.structured_output.grammar import Grammar
 from pagoda.common.engine.structured_output.memory import CompiledGrammar, GrammarMemory
 from pagoda.common.errors import RequestError
