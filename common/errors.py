@@ -99,12 +99,18 @@ class SleepError(PagodaError):
 
 
 class EngineDeadError(PagodaError, RuntimeError):
-    """The engine stopped; the message carries the cause."""
+    """The engine stopped. The message has the cause, and what the operator may do; `told` is what clients read."""
+
+    told = "the engine has ended; the server's log says why"
 
 
 class EngineUnavailableError(EngineDeadError):
     """The engine is stuck, or is being restarted: HTTP 503. The same request may be accepted later."""
 
+    told = "the engine does not answer at present; try again later"
+
 
 class EngineRestartingError(EngineUnavailableError):
     """The engine is being restarted within the limits of --restart-engine: the server is to be left alone."""
+
+    told = "the engine is being restarted; try again shortly"

@@ -829,6 +829,7 @@ class AsyncLLM(ExplainsMissingMethods):
         The others run again, at once in other replicas; without `child_ids` once the engine is warm.
         """
         error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
+        error.told = "the engine ended while it ran this request and is being restarted; send it again"
         if child_ids is None:
             self.stats = EngineStats()
             self._admission.observe(self.stats)
@@ -887,6 +888,10 @@ class WarmEngine:
         )
 
 
+WORD_COST: Final = 16
+"""Characters of a prompt that take as long to tokenise as what is done for a bad word beside tokenising its own."""
+
+
 class AsyncInputs:
     """An InputProcessor with threads for long prompts and embeddings, and a process that compiles grammars first.
 
@@ -923,6 +928,8 @@ class AsyncInputs:
         )
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         length = len(given) if isinstance(given, str | list) else 0
+        if isinstance(params, SamplingParams) and params.bad_words:
+            length += sum(len(word) + WORD_COST for word in params.bad_words)
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
         if length > LONG_TEXT:

@@ -173,6 +173,12 @@ class RemoveAdapter(msgspec.Struct, tag="remove_adapter", frozen=True):
     number: int
 
 
+class Rejoin(msgspec.Struct, tag="rejoin", frozen=True):
+    """Another process is now the client of that number: drop the requests of the one before, and tell it Ready."""
+
+    client: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End the engine after its current step."""
 
@@ -274,7 +280,7 @@ Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnaps
 
 Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken | ProfileState
 
-ToEngine = AddRequest | Abort | Command | RemoveAdapter | Shutdown
+ToEngine = AddRequest | Abort | Command | RemoveAdapter | Rejoin | Shutdown
 FromEngine = Ready | Failed | Restarting | StepReply | Refused | Reply | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -1,7 +1,8 @@
 """Several API server processes over one engine: the process of `pagoda serve`, which starts both.
 
 It binds the port, handles signals and reports failures. Each API server process (`api_process`) inherits the listening
-socket and a control socket. On the latter it sends READY and receives STOP and HURRY.
+socket and a control socket. On the latter it sends READY and receives STOP and HURRY. One that ends after it has served
+is replaced: its connections are cut and its requests dropped, those of the others go on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +29,7 @@ from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import output_address
-from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, encode, raised
+from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, Rejoin, encode, raised
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
 
@@ -38,6 +41,10 @@ to stop: that message comes by another socket, and may overtake the cause."""
 
 _END_SECONDS: Final = 10.0
 """How long API server processes have to end after the engine has died or another of them has."""
+
+MAX_RESTARTS: Final = 5
+RESTART_SECONDS: Final = 600.0
+"""So many processes are replaced within this time; the end of a further one ends the server."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +86,9 @@ class _Supervisor:
         self._config, self._server, self._engine = config, server, engine
         self._start_time = start_time
         self._info: EngineInfo | None = None
-        self._ready = 0
+        self._is_announced = False
         self._processes: list[_ApiServer] = []
+        self._restarts: deque[float] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._reports: list[zmq.Socket[bytes]] = []
 
@@ -93,30 +101,38 @@ class _Supervisor:
         with watch_signals(stop, hurry):
             try:
                 for index in range(self._server.api_server_count):
-                    words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses)]
-                    self._processes.append(
-                        await _ApiServer.start(words, self._config, self._server, listener, self._on_ready)
-                    )
-                return await self._watch(dead, stop, hurry)
+                    self._processes.append(await self._start(index, listener, program))
+                return await self._watch(dead, stop, hurry, partial(self._start, listener=listener, program=program))
             finally:
                 for process in self._processes:
                     await process.end()
                 self._context.destroy(linger=0)
 
-    async def _watch(self, dead: asyncio.Future[Failed], stop: asyncio.Event, hurry: asyncio.Event) -> int:
+    async def _start(self, index: int, listener: socket.socket, program: Sequence[str]) -> _ApiServer:
+        words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses)]
+        return await _ApiServer.start(words, self._config, self._server, listener, self._log_ready)
+
+    async def _watch(
+        self,
+        dead: asyncio.Future[Failed],
+        stop: asyncio.Event,
+        hurry: asyncio.Event,
+        start: Callable[[int], Awaitable[_ApiServer]],
+    ) -> int:
         ends = [asyncio.ensure_future(process.wait()) for process in self._processes]
         stopping, hurrying = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(hurry.wait())
         try:
-            first: set[asyncio.Future[Any]] = {dead, stopping, *ends}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                first: set[asyncio.Future[Any]] = {dead, stopping, *ends}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if dead.done() or stopping.done() or not await self._replace(ends, dead, start):
+                    break
             if dead.done() and self._server.keep_alive_on_engine_death:
-                await asyncio.wait(first - {dead}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({stopping, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 self._tell(STOP)
                 hurrying.add_done_callback(lambda task: None if task.cancelled() else self._tell(HURRY))
                 return int(any(await asyncio.gather(*ends)))
-            if not dead.done():  # a process may end first when the engine dies
-                await asyncio.wait({dead}, timeout=0.5)
             ended = next((end.result() for end in ends if end.done()), 1)
             if dead.done() and not self._server.keep_alive_on_engine_death:
                 await asyncio.wait(ends, timeout=_CAUSE_SECONDS)
@@ -130,6 +146,28 @@ class _Supervisor:
         finally:
             for task in (stopping, hurrying, *ends):
                 task.cancel()
+
+    async def _replace(
+        self,
+        ends: list[asyncio.Task[int]],
+        dead: asyncio.Future[Failed],
+        start: Callable[[int], Awaitable[_ApiServer]],
+    ) -> bool:
+        """Replace a process that ended, if it has served and few were replaced. `ends`: the status of each process."""
+        index = next(index for index, end in enumerate(ends) if end.done())
+        await asyncio.wait({dead}, timeout=0.5)  # a process may end first when the engine dies
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_SECONDS:
+            self._restarts.popleft()
+        if dead.done() or not self._processes[index].has_served or len(self._restarts) >= MAX_RESTARTS:
+            return False
+        self._restarts.append(now)
+        logger.error("API server process %d %s; it is replaced", index, describe_exit(ends[index].result()))
+        await self._processes[index].end()
+        self._processes[index] = await start(index)
+        self._engine.send(Rejoin(index))
+        ends[index] = asyncio.ensure_future(self._processes[index].wait())
+        return True
 
     def _on_message(self, message: FromEngine, dead: asyncio.Future[Failed]) -> None:
         if isinstance(message, Ready):
@@ -153,17 +191,14 @@ class _Supervisor:
                 outputs.send(data)
                 self._reports.append(outputs)
 
-    def _on_ready(self) -> None:
-        self._ready += 1
-        self._log_ready()
-
     def _log_ready(self) -> None:
-        if self._info is None or self._ready < self._server.api_server_count:
+        served = [process for process in self._processes if process.has_served]
+        if self._info is None or self._is_announced or len(served) < self._server.api_server_count:
             return
-        info = self._info
+        info, self._is_announced = self._info, True
         logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
         seconds = time.monotonic() - self._start_time
-        logger.info("ready after %.1f s with %d API server processes", seconds, self._ready)
+        logger.info("ready after %.1f s with %d API server processes", seconds, len(served))
 
     def _tell(self, word: bytes) -> None:
         for process in self._processes:
@@ -175,6 +210,7 @@ class _ApiServer:
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process, self._control = process, control
+        self.has_served = False
 
     @classmethod
     async def start(
@@ -185,7 +221,7 @@ class _ApiServer:
         listener: socket.socket,
         on_ready: Callable[[], None],
     ) -> _ApiServer:
-        """Start a process. `on_ready` is called when it serves requests."""
+        """Start a process. `on_ready` is called once it serves requests, and `has_served` is true from then on."""
         own, other = socket.socketpair()
         with other:
             descriptors = (listener.fileno(), other.fileno())
@@ -193,6 +229,7 @@ class _ApiServer:
                 *(*words, *map(str, descriptors)), stdin=asyncio.subprocess.PIPE, pass_fds=descriptors, env=child_env()
             )
         own.setblocking(False)
+        started = cls(process, own)
         loop = asyncio.get_running_loop()
 
         def readable() -> None:
@@ -201,6 +238,7 @@ class _ApiServer:
             except OSError:
                 word = b""
             if word == READY:
+                started.has_served = True
                 on_ready()
             elif not word:
                 loop.remove_reader(own.fileno())
@@ -210,7 +248,7 @@ class _ApiServer:
         data = msgspec.msgpack.encode((config, server))
         process.stdin.write(data)
         process.stdin.close()
-        return cls(process, own)
+        return started
 
     async def wait(self) -> int:
         """Return the exit status once the process has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -183,7 +184,8 @@ class CoreClientAsync:
         self._watching: asyncio.TimerHandle | None = None
         self._dead: EngineDeadError | None = None
         self._unavailable: EngineUnavailableError | None = None
-        self._tickets = itertools.count()
+        # Not from 0: the process before this one may have calls of its own, whose replies come to this one.
+        self._tickets = itertools.count(secrets.randbits(32))
         self._replies: dict[int, asyncio.Future[Reply]] = {}
 
     @property

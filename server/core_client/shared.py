@@ -25,7 +25,9 @@ from pagoda.server.ipc_messages import (
     Command,
     FromEngine,
     OtherUse,
+    Ready,
     Refused,
+    Rejoin,
     Reply,
     StepReply,
     ToEngine,
@@ -60,6 +62,7 @@ class ClientRouter:
         self._uses = [QueueUse() for _ in range(count)]  # of those, by client
         self._reported = [0.0] * count  # when a client last got statistics
         self._told = [0.0] * count  # and what the others use
+        self._ready: Ready | None = None  # once it was sent
 
     def note(self, client: int, command: ToEngine) -> ToEngine:
         """Record a client's command and return it with a ticket that is unique among all clients."""
@@ -92,7 +95,18 @@ class ClientRouter:
                 ticket, client = divmod(message.ticket, self._count)
                 self._send(client, msgspec.structs.replace(message, ticket=ticket))
             case _:
+                if isinstance(message, Ready):
+                    self._ready = message
                 self._broadcast(message)
+
+    def rejoin(self, client: int) -> Abort:
+        """Let another process be a client: tell it Ready, and return the command that drops the requests before."""
+        if self._ready is not None:
+            self._send(client, self._ready)
+        lost = [request_id for request_id, each in self._clients.items() if each == client]
+        for request_id in lost:
+            self._forget(request_id)
+        return Abort(lost)
 
     def _divide(self, step: StepOutputs) -> None:
         outputs: list[list[EngineOutput]] = [[] for _ in range(self._count)]
@@ -180,4 +194,6 @@ class SharedInbox:
     def _command(self, frames: list[bytes]) -> ToEngine:
         """Return the command of a client, or of the process that started the engine, which has no number."""
         command = self._decode(frames[-1])
+        if isinstance(command, Rejoin):
+            return self._router.rejoin(command.client)
         return command if len(frames) == 1 else self._router.note(int(frames[0]), command)

@@ -67,7 +67,8 @@ class HttpError(Exception):
 
 
 def http_error(error: BaseException) -> HttpError:
-    """Map an exception to an HTTP error. Messages of exceptions other than pagoda's own are not disclosed."""
+    """Map an exception to an HTTP error. Messages of exceptions other than pagoda's own are not disclosed, nor is why
+    the engine ended."""
     match error:
         case HttpError():
             return error
@@ -79,12 +80,14 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(404, str(error), "response_id")
         case QueueFullError():
             return HttpError(429, str(error))
-        case UnavailableError() | EngineUnavailableError() | SleepError() | AbortedError():
+        case EngineUnavailableError():
+            return HttpError(503, error.told)
+        case UnavailableError() | SleepError() | AbortedError():
             return HttpError(503, str(error))
         case RequestTimeoutError():
             return HttpError(504, str(error))
         case EngineDeadError():
-            return HttpError(500, f"the engine is dead: {error}")
+            return HttpError(500, error.told)
         case PluginError():
             return HttpError(500, str(error))
         case _:

@@ -22,7 +22,7 @@ from pagoda.common.errors import PagodaError
 from pagoda.server.http.errors import ClientDisconnectedError, UnavailableError, http_error
 from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.http.state import ServerState, StopSignal
-from pagoda.server.outputs import RequestOutput
+from pagoda.server.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,14 @@ T = TypeVar("T")
 CLIENT_DISCONNECTED: Final = 499
 """Status, for logs, of a response whose client disconnected."""
 
+JSON: Final = "application/json"
+
 encode_json: Final = msgspec.json.Encoder().encode
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with `content` encoded as JSON."""
-    return Response(encode_json(content), status, headers, media_type="application/json")
+    return Response(encode_json(content), status, headers, media_type=JSON)
 
 
 # What a route provides: outputs, and a builder that turns them into a response.
@@ -213,15 +215,19 @@ async def respond(
     if not stream:
         whole = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
         headers |= load_report(request.headers.get(LOAD_FORMAT_HEADER), state.engine.stats)
-        return json_response(whole, headers=headers)
+        return Response(whole, headers=headers, media_type=JSON)
     pause, log_errors = config.sse_keep_alive_interval, config.log_error_stack
     events = _events(source, builder, style, pause=pause, log_errors=log_errors)
     first = await cancel_on_disconnect(request.receive, state.stopping, anext(events))
     return EventStream(first, events, state.stopping, headers, style)
 
 
-async def _whole(source: OutputSource, builder: ResponseBuilder) -> dict[str, Any]:
-    """Return the whole response. What takes long is done in a thread, so that other requests keep streaming."""
+async def _whole(source: OutputSource, builder: ResponseBuilder) -> bytes:
+    """Return the whole response as JSON. What takes long is done in a thread, so that other requests keep streaming."""
+
+    def encoded() -> bytes:
+        return encode_json(builder.whole())
+
     total = 0
     async with aclosing(source.outputs()) as outputs:
         async for index, output in outputs:
@@ -231,17 +237,26 @@ async def _whole(source: OutputSource, builder: ResponseBuilder) -> dict[str, An
                 await asyncio.to_thread(builder.add, index, output)
             else:
                 builder.add(index, output)
-    return await asyncio.to_thread(builder.whole) if total > LONG_RESPONSE else builder.whole()
+    return await asyncio.to_thread(encoded) if total > LONG_RESPONSE else encoded()
 
 
 LONG_RESPONSE: Final = 1024
-"""Tokens from which a response is built in a thread; it takes up to 20 us per token with its logprobs."""
+"""Tokens and candidates of tokens from which a response is built in a thread; each takes up to some microseconds."""
 
 
 def _size(output: RequestOutput) -> int:
-    """Return the tokens of an output, and of its prompt if that is part of the response."""
-    prompt = 0 if output.prompt_logprobs is None else len(output.prompt_logprobs)
-    return prompt + sum(len(completion.token_ids) for completion in output.outputs)
+    """Return the tokens of an output, with their candidates, and those of its prompt if that is in the response."""
+    size = 0 if output.prompt_logprobs is None else _candidates(output.prompt_logprobs)
+    for completion in output.outputs:
+        size += len(completion.token_ids)
+        if completion.logprobs:
+            size += _candidates(completion.logprobs)
+    return size
+
+
+def _candidates(positions: PromptLogprobs | SampleLogprobs) -> int:
+    """Return about how many logprobs there are; the last position has as many as most."""
+    return len(positions) * len(positions[-1] or ())
 
 
 async def _events(
@@ -256,7 +271,12 @@ async def _events(
         items = source.outputs()
         async with aclosing(with_pauses(items, pause) if pause else items) as outputs:
             async for item in outputs:
-                data = style.keep_alive if item is None else b"".join(map(style.event, builder.chunks(*item)))
+                if item is None:
+                    data = style.keep_alive
+                elif item[1].prompt_logprobs is None:
+                    data = b"".join(map(style.event, builder.chunks(*item)))
+                else:
+                    data = await _encoded(builder, style, *item)
                 if data:
                     started = True
                     yield data
@@ -268,6 +288,15 @@ async def _events(
         if log_errors or not isinstance(error, PagodaError):
             logger.exception("request %s failed", source.request_id)
         yield style.failure(error)
+
+
+async def _encoded(builder: ResponseBuilder, style: EventStyle, prompt_index: int, output: RequestOutput) -> bytes:
+    """Return the events of an output, made in a thread if that takes long."""
+
+    def encode() -> bytes:
+        return b"".join(map(style.event, builder.chunks(prompt_index, output)))
+
+    return await asyncio.to_thread(encode) if _size(output) > LONG_RESPONSE else encode()
 
 
 async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:

@@ -60,13 +60,18 @@ class PendingLogprobs:
     ) -> None:
         self._entries, self._position = entries, position
 
+    @property
+    def num_candidates(self) -> int:
+        """How many logprobs there are."""
+        return sum(len(entry.token_ids) for entry in self._entries)
+
     def convert(self) -> PromptLogprobs:
         """Return them as callers read them."""
         return [None, *map(self._position, self._entries)]
 
 
-LONG_PROMPT: Final = 256
-"""Positions from which the logprobs of a prompt are converted in a thread, where there is an event loop."""
+LONG_PROMPT: Final = 512
+"""Candidates, of all positions, from which a prompt's logprobs are converted in a thread where there is a loop."""
 
 
 class OutputProcessor:
@@ -273,7 +278,7 @@ class OutputProcessor:
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             pending = PendingLogprobs(output.prompt_logprobs, request.sequences[0].position)
-            if self._pending is not None and len(output.prompt_logprobs) > LONG_PROMPT:
+            if self._pending is not None and pending.num_candidates > LONG_PROMPT:
                 self._pending[request.prepared.request_id] = pending
             else:
                 request.prompt_logprobs = pending.convert()

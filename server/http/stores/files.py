@@ -238,17 +238,25 @@ class FileWriter:
         self.size += len(data)
 
     def finish(self, filename: str, purpose: str, seconds: int | None) -> StoredFile:
-        """Store the file, for `seconds` or, with None, until it is deleted."""
-        os.close(self._file)
+        """Store the file, for `seconds` or, with None, until it is deleted.
+
+        Raises HttpError 507 if the disk fails; then the file is still one that is being written.
+        """
         now = int(time.time())
         expires_at = None if seconds is None else now + seconds
         file = StoredFile(self.id, self.size, now, filename, purpose, self._owner, expires_at)
-        self._path.rename(self._path.with_suffix(""))
-        text = msgspec.json.encode(file)
-        with self._draft.open("r+b") as draft:  # in the room that it has
-            draft.write(text)
-            draft.truncate()
-        self._draft.rename(self._path.with_suffix(".json"))
+        text, content = msgspec.json.encode(file), self._path.with_suffix("")
+        with _storing():
+            with self._draft.open("r+b") as draft:  # in the room that it has
+                draft.write(text)
+                draft.truncate()
+            self._path.rename(content)
+            try:
+                self._draft.rename(self._path.with_suffix(".json"))
+            except OSError:
+                content.rename(self._path)
+                raise
+        os.close(self._file)
         self._store.add(file)
         return file
 

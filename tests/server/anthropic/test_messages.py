@@ -187,7 +187,7 @@ def test_a_broken_stream_ends_with_an_error(server: LiveServer) -> None:
     *_, last = events_of(raw)
     assert last["type"] == "error"
     assert last["error"]["type"] == "api_error"
-    assert "the engine is dead" in last["error"]["message"]
+    assert "the engine has ended" in last["error"]["message"]
 
 
 def test_keys() -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,10 @@ from support.watching import PATIENCE, eventually, gone, programs
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli.api_servers import _Supervisor
+from pagoda.server.cli.api_servers import MAX_RESTARTS, _Supervisor
 from pagoda.server.cli.serve import check_processes
 from pagoda.server.http.peers import PeerReport
-from pagoda.server.ipc_messages import Failed, FromEngine
+from pagoda.server.ipc_messages import Failed, FromEngine, Rejoin, ToEngine
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 COUNT = 3
@@ -284,7 +285,7 @@ def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Pa
             eventually(lambda: not suspended or engine not in server.children())
             for pid in apis * suspended:
                 os.kill(pid, signal.SIGCONT)
-            assert all(b"killed by SIGKILL" in each.result()[1] for each in answers)
+            assert all(b"the engine has ended" in each.result()[1] for each in answers)
         assert server.process.wait(PATIENCE) == 1
         assert server.process.stderr is not None
         lines = server.process.stderr.read().rstrip().splitlines()
@@ -292,16 +293,76 @@ def test_all_requests_fail_with_the_cause_when_the_engine_is_killed(tmp_path: Pa
         assert all(map(gone, children))
 
 
-@pytest.mark.parametrize("victim", ["api", "parent"])
-def test_no_process_outlives_a_killed_one(tmp_path: Path, victim: str) -> None:
+def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
     with api_servers("fake:endless", tmp_path) as server:
         children = server.children()
-        os.kill(server.api_processes()[1] if victim == "api" else server.process.pid, signal.SIGKILL)
-        assert server.process.wait(PATIENCE) == (1 if victim == "api" else -signal.SIGKILL)
+        server.process.kill()
+        assert server.process.wait(PATIENCE) == -signal.SIGKILL
         assert all(map(gone, children))
-        if victim == "api":
-            assert server.process.stderr is not None
-            assert "an API server process was killed by SIGKILL" in server.process.stderr.read()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_replaced_and_the_others_go_on(tmp_path: Path, victim: int) -> None:
+    """Its requests leave the engine; those of the others run, and the new process answers."""
+    with api_servers("fake:endless", tmp_path, TRACKED) as server, ThreadPoolExecutor(30) as pool:
+        before = server.api_processes()
+        answers = [pool.submit(server.completion, 60_000, True) for _ in range(30)]
+        eventually(lambda: server.running() == 30)
+        running = [server.report(index).running for index in range(COUNT)]
+        assert sum(running) == 30
+        assert running[victim] > 0
+        os.kill(before[victim], signal.SIGKILL)
+        eventually(lambda: len(server.api_processes()) == COUNT and before[victim] not in server.api_processes())
+        eventually(lambda: is_there(server, victim))
+        assert server.report(victim).running == 0
+        for _ in range(3 * COUNT):
+            assert server.completion(1)[0] == 200
+        assert [server.report(index).running for index in range(COUNT) if index != victim] == [
+            count for index, count in enumerate(running) if index != victim
+        ]
+        eventually(lambda: server.metric("vllm:num_requests_running") == 30 - running[victim])
+        server.process.kill()
+        assert len([each for each in answers if each.exception() is None]) <= 30 - running[victim]
+
+
+def is_there(server: Server, index: int) -> bool:
+    """Return whether a process reports."""
+    try:
+        return bool(server.report(index).metrics)
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+class IdleEngine:
+    """An engine that goes on, and the commands that it was sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.addresses, self.sent = (f"ipc://{folder}/engine",), list[ToEngine]()
+
+    def listen(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[FromEngine], None]) -> None:
+        pass
+
+    def send(self, command: ToEngine) -> None:
+        self.sent.append(command)
+
+
+SERVES = "import socket, sys; socket.socket(fileno=int(sys.argv[-1])).send(b'r'); sys.stdin.read(); sys.exit(3)"
+FAILS = "import sys; sys.stdin.read(); sys.exit(3)"
+
+
+@pytest.mark.parametrize(("script", "replaced"), [(SERVES, MAX_RESTARTS), (FAILS, 0)])
+def test_processes_that_end_again_and_again_end_the_server(
+    tmp_path_factory: pytest.TempPathFactory, script: str, replaced: int
+) -> None:
+    """One that ends before it has served is not replaced at all."""
+    config = AsyncEngineArgs("fake").create_engine_config()
+    engine: Any = IdleEngine(tmp_path_factory.mktemp("a"))
+    supervisor = _Supervisor(config, ServerConfig(api_server_count=1), engine, start_time=0.0)
+    program = (sys.executable, "-S", "-c", script)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        status = asyncio.run(supervisor.run(listener, lambda stop, hurry: nullcontext(), program))
+    assert status == 3
+    assert engine.sent == [Rejoin(0)] * replaced
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pydoc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,7 +42,9 @@ def server() -> Iterator[LiveServer]:
     memory.freeze()  # as the server does when it is ready
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "MAX_LEN", 65_536)
-        with live_server("fake", engine={"max_num_seqs": 64, "max_num_queued_reqs": 8192}) as server:
+        with live_server(
+            "fake", engine={"max_num_seqs": 64, "max_num_queued_reqs": 8192, "max_logprobs": -1}
+        ) as server:
             yield server
 
 
@@ -56,6 +59,21 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
         "/v1/completions",
         lambda: {"prompt": [7] * 8000, "max_tokens": 1, "prompt_logprobs": 20},
         200,
+    ),
+    "all logprobs": (
+        "/v1/completions",
+        lambda: {"prompt": [7] * 250, "max_tokens": 1, "prompt_logprobs": -1, "echo": True, "logprobs": -1},
+        200,
+    ),
+    "streamed logprobs": (
+        "/v1/completions",
+        lambda: {"prompt": [7] * 8000, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True},
+        200,
+    ),
+    "bad words": (
+        "/v1/completions",
+        lambda: {"prompt": "a", "max_tokens": 1, "bad_words": [f"{index} " * 60 for index in range(4000)]},
+        400,
     ),
     "prompts": ("/v1/completions", lambda: {"prompt": ["hi"] * 4096, "max_tokens": 1}, 200),
     "ids": ("/v1/completions", lambda: {"prompt": [7] * 2_000_000, "max_tokens": 1}, 400),
@@ -89,3 +107,42 @@ def test_logprobs_of_a_long_prompt_are_complete(server: LiveServer, kind: bool) 
     assert positions[0] is None
     assert [next(iter(each)) for each in positions[1:]] == ["8", "7"] * 199 + ["8"]
     assert all(len(each) >= 2 for each in positions[1:])
+
+
+@pytest.mark.parametrize(
+    ("place", "body"),
+    [
+        (
+            "pagoda.server.processing.output_processor.PendingLogprobs.convert",
+            {"prompt": [7] * 9, "max_tokens": 1, "prompt_logprobs": -1},
+        ),
+        (
+            "pagoda.server.openai.completion.TextCompletionBuilder.whole",
+            {"prompt": [7], "max_tokens": 9, "logprobs": -1},
+        ),
+        (
+            "pagoda.server.openai.completion.TextCompletionBuilder._echoed_logprobs",
+            {"prompt": [7] * 9, "max_tokens": 1, "echo": True, "logprobs": -1, "stream": True},
+        ),
+        (
+            "pagoda.server.processing.inputs.bad_words_token_ids",
+            {"prompt": [7], "max_tokens": 1, "bad_words": [f"{index} word" for index in range(900)]},
+        ),
+    ],
+)
+def test_what_is_large_is_made_beside_the_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, place: str, body: dict[str, Any]
+) -> None:
+    """Few tokens with all of the vocabulary as candidates are large, and so are many bad words."""
+    module, _, name = place.rpartition(".")
+    holder = pydoc.locate(module)
+    usual, on_loop = getattr(holder, name), list[bool]()
+
+    def noted(*args: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return usual(*args)
+
+    monkeypatch.setattr(holder, name, noted)
+    assert server.post("/v1/completions", body)[0] == 200
+    assert on_loop
+    assert not any(on_loop)

@@ -317,7 +317,7 @@ def test_every_end_of_a_request_frees_its_part_of_the_queue() -> None:
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammar checks wait for this event."""
     event = threading.Event()
-    monkeypatch.setattr(GrammarCheck, "_try", lambda self, grammar: "" if event.wait(60) else "late")
+    monkeypatch.setattr(GrammarCheck, "_try", lambda self, worker, grammar: "" if event.wait(60) else "late")
     yield event
     event.set()
 

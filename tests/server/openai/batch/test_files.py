@@ -1,5 +1,6 @@
 """/v1/files with OpenAI's client: upload, list, download, delete, expiry, limits, owners, restarts."""
 
+import errno
 import io
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from support.live_server import LiveServer, live_server
 from support.watching import PATIENCE, eventually
 
 from pagoda.common.errors import ConfigError
+from pagoda.server.http.errors import HttpError
 from pagoda.server.http.stores import files as file_store
 
 pytest.importorskip("python_multipart")
@@ -183,3 +185,31 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file-1.json").write_text("{")
     with pytest.raises(ConfigError, match=r"file-1\.json"):
         file_store.FileStore(str(tmp_path), 1, 1)
+
+
+@pytest.mark.parametrize("failing", [".part", ".draft"])
+def test_a_file_that_the_disk_does_not_let_finish_can_be_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """It may also finish later: nothing of it is lost. `failing`: which of its two files cannot be renamed."""
+    store = file_store.FileStore(str(tmp_path), 10, 1000)
+    one, other = store.write("a"), store.write("a")
+    usual, full = Path.rename, [True]
+
+    def rename(self: Path, target: Path) -> Path:
+        if full[0] and self.suffix == failing:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return usual(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    for writer in (one, other):
+        writer.write(LINE)
+        with pytest.raises(HttpError, match="disk is full"):
+            writer.finish("name", "batch", None)
+    one.abandon()
+    full[0] = False
+    made = other.finish("name", "batch", None)
+    assert store.path(made).read_bytes() == LINE
+    assert store.files("a") == [made]
+    assert store._shares.of("a") == (1, len(LINE))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([made.id, f"{made.id}.json"])

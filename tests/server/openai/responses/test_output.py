@@ -59,7 +59,7 @@ def test_an_error_closes_open_items(events: list[Event], keep: int) -> None:
     half = streamed(builder, outputs([len(events), 0])[:-1])
     response = check_grammar([*half, *builder.fail(EngineDeadError("why"))])
     assert response["status"] == "failed"
-    assert response["error"] == {"code": "server_error", "message": "the engine is dead: why"}
+    assert response["error"] == {"code": "server_error", "message": "the engine has ended; the server's log says why"}
     assert builder.ended
     assert list(builder.fail(EngineDeadError("again"))) == []
 
