@@ -114,3 +114,9 @@ class EngineRestartingError(EngineUnavailableError):
     """The engine is being restarted within the limits of --restart-engine: the server is to be left alone."""
 
     told = "the engine is being restarted; try again shortly"
+
+
+class RequestLostError(EngineUnavailableError):
+    """The engine ended while it ran the request, and is being restarted: HTTP 503. It does not run again by itself."""
+
+    told = "the engine ended while it ran this request and is being restarted; send it again"

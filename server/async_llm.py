@@ -16,7 +16,7 @@ from pagoda.common.config.groups.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import OVERLOAD, EngineRequest, EngineStats, RequestEvents, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError
+from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError, RequestLostError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
@@ -828,8 +828,7 @@ class AsyncLLM(ExplainsMissingMethods):
 
         The others run again, at once in other replicas; without `child_ids` once the engine is warm.
         """
-        error = EngineUnavailableError(f"the engine ended while it ran this request and is being restarted: {cause}")
-        error.told = "the engine ended while it ran this request and is being restarted; send it again"
+        error = RequestLostError(f"the engine ended while it ran this request and is being restarted: {cause}")
         if child_ids is None:
             self.stats = EngineStats()
             self._admission.observe(self.stats)

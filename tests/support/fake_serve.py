@@ -10,11 +10,14 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli import api_process, api_servers, main, serve
 from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.core_client.restarting import RestartingClient
 
 API_PROGRAM = (sys.executable, "-P", __file__, "--api-process")
 
 
-def start_fake(config: Any, *, in_process: bool) -> ProcessClient | ThreadClient:
+def start_fake(config: Any, *, in_process: bool) -> ProcessClient | RestartingClient | ThreadClient:
+    if restarts := config.runtime.restart_engine:
+        return RestartingClient(lambda: ProcessClient(config, PROGRAM), restarts)
     return ThreadClient(config, build) if in_process else ProcessClient(config, PROGRAM)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.common.errors import EngineDeadError, EngineRestartingError, EngineUnavailableError
+from pagoda.common.errors import EngineDeadError, EngineRestartingError, EngineUnavailableError, RequestLostError
 from pagoda.server.http.errors import http_error
 
 CAUSE = "the engine process was killed by SIGKILL: out of memory? Then lower --max-model-len"
@@ -15,6 +15,7 @@ CAUSE = "the engine process was killed by SIGKILL: out of memory? Then lower --m
     [
         (EngineDeadError(CAUSE), 500, "the engine has ended; the server's log says why"),
         (EngineUnavailableError(CAUSE), 503, "the engine does not answer at present; try again later"),
+        (RequestLostError(CAUSE), 503, RequestLostError.told),
         (EngineRestartingError(CAUSE), 503, "the engine is being restarted; try again shortly"),
         (ValueError(CAUSE), 500, "internal error; see the server's log"),
     ],
