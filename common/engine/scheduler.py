@@ -244,11 +244,10 @@ class Scheduler:
             return None
         if self._num_masked and self._masks.has_late:
             self._masks.catch_up()
-        plan = self._schedule()
-        while plan is None and self._num_masked and self._masks.has_late and not self._in_flight:
-            self._masks.catch_up()
-            plan = self._schedule()
-        return plan
+            while (plan := self._schedule()) is None and self._masks.has_late and not self._in_flight:
+                self._masks.catch_up()
+            return plan
+        return self._schedule()
 
     def _schedule(self) -> StepPlan | None:
         if self._fair is not None and len(self._fair):
@@ -276,7 +275,8 @@ class Scheduler:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
         if drafting := self._drafter is not None and self._drafter.active:
             self._drafter.propose(self._batch, self._running_rows(), self.limits)
-            self._batch.num_drafts[self._slow_rows()] = 0
+            if self._num_masked:
+                self._batch.num_drafts[self._slow_rows()] = 0
         while True:
             rows = self._running_rows()
             reserved = int(self._batch.num_drafts[rows].sum()) if drafting else 0
@@ -303,7 +303,7 @@ class Scheduler:
     def _running_rows(self) -> Int32:
         if self._order is None:
             self._order = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
-        if not self.num_withheld:
+        if not self._num_masked or not self._masks.num_withheld:
             return self._order
         inflight = self._batch.inflight
         rows = [each.row for each in self.running if not self._masks.withholds(each, int(inflight[each.row]))]
@@ -311,8 +311,6 @@ class Scheduler:
 
     def _slow_rows(self) -> list[int]:
         """Return the rows whose masks take long, so that drafts would need several such."""
-        if not self._num_masked:
-            return []
         return [request.row for request in self._masks.slow.values() if request.row != NO_ROW]
 
     def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
@@ -480,7 +478,7 @@ class Scheduler:
         assert isinstance(drafter, DeviceDrafts), "drafts are guessed on the device"
         batch = self._batch
         guesses = drafter.guesses(batch, rows, end, samples, self.limits)
-        if slow := self._slow_rows():
+        if self._num_masked and (slow := self._slow_rows()):
             guesses[np.isin(rows, slow)] = 0
         for i in np.flatnonzero((guesses > 0) & (end + guesses > batch.capacity[rows])).tolist():
             row = int(rows[i])
@@ -560,9 +558,10 @@ class Scheduler:
             self._finish(request, status)
         if ended or failures:
             self._drop_finished()
-        for request in [requests[index] for index in late if not requests[index].is_finished]:
-            self._masks.add_late([request])
-            self._run_again(request)
+        if late:
+            for request in [requests[index] for index in late if not requests[index].is_finished]:
+                self._masks.add_late([request])
+                self._run_again(request)
         generated = len(outputs) if drafts is None else sum(len(output.new_token_ids) for output in outputs)
         return StepOutputs(outputs=failures + outputs, stats=self.stats(step.prompt_tokens + generated))
 

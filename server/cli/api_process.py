@@ -1,6 +1,6 @@
 """One of several API server processes over one engine.
 
-    python -m pagoda.server.cli.api_process INDEX COUNT ADDRESSES LISTENER CONTROL
+    python -m pagoda.server.cli.api_process INDEX COUNT ADDRESSES first|again LISTENER CONTROL
 
 It is started by `api_servers`, never by hand. LISTENER and CONTROL are the descriptors of the listening socket and of
 the socket to the process of `pagoda serve`, whose EOF means that that process has ended. The sockets of the engines are
@@ -27,7 +27,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import PagodaError
 from pagoda.common.observe.logs import configure
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.cli.api_servers import HURRY, READY
+from pagoda.server.cli.api_servers import AGAIN, HURRY, READY
 from pagoda.server.cli.serve import application, bind_unix, until_stopped
 from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import SharedClient
@@ -102,7 +102,7 @@ def main(words: Sequence[str], **parts: Any) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the other process decides
         signal.signal(number, signal.SIG_IGN)
     index, count, addresses = int(words[0]), int(words[1]), words[2].split(",")
-    listener, control = (socket.socket(fileno=int(word)) for word in words[3:5])
+    listener, control = (socket.socket(fileno=int(word)) for word in words[4:6])
     engine, config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, ServerConfig])
     configure(engine.logging, also=("uvicorn",))
     if index:
@@ -110,7 +110,7 @@ def main(words: Sequence[str], **parts: Any) -> int:
     clients = [SharedClient(engine, address, index) for address in addresses]
     client = clients[0] if len(clients) == 1 else ReplicaClient(clients)
     try:
-        llm = AsyncLLM(engine, wait=False, client=client, **parts)
+        llm = AsyncLLM(engine, wait=words[3] == AGAIN, client=client, **parts)
         return serve(llm, config, listener, ParentControl(control), addresses[0], index, count)
     except PagodaError as error:
         if index == 0 and client.failed is None:  # the engine's own failure is reported by the other process

@@ -35,6 +35,8 @@ PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
 
 READY, STOP, HURRY = b"r", b"s", b"h"
 
+FIRST, AGAIN = "first", "again"
+
 _CAUSE_SECONDS: Final = 5.0
 """How long API server processes have to fail their requests with the cause of the engine's death before they are told
 to stop: that message comes by another socket, and may overtake the cause."""
@@ -102,14 +104,20 @@ class _Supervisor:
             try:
                 for index in range(self._server.api_server_count):
                     self._processes.append(await self._start(index, listener, program))
-                return await self._watch(dead, stop, hurry, partial(self._start, listener=listener, program=program))
+                return await self._watch(
+                    dead, stop, hurry, partial(self._start, listener=listener, program=program, again=True)
+                )
             finally:
                 for process in self._processes:
                     await process.end()
                 self._context.destroy(linger=0)
 
-    async def _start(self, index: int, listener: socket.socket, program: Sequence[str]) -> _ApiServer:
-        words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses)]
+    async def _start(
+        self, index: int, listener: socket.socket, program: Sequence[str], *, again: bool = False
+    ) -> _ApiServer:
+        """Start a process. `again`: it replaces another, and takes no connections before the engine has answered."""
+        when = AGAIN if again else FIRST
+        words = [*program, str(index), str(self._server.api_server_count), ",".join(self._engine.addresses), when]
         return await _ApiServer.start(words, self._config, self._server, listener, self._log_ready)
 
     async def _watch(

@@ -709,7 +709,7 @@ def test_a_dead_engine_is_reported() -> None:
         assert server.post("/v1/embeddings", {"input": "a"})[0] == 200
         status, answer = server.post("/v1/embeddings", {"input": ["a"] * 9})
         assert status == 500
-        assert "out of order" in answer["error"]["message"]
+        assert "the engine has ended" in answer["error"]["message"]
         errors = [line for line in server.get("/metrics")[1].decode().splitlines() if '"error"' in line]
         [counted] = [float(line.rpartition(" ")[2]) for line in errors if "success_total" in line]
         assert 1 <= counted <= 9  # those in flight when it died

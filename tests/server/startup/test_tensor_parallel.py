@@ -150,7 +150,7 @@ def test_a_server_names_the_rank_that_was_killed(model: str) -> None:
             os.kill(rank, signal.SIGKILL)
             rest = stream.read().decode()
         _, log = process.communicate(timeout=PATIENCE)
-        assert "rank 1 (CPU) was killed by SIGKILL" in rest
+        assert "the engine has ended" in rest
         lines = [line for line in log.splitlines() if line.startswith("pagoda: error: ")]
         assert len(lines) == 1
         assert lines[0].startswith("pagoda: error: rank 1 (CPU) was killed by SIGKILL: out of memory?")
