@@ -308,7 +308,8 @@ def test_a_killed_process_is_replaced_and_the_others_go_on(tmp_path: Path, victi
     with ThreadPoolExecutor(60) as pool, api_servers("fake:endless", tmp_path, TRACKED) as server:
         before, sent = server.api_processes(), 0
         while not all(server.report(index).running for index in range(COUNT)):
-            assert (sent := sent + 6) <= 60
+            sent += 6
+            assert sent <= 60
             for _ in range(6):
                 pool.submit(server.completion, 60_000, True)
             eventually(lambda: server.running() == sent)
