@@ -312,7 +312,7 @@ def test_a_killed_process_is_replaced_and_the_others_go_on(tmp_path: Path, victi
             assert sent <= 60
             for _ in range(6):
                 pool.submit(server.completion, 60_000, True)
-            eventually(lambda: server.running() == sent)
+            eventually(lambda count=sent: server.running() == count)
         running = [server.report(index).running for index in range(COUNT)]
         assert sum(running) == sent
         os.kill(before[victim], signal.SIGKILL)
