@@ -39,7 +39,7 @@ from pagoda.common.distributed.messages import (
     send_frame,
     wire_version,
 )
-from pagoda.common.distributed.proof import is_proof, new_nonce, proof
+from pagoda.common.distributed.proof import Nonces, is_proof, new_nonce, proof
 from pagoda.common.errors import ConfigError
 
 WAIT_SECONDS: Final = 300.0  # time limit for all hosts to connect
@@ -66,11 +66,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoiningHost:
-    """A host that has sent its Hello. `nonces`: host 0's and its own."""
+    """A host that has sent its Hello."""
 
     connection: socket.socket
     host: Host
-    nonces: tuple[bytes, bytes]
+    nonces: Nonces
     has_token: bool
 
     @property
@@ -92,7 +92,10 @@ class JoiningHosts:
     """
 
     def __init__(self, listener: socket.socket, nodes: int, deadline: float, token: str = "") -> None:
-        self._listener, self._nodes, self._deadline, self._token = listener, nodes, deadline, token
+        self._listener = listener
+        self._nodes = nodes
+        self._deadline = deadline
+        self._token = token
         self._hosts: list[JoiningHost] = []
         self._greeted: dict[Future[JoiningHost | str], socket.socket] = {}
 
@@ -116,7 +119,7 @@ class JoiningHosts:
     def send(self, reason: str) -> None:
         """Send the verdict to all hosts, skipping those that have disconnected."""
         for host in self._hosts:
-            shown = proof(self._token, "host 0", *host.nonces, reason.encode())
+            shown = proof(token=self._token, role="host 0", nonces=host.nonces, content=reason.encode())
             with contextlib.suppress(OSError):
                 send_frame(host.connection, encode(Verdict(reason, shown)))
 
@@ -206,10 +209,11 @@ class JoiningHosts:
         hello = decode(data)
         if not isinstance(hello, Hello):
             raise ValueError(f"expected Hello, received {type(hello).__name__}")
-        said = nonce, hello.nonce, encode(hello.fingerprint)
-        if self._token and not is_proof(hello.proof, self._token, "joining", *said):
+        nonces = Nonces(host_0=nonce, joining=hello.nonce)
+        content = encode(hello.fingerprint)
+        if self._token and not is_proof(hello.proof, token=self._token, role="joining", nonces=nonces, content=content):
             raise ValueError("it does not prove that it knows the cluster's token")
-        return JoiningHost(connection, Host(hello.fingerprint, address), (nonce, hello.nonce), bool(hello.proof))
+        return JoiningHost(connection, Host(hello.fingerprint, address), nonces, bool(hello.proof))
 
     def _rank_error(self, joining: JoiningHost) -> str:
         if joining.host.fingerprint.nodes != self._nodes:
@@ -301,11 +305,12 @@ def _send_hello(connection: socket.socket, fingerprint: HostFingerprint, wait: f
     challenge = _received(connection, Challenge, wait)
     if challenge.wants_proof and not token:
         raise ConfigError(_TOKEN_FLAG, f"host 0 has a cluster token, this host has none; {_SAME_TOKEN}")
-    nonces = challenge.nonce, new_nonce()
-    shown = proof(token, "joining", *nonces, encode(fingerprint))
-    send_frame(connection, encode(Hello(WIRE_VERSION, fingerprint, nonces[1], shown)))
+    nonces = Nonces(host_0=challenge.nonce, joining=new_nonce())
+    shown = proof(token=token, role="joining", nonces=nonces, content=encode(fingerprint))
+    send_frame(connection, encode(Hello(WIRE_VERSION, fingerprint, nonce=nonces.joining, proof=shown)))
     verdict = _received(connection, Verdict, 2 * wait)  # host 0 may just have begun to wait for the other hosts
-    if token and not is_proof(verdict.proof, token, "host 0", *nonces, verdict.reason.encode()):
+    reason = verdict.reason.encode()
+    if token and not is_proof(verdict.proof, token=token, role="host 0", nonces=nonces, content=reason):
         raise ConfigError(_TOKEN_FLAG, f"host 0 does not prove that it knows the cluster's token; {_SAME_TOKEN}")
     return verdict
 

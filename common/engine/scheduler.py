@@ -406,8 +406,8 @@ class Scheduler:
         if request.mask_state is not None and request.mask_state.is_stale:
             return 0
         hit = self.kv.find_prefix(request)
-        want, cost = request.num_known - hit.num_tokens, request.token_cost
-        count = first_chunk(want, left, self.limits, self.kv.snapshot_tokens, cost)
+        want = request.num_known - hit.num_tokens
+        count = first_chunk(want, left, self.limits, max_chunk=self.kv.snapshot_tokens, cost=request.token_cost)
         row, end = self._batch.next_free(), hit.num_tokens + count
         # Leave one block per running request where they grow: without it the new request would soon be preempted, or
         # preempt others.
@@ -510,7 +510,7 @@ class Scheduler:
         return masks
 
     def _run_again(self, request: Request) -> None:
-        """Have a request run anew what steps in flight compute of it: its mask came too late for them."""
+        """Discard what steps in flight sample for a request, since they have no mask of it, and compute it again."""
         for step in self._in_flight:
             if request in step.requests:
                 step.void.append(step.requests.index(request))

@@ -92,7 +92,7 @@ class GrammarCheck:
         return await asyncio.shield(self._compile(name, grammar, owner))
 
     def _compile(self, name: bytes, grammar: Grammar, owner: str) -> asyncio.Future[str]:
-        """Have a process compile a grammar; the owner's turn lasts until it is done, whoever still waits for it."""
+        """Have a process compile a grammar; the owner's turn lasts until then, even if its request was cancelled."""
         worker = self._idle.pop()
 
         def done(result: asyncio.Future[str]) -> None:

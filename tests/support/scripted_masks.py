@@ -45,7 +45,7 @@ class ScriptedMask:
     consults_grammar = True
 
     def __init__(self, vocab: int, library: SlowLibrary = QUICK) -> None:
-        self.vocab, self.library, self.matcher, self.seconds = vocab, library, self, 0.0
+        self.vocab, self.library, self.matcher = vocab, library, self
         self.finished, self.error = False, None
         self.refresh(None, ())
 

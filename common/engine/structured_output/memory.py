@@ -95,7 +95,9 @@ class GrammarMemory:
 
     def __init__(self, resident: ResidentMemory, trim: Callable[[], object], max_bytes: int = MAX_BYTES) -> None:
         """`trim`: called from time to time after grammars were released, by whatever released the last."""
-        self._resident, self._trim, self._max_bytes = resident, trim, max_bytes
+        self._resident = resident
+        self._trim = trim
+        self._max_bytes = max_bytes
         self._before: int | None = None  # what the process used before the first grammar
         self._released = 0  # bytes since the last trim
         self._lock = threading.Lock()

@@ -58,7 +58,8 @@ class StepMasks:
 
     def take_failed(self) -> list[tuple[Request, str]]:
         """Return the unfinished requests whose grammar failed while a late mask was computed, each with its error."""
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         return [(request, error) for request, error in failed if not request.is_finished]
 
     def drop(self, request: Request) -> None:
@@ -95,16 +96,20 @@ class StepMasks:
         refresh_masks([(state, outputs) for _, state, outputs in states if state and not state.consults_grammar])
         if not asking:
             return
-        used, most, slowest = self._memory.bytes, 0.0, list[TokenMaskState]()
-        begin = before = self._clock()
+        used = self._memory.bytes
+        most = 0.0
+        slowest: list[TokenMaskState] = []
+        begin = self._clock()
+        before = begin
         for at in range(0, len(asking), group):
             some = asking[at : at + group]
             refresh_masks([(state, outputs) for _, state, outputs in some])
             now = self._clock()
-            for request, state, _ in some:
-                self._measured(request, state, (now - before) / len(some))
+            for request, _, _ in some:
+                self._measured(request, (now - before) / len(some))
             if now - before > most:
-                most, slowest = now - before, [state for _, state, _ in some]
+                most = now - before
+                slowest = [state for _, state, _ in some]
             if now - begin > seconds:
                 break
             before = now
@@ -112,8 +117,7 @@ class StepMasks:
             for state in slowest:
                 state.grow(grown // len(slowest))
 
-    def _measured(self, request: Request, state: TokenMaskState, seconds: float) -> None:
-        state.seconds = seconds
+    def _measured(self, request: Request, seconds: float) -> None:
         if seconds > SLOW_SECONDS:
             self.slow[request.request_id] = request
         else:
@@ -137,7 +141,8 @@ class StepMasks:
             for index, (request, token) in enumerate(zip(requests, tokens))
             if request.mask_state is not None and token >= 0 and not request.is_finished
         ]
-        all_advancing, begin = advancing, self._clock()
+        all_advancing = advancing
+        begin = self._clock()
         count = 0
         while advancing:
             count += 1
@@ -185,7 +190,7 @@ class StepMasks:
                     ids = guesses[plan.rows[index], :drafts].tolist()
                 before = self._clock()
                 after = enumerate(masks_after(state, ids, request.outputs))
-                self._measured(request, state, (self._clock() - before) / (1 + drafts))
+                self._measured(request, (self._clock() - before) / (1 + drafts))
                 masks += [(index, count, bits) for count, bits in after if not (bits == NO_MASK).all()]
             elif state.bits is not None:
                 masks.append((index, 0, state.bits))

@@ -102,7 +102,6 @@ class TokenMaskState:
         self.matcher: Matcher | None = None if compiled is None else compiled.matcher.copy()
         self._compiled = compiled
         self.is_stale = False  # `bits` are not those of the next token
-        self.seconds = 0.0  # that its newest mask took
         self.bits: Bits | None = None  # uint32 [ceil(V/32)] the tokens that may come next; None: any
         self.error: str | None = None  # why no token may come next; the answer must end
         self.finished = False  # the grammar accepted a token that ends it
@@ -205,7 +204,9 @@ class TokenMaskState:
 
     def release(self) -> None:
         """Let the grammar's memory go: the answer has ended, though others may hold this state for some time."""
-        compiled, self._compiled, self.matcher = self._compiled, None, None
+        compiled = self._compiled
+        self._compiled = None
+        self.matcher = None
         if compiled is not None:
             compiled.leave()
 

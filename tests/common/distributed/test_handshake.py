@@ -31,7 +31,7 @@ from pagoda.common.distributed.messages import (
     receive_frame,
     send_frame,
 )
-from pagoda.common.distributed.proof import proof
+from pagoda.common.distributed.proof import Nonces, proof
 from pagoda.common.errors import ConfigError
 
 HERE = OWN_ADDRESS  # of host 0; the others connect from 127.0.0.1
@@ -305,7 +305,8 @@ def test_only_who_proves_the_token_joins_or_ends_the_start() -> None:
     """A stranger knows everything but the token, and has recorded the proof of a host that joined before."""
     with ThreadPoolExecutor(2) as pool:
         host0 = WaitingHost0(pool, token=TOKEN)
-        recorded = proof(TOKEN, "joining", bytes(32), bytes(32), encode(fingerprint(1)))
+        nonces = Nonces(host_0=bytes(32), joining=bytes(32))
+        recorded = proof(token=TOKEN, role="joining", nonces=nonces, content=encode(fingerprint(1)))
         for hello in (
             Hello(WIRE_VERSION, fingerprint(1)),
             Hello(WIRE_VERSION, fingerprint(1), bytes(32), recorded),
