@@ -110,6 +110,8 @@ class Structured:
         matcher = library.compile(grammar.text)
         first = np.zeros((1, -(-len(self._vocabulary) // 32)), np.uint32)
         library.fill([matcher], first)
+        if matcher.error is not None:
+            raise GrammarError(matcher.error)
         size = max(self._resident.bytes - before, len(grammar.text))
         compiled = CompiledGrammar(
             library=library,
@@ -121,8 +123,6 @@ class Structured:
             lock=self._lock,
         )
         self._memory.add(compiled)
-        if matcher.error is not None:  # what fails is not kept
-            raise GrammarError(matcher.error)
         compiled = self._keep(grammar, compiled)
         self._memory.refuse_largest()
         return compiled
@@ -134,7 +134,8 @@ class Structured:
                 other.answers += 1
                 self._memory.release(compiled)
                 return other
-            self._kept[grammar], self._counted[grammar] = compiled, compiled.size
+            self._kept[grammar] = compiled
+            self._counted[grammar] = compiled.size
             self._shares.add(compiled.owner, count=1, size=compiled.size)
             self._make_room()
             return compiled

@@ -66,7 +66,7 @@ class CompiledGrammar:
     changed: Callable[[CompiledGrammar], None]  # called after it has grown, was spoiled or lost its last answer
     lock: threading.RLock  # of what follows, and of its keeper
     answers: int = field(default=1, init=False)  # that use it, the one included for which it was compiled
-    is_spoiled: bool = field(default=False, init=False)  # it failed at an answer, so the next one gets another
+    is_spoiled: bool = field(default=False, init=False)  # its answers failed or must end: the next one gets another
     refused: str = field(default="", init=False)  # why its answers must end
 
     def grow(self, size: int) -> None:
@@ -76,7 +76,7 @@ class CompiledGrammar:
             self.changed(self)
 
     def spoil(self) -> None:
-        """Note that its library failed at an answer."""
+        """Note that the next answer must get another: the library failed at one, or they must end."""
         with self.lock:
             if not self.is_spoiled:
                 self.is_spoiled = True
@@ -136,3 +136,4 @@ class GrammarMemory:
         largest.refused = (
             f"its patterns take {largest.size >> 20} MiB, more than is left for grammars; make them simpler"
         )
+        largest.spoil()  # a later request may have room for it

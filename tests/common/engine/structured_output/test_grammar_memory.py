@@ -86,6 +86,7 @@ def test_the_largest_of_the_key_with_most_ends_when_all_take_too_much(structured
     """Both must say so: what is counted, which has what others took meanwhile, and what the process has grown by."""
     memory = structured._memory
     memory._max_bytes = 20 * MIB
+    structured._shares.max_bytes = 100 * MIB  # so that all are kept
     owners = ["a", "b", "b", "b"]
     states = [structured.mask_state(request(number, owner)) for number, owner in enumerate(owners)]
     memory._resident.bytes += grown * MIB
@@ -97,6 +98,10 @@ def test_the_largest_of_the_key_with_most_ends_when_all_take_too_much(structured
     errors = [state.error for state in states]
     assert [error is not None for error in errors] == [False, False, grown == 30, False]
     assert grown == 9 or "take 5 MiB" in (errors[2] or "")
+    for state in states:
+        state.release()
+    again = structured.mask_state(request(2, "b"))
+    assert again.error is None, "a later request has room for it"
 
 
 def test_free_memory_is_given_back_once_enough_was_released() -> None:
