@@ -385,7 +385,8 @@ class LimitedLog:
 
 class Acceptor:
     """Accepts the connections of a listening socket in the running loop until it is closed. `limit`: how many may be
-    open; `at_once`: how many are accepted before other events, fewer where several processes share the socket.
+    open; `at_once`: how many are accepted before other events, fewer where several processes share the socket; `tls`:
+    returns the context of a connection that opens now.
     """
 
     def __init__(
@@ -396,7 +397,7 @@ class Acceptor:
         *,
         limit: int,
         handshake_seconds: float,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
         at_once: int = ACCEPTED_AT_ONCE,
     ) -> None:
         self._listener, self._make, self._connections = listener, make, connections
@@ -495,13 +496,17 @@ class Acceptor:
 
     async def _connect(self, connection: socket.socket, protocol: BoundedProtocol) -> None:
         """Hand the connection to its protocol, after the TLS handshake if there is one."""
-        handshake = (
-            {}
-            if self._tls is None
-            else {"ssl_handshake_timeout": self._handshake_seconds, "ssl_shutdown_timeout": _FLUSH_SECONDS}
-        )
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **handshake)
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(lambda: protocol, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    lambda: protocol,
+                    connection,
+                    ssl=self._tls(),
+                    ssl_handshake_timeout=self._handshake_seconds,
+                    ssl_shutdown_timeout=_FLUSH_SECONDS,
+                )
         except BaseException as error:
             self._connections.discard(protocol)
             connection.close()

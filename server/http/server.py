@@ -68,7 +68,7 @@ def http_server(
     at_once: int = ACCEPTED_AT_ONCE,
 ) -> HttpServer:
     """Return a server for the application, which `wrap` may wrap. Raise ConfigError for invalid certificates."""
-    check_tls(config)
+    tls = None if config.ssl_certfile is None else Tls(config)
     served: ASGIApp = RootPath(app, config.prefix) if config.prefix else app
     settings = uvicorn.Config(
         served if wrap is None else wrap(served),
@@ -81,14 +81,9 @@ def http_server(
         access_log=not config.disable_uvicorn_access_log,
         server_header=False,
         timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=config.ssl_cert_reqs,
-        ssl_ciphers=config.ssl_ciphers or "",  # empty: OpenSSL's own choice
     )
     settings.load()
-    return HttpServer(settings, config, at_once, lambda: app.router.lifespan_context(app))
+    return HttpServer(settings, config, at_once=at_once, lifespan=lambda: app.router.lifespan_context(app), tls=tls)
 
 
 class RootPath:
@@ -137,9 +132,11 @@ class HttpServer(uvicorn.Server):
         config: ServerConfig,
         at_once: int = ACCEPTED_AT_ONCE,
         lifespan: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext,
+        tls: Tls | None = None,
     ) -> None:
         super().__init__(settings)
         self._config = config
+        self._tls = tls
         self._at_once = at_once
         self._lifespan = lifespan
         self._connections = Connections()
@@ -160,8 +157,8 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until `should_exit` is set."""
         reloading = None
-        if self._config.enable_ssl_refresh and self.config.ssl is not None:
-            reloading = asyncio.ensure_future(reload_tls(self.config.ssl, self._config))
+        if self._config.enable_ssl_refresh and self._tls is not None:
+            reloading = asyncio.ensure_future(self._tls.refresh())
         filters: list[tuple[str, logging.Filter]] = [
             (_ACCESS_LOG, _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.prefix)),
             (_ERROR_LOG, _LimitedWarnings()),
@@ -185,7 +182,7 @@ class HttpServer(uvicorn.Server):
                 *(each, self._protocol, self._connections),
                 limit=limit,
                 handshake_seconds=self._config.timeout_headers,
-                tls=None if each is self.private else self.config.ssl,
+                tls=None if self._tls is None or each is self.private else self._tls.current,
                 at_once=self._at_once,
             )
             for each in sockets or ()
@@ -265,55 +262,76 @@ class _LimitedWarnings(logging.Filter):
 TLS_POLL_SECONDS: Final = 1.0
 
 
-def check_tls(config: ServerConfig) -> None:
-    """Raise ConfigError naming the flag whose file or value is invalid."""
-    context = _tls_context()
-    if config.ssl_certfile is not None:
-        try:
-            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except OSError as error:  # includes ssl.SSLError
-            raise ConfigError("--ssl-certfile", f"{config.ssl_certfile}: {_os_message(error)}") from None
+class Tls:
+    """The certificates of new connections. Raises ConfigError naming the flag whose file or value is invalid."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._stamps = _tls_stamps(config)
+        self._context = tls_context(config)
+        if config.ssl_ca_certs is not None and not config.ssl_cert_reqs:
+            logger.warning("clients are not asked for certificates; with --ssl-ca-certs give --ssl-cert-reqs 2 for it")
+
+    def current(self) -> ssl.SSLContext:
+        """Return the context of a connection that opens now."""
+        return self._context
+
+    async def refresh(self) -> NoReturn:
+        """Replace the context whenever a file changes, forever.
+
+        A context of its own for each state of the files, since one forgets neither authorities nor half a key pair.
+        Files that do not match, because one is still being written, leave the context as it is.
+        """
+        while True:
+            await asyncio.sleep(TLS_POLL_SECONDS)
+            previous, self._stamps = self._stamps, _tls_stamps(self._config)
+            if self._stamps == previous:
+                continue
+            try:
+                self._context = tls_context(self._config)
+            except ConfigError as error:
+                logger.warning("the TLS files changed but are not valid yet: %s", error)
+            else:
+                logger.info("the TLS files changed: new connections use them")
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext:
+    """Return a context of the files. Raises ConfigError naming the flag whose file or value is invalid."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key = config.ssl_certfile, config.ssl_keyfile
+    assert certificate is not None, "checked by ServerConfig"
+    assert key is not None, "checked by ServerConfig"
+
+    def refuse_password() -> NoReturn:  # without it OpenSSL asks for one on the terminal
+        raise ConfigError("--ssl-keyfile", f"{key} is encrypted; remove its pass phrase: openssl pkey -in KEY -out NEW")
+
+    for flag, path in (("--ssl-keyfile", key), ("--ssl-certfile", certificate)):
+        _check_readable(flag, path)
+    try:
+        context.load_cert_chain(certificate, key, password=refuse_password)
+    except OSError as error:  # includes ssl.SSLError
+        raise ConfigError("--ssl-certfile", f"{certificate} and {key}: {_os_message(error)}") from None
     if config.ssl_ca_certs is not None:
+        _check_readable("--ssl-ca-certs", config.ssl_ca_certs)
         try:
             context.load_verify_locations(config.ssl_ca_certs)
         except OSError as error:
             raise ConfigError("--ssl-ca-certs", f"{config.ssl_ca_certs}: {_os_message(error)}") from None
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
     if config.ssl_ciphers is not None:
         try:
             context.set_ciphers(config.ssl_ciphers)
         except ssl.SSLError:
             raise ConfigError("--ssl-ciphers", f"{config.ssl_ciphers}: unknown to OpenSSL") from None
+    return context
 
 
-async def reload_tls(context: ssl.SSLContext, config: ServerConfig) -> NoReturn:
-    """Reload the files into `context` whenever one changes, forever, for new connections.
-
-    Files that do not match, because one is still being written, are not loaded.
-    """
-    stamps = _tls_stamps(config)
-    while True:
-        await asyncio.sleep(TLS_POLL_SECONDS)
-        previous, stamps = stamps, _tls_stamps(config)
-        if stamps == previous:
-            continue
-        try:
-            _load_tls(_tls_context(), config)
-            _load_tls(context, config)
-        except OSError as error:
-            logger.warning("the TLS files changed but are not valid yet: %s", _os_message(error))
-        else:
-            logger.info("the TLS files changed: new connections use the new certificate")
-
-
-def _tls_context() -> ssl.SSLContext:
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-
-
-def _load_tls(context: ssl.SSLContext, config: ServerConfig) -> None:
-    assert config.ssl_certfile is not None, "checked by ServerConfig"
-    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    if config.ssl_ca_certs is not None:
-        context.load_verify_locations(config.ssl_ca_certs)
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(flag, f"{path}: {_os_message(error)}") from None
 
 
 def _tls_stamps(config: ServerConfig) -> list[tuple[int, int, int] | None]:

@@ -69,7 +69,9 @@ class ServerConfig:
     )
     ssl_keyfile: str | None = option(None, "TLS private key file.")
     ssl_certfile: str | None = option(None, "TLS certificate file.")
-    ssl_ca_certs: str | None = option(None, "CA certificates file for verifying client certificates.")
+    ssl_ca_certs: str | None = option(
+        None, "CA certificates file: for client certificates (see --ssl-cert-reqs) and the server's own chain."
+    )
     ssl_cert_reqs: int = option(0, "Client certificates: 0 none, 1 optional, 2 required.")
     disable_fastapi_docs: bool = option(False, "Disable /docs, /redoc and /openapi.json.")
     disable_chat_page: bool = option(False, "Disable the chat page at /.")
@@ -210,6 +212,8 @@ class ServerConfig:
                 raise ConfigError(flag_of(name), "needs TLS; give --ssl-keyfile and --ssl-certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("--ssl-cert-reqs", "no client's certificate would be valid; give --ssl-ca-certs, too")
         for flag, seconds in (
             ("--shutdown-timeout", self.shutdown_timeout),
             ("--request-timeout", self.request_timeout),

@@ -97,10 +97,52 @@ def test_a_new_certificate_serves_new_connections(
         eventually(lambda: handshake(server)[0] == two)
 
 
+@pytest.mark.setting("--enable-ssl-refresh", "--ssl-ca-certs")
+def test_an_authority_that_left_the_file_admits_nobody(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "TLS_POLL_SECONDS", 0.02)
+    files, authorities = use(certificates, "one", tmp_path), tmp_path / "authorities"
+    shutil.copy(certificates / "one.crt", authorities)
+    settings = files | {"ssl_ca_certs": str(authorities)}
+    with (
+        logged(caplog, "pagoda.server.http.server"),
+        live_server(**settings, ssl_cert_reqs=2, enable_ssl_refresh=True) as server,
+    ):
+        handshake(server, own=certificates / "one")
+        shutil.copy(certificates / "two.crt", authorities)
+        eventually(lambda: "new connections use them" in caplog.text)
+        handshake(server, own=certificates / "two")
+        with pytest.raises((OSError, AssertionError)):
+            handshake(server, own=certificates / "one")
+
+
+def test_an_encrypted_key_is_refused_without_asking_for_its_pass_phrase(certificates: Path, tmp_path: Path) -> None:
+    files = use(certificates, "one", tmp_path)
+    plain, key = str(certificates / "one.key"), files["ssl_keyfile"]
+    words = ["openssl", "pkey", "-in", plain, "-aes256", "-passout", "pass:secret", "-out", key]
+    subprocess.run(words, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="is encrypted") as error:
+        tls.tls_context(ServerConfig(**files))
+    assert error.value.setting == "--ssl-keyfile"
+
+
+def test_authorities_without_a_demand_for_certificates_are_pointed_out(
+    certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = use(certificates, "one", tmp_path) | {"ssl_ca_certs": str(certificates / "two.crt")}
+    with logged(caplog, "pagoda.server.http.server"):
+        tls.Tls(ServerConfig(**settings, ssl_cert_reqs=2))
+        assert not caplog.text
+        tls.Tls(ServerConfig(**settings))
+    assert "clients are not asked for certificates" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
-        ({"ssl_certfile": "/no/such", "ssl_keyfile": "/no/such"}, "--ssl-certfile"),
+        ({"ssl_certfile": "/no/such"}, "--ssl-certfile"),
+        ({"ssl_keyfile": "/no/such"}, "--ssl-keyfile"),
         ({"ssl_ca_certs": "/no/such"}, "--ssl-ca-certs"),
         ({"ssl_ciphers": "ROT13"}, "--ssl-ciphers"),
     ],
@@ -109,7 +151,7 @@ def test_wrong_tls_settings_name_the_flag(
     certificates: Path, tmp_path: Path, settings: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        tls.check_tls(ServerConfig(**(use(certificates, "one", tmp_path) | settings)))
+        tls.tls_context(ServerConfig(**(use(certificates, "one", tmp_path) | settings)))
     assert error.value.setting == flag
 
 
@@ -119,3 +161,9 @@ def test_tls_settings_need_a_certificate(field: str) -> None:
     with pytest.raises(ConfigError) as error:
         ServerConfig(**{field: value})
     assert error.value.setting == "--" + field.replace("_", "-")
+
+
+def test_a_demand_for_certificates_needs_authorities(certificates: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ssl-ca-certs") as error:
+        ServerConfig(**use(certificates, "one", tmp_path), ssl_cert_reqs=2)
+    assert error.value.setting == "--ssl-cert-reqs"

@@ -70,7 +70,7 @@ SERVER = [
     ("--tool-call-parser x --tool-parser-plugin no.module", "--tool-parser-plugin: no.module cannot be imported"),
     ("--chat-template /no/file", "--chat-template: /no/file: No such file"),
     ('--default-chat-template-kwargs {"messages":1}', "--default-chat-template-kwargs: it may not set 'messages'"),
-    ("--ssl-certfile /no/c --ssl-keyfile /no/k", "--ssl-certfile: /no/c: No such file"),
+    ("--ssl-certfile /no/c --ssl-keyfile /no/k", "--ssl-keyfile: /no/k: No such file"),
     ("--ssl-certfile /no/c", "--ssl-keyfile: TLS needs both"),
     ("--middleware no.such.thing", "--middleware: no.such.thing cannot be imported"),
     ("--middleware json.dumps", "--middleware: json.dumps is neither a class nor an async function"),
