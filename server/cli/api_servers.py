@@ -2,7 +2,7 @@
 
 It binds the port, handles signals and reports failures. Each API server process (`api_process`) inherits the listening
 socket and a control socket. On the latter it sends READY and receives STOP and HURRY. One that ends after it has served
-is replaced: its connections are cut and its requests dropped, those of the others go on.
+is replaced: its connections are cut and its requests dropped, those of the others go on. So is a replacement that ends.
 """
 
 from __future__ import annotations
@@ -167,12 +167,17 @@ class _Supervisor:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_SECONDS:
             self._restarts.popleft()
-        if dead.done() or not self._processes[index].has_served or len(self._restarts) >= MAX_RESTARTS:
+        had_started = self._processes[index].has_served or self._is_announced
+        if dead.done() or not had_started or len(self._restarts) >= MAX_RESTARTS:
             return False
         self._restarts.append(now)
         logger.error("API server process %d %s; it is replaced", index, describe_exit(ends[index].result()))
         await self._processes[index].end()
-        self._processes[index] = await start(index)
+        try:
+            self._processes[index] = await start(index)
+        except OSError as error:
+            logger.error("no process could be started in its place: %s", error.strerror)
+            return False
         self._engine.send(Rejoin(index))
         ends[index] = asyncio.ensure_future(self._processes[index].wait())
         return True

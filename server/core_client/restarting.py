@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 PERIOD_SECONDS: Final = 3600.0
 """The limit of restarts is for any period of this length."""
 
+PAUSE_SECONDS: Final = 1.0
+MAX_PAUSE_SECONDS: Final = 60.0
+"""An engine that did not start is started again after the first, and after twice as long each time up to the second:
+what kept it from starting, such as memory that another program uses, may pass."""
+
 START_SECONDS: Final = 1800.0
 """How long a new engine may take to be warm until the restart is taken to have failed by who supervises the server."""
 
@@ -29,13 +34,17 @@ class RestartingClient:
 
     `start`: starts an engine and returns at once; called in a thread later on. The listener gets Restarting when the
     engine has ended and Ready when the new one is warm. It gets Failed in place of Restarting once the limit is
-    reached, or when no new engine could be started. `clock`: seconds.
+    reached, or when no new engine could be started. `clock`: seconds. `pause`: see PAUSE_SECONDS.
     """
 
     def __init__(
-        self, start: Callable[[], StartingClient], limit: int, clock: Callable[[], float] = time.monotonic
+        self,
+        start: Callable[[], StartingClient],
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        pause: float = PAUSE_SECONDS,
     ) -> None:
-        self._start, self._limit, self._clock = start, limit, clock
+        self._start, self._limit, self._clock, self._pause = start, limit, clock, pause
         self._client = start()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
@@ -45,6 +54,7 @@ class RestartingClient:
         self._thread: threading.Thread | None = None
         self._starting: StartingClient | None = None
         self._closed = False
+        self._closing = threading.Event()
 
     @property
     def current(self) -> StartingClient:
@@ -82,8 +92,10 @@ class RestartingClient:
         if self._closed:
             return
         self._closed = True
-        if self._thread is not None and self._starting is not None:
-            self._starting.kill("the engine was shut down")  # its thread then closes it
+        self._closing.set()
+        if self._thread is not None:
+            if self._starting is not None:
+                self._starting.kill("the engine was shut down")  # its thread then closes it
             self._thread.join(timeout)
         self._client.close(timeout)
 
@@ -148,14 +160,15 @@ class RestartingClient:
 
     def _start_again(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start an engine and hand it to the loop once it is warm. Tries again while the limit allows."""
+        pause = self._pause
         while not self._closed:
-            client = self._starting = self._start()
             try:
-                info = client.wait_ready()
+                client, info = self._started()
             except Exception as error:
-                client.close(timeout=0)
                 if self._closed or self._count_restart():
                     logger.error("the engine did not start again: %s", error)
+                    self._closing.wait(pause)
+                    pause = min(2 * pause, MAX_PAUSE_SECONDS)
                     continue
                 cause = f"{self._cause}; it did not start again: {error}"
                 _call(loop, self._fail, Failed("EngineDeadError", cause))
@@ -163,6 +176,16 @@ class RestartingClient:
             if self._closed or not _call(loop, self._adopt, client, info):
                 client.close(timeout=0)
             return
+
+    def _started(self) -> tuple[StartingClient, EngineInfo]:
+        """Start an engine and return it once it is warm. Raises what keeps it from that; it is then closed."""
+        client = self._starting = self._start()
+        try:
+            return client, client.wait_ready()
+        except BaseException:
+            self._starting = None
+            client.close(timeout=0)
+            raise
 
     def _adopt(self, client: StartingClient, info: EngineInfo) -> None:
         """Use the new engine from now on. Runs in the loop."""

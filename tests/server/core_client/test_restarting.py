@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -44,14 +45,19 @@ class Engine:
         self.clock = Clock()
         self.may_restart = threading.Event()
         self.may_restart.set()
+        self.refused = 0  # how many further engines the system has no memory for
         self.started: list[ProcessClient] = []
         limit = self.config.runtime.restart_engine
-        client: EngineClient = RestartingClient(self._start, limit, self.clock) if limit else self._start()
+        restarting = RestartingClient(self._start, limit, self.clock, pause=0.0) if limit else None
+        client: EngineClient = restarting or self._start()
         self.metrics = Metrics("fake")
         self.llm = AsyncLLM(self.config, client=client, open_text=lambda _: TEXT, metrics=self.metrics)
 
     def _start(self) -> ProcessClient:
         assert not self.started or self.may_restart.wait(PATIENCE)
+        if self.started and self.refused:
+            self.refused -= 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         self.started.append(ProcessClient(self.config, PROGRAM, clock=self.clock))
         return self.started[-1]
 
@@ -207,6 +213,20 @@ async def test_engine_that_does_not_start_again_is_dead(make: Make) -> None:
     with pytest.raises(EngineDeadError, match=r"SIGKILL.*; it did not start again: --dtype: not today"):
         await request
     assert len(engine.started) == 3, "it was tried as often as the limit allows"
+
+
+async def test_a_process_that_cannot_be_started_is_a_restart_that_failed(make: Make) -> None:
+    engine = make(restart_engine=3)
+    engine.allow(8)
+    request = asyncio.ensure_future(engine.tokens("r", FINAL))
+    engine.refused = 2
+    await engine.kill_while_running()
+    assert len(await request) == 20, "the third time there was memory"
+    engine.allow(8)
+    request = asyncio.ensure_future(engine.tokens("s", FINAL))
+    await engine.kill_while_running()
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await request
 
 
 @pytest.mark.setting("--rpc-timeout")
