@@ -25,6 +25,8 @@ from pagoda.common.config.env import VARIABLES
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import EngineRestartingError
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.http import server as http_server
+from pagoda.server.http.connections import BoundedProtocol
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -352,3 +354,25 @@ def test_nginx_ends_idle_connections_before_the_server_does() -> None:
     seconds = re.search(r"keepalive_timeout (\d+)s;", upstream)
     assert seconds is not None
     assert int(seconds[1]) <= ServerConfig().timeout_keep_alive - 2
+
+
+@pytest.mark.program("nginx")
+def test_nginx_ends_idle_connections_by_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+
+    class Watched(BoundedProtocol):
+        """Tells which side ends its connection."""
+
+        def timeout_keep_alive_handler(self) -> None:
+            ends.append("server")
+            super().timeout_keep_alive_handler()
+
+        def eof_received(self) -> None:
+            ends.append("client")
+            super().eof_received()
+
+    monkeypatch.setattr(http_server, "BoundedProtocol", Watched)
+    with live_server(timeout_keep_alive=60.0) as server, nginx(tmp_path, server) as port:
+        assert _posted(port, "/v1/completions", b'{"prompt":"a","max_tokens":1}', "application/json") == 200
+        eventually(lambda: ends)
+        assert {*ends} == {"client"}
