@@ -1,9 +1,9 @@
 """Open model files that are mutated at random: each must be read or refused by one line that names the file.
 
-    python tools/fuzz_files.py [--format NAME] [--cases 100000] [--seed 0] [--only CASE]
+    python tools/fuzz_files.py [--format NAME] [--cases 100000] [--seed 0] [--only CASE] [--jobs 2]
 
-A case is reproduced by its format, seed and number. Cases run in a child process with limits of time per case and of
-memory; it is replaced when it dies.
+A case is reproduced by its format, seed and number. Cases run in a child process for each of --jobs formats at a time,
+with limits of processor time per case and of memory; it is replaced when it dies.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -856,19 +857,25 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100_000, help="cases of each format")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run this case alone, and show its traceback")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="formats at a time")
     args = parser.parse_args()
-    failed = False
-    for name in args.format or FORMATS:
-        if args.only is not None:
-            return _show(name, args.only, args.seed)
-        began = time.monotonic()
-        findings = run_in_child(name, range(args.cases), args.seed)
-        seconds = time.monotonic() - began
-        print(f"{name:13} {findings.cases:7} cases, {findings.refused:7} refused, {seconds:5.0f} s", flush=True)
-        for kind, (case, example) in findings.failures.items():
-            failed = True
-            print(f"  {kind}\n    case {case}: {example}", flush=True)
-    return 1 if failed else 0
+    names = tuple(args.format or FORMATS)
+    if args.only is not None:
+        return _show(names[0], args.only, args.seed)
+    with ThreadPoolExecutor(args.jobs) as threads:
+        failed = [*threads.map(lambda name: _run_format(name, args.cases, args.seed), names)]
+    return 1 if any(failed) else 0
+
+
+def _run_format(name: str, cases: int, seed: int) -> bool:
+    """Run a format's cases and print what failed; return whether something did."""
+    began = time.monotonic()
+    findings = run_in_child(name, range(cases), seed)
+    seconds = time.monotonic() - began
+    lines = [f"{name:13} {findings.cases:7} cases, {findings.refused:7} refused, {seconds:5.0f} s"]
+    lines += [f"  {kind}\n    case {case}: {example}" for kind, (case, example) in findings.failures.items()]
+    print("\n".join(lines), flush=True)
+    return bool(findings.failures)
 
 
 def _show(name: str, case: int, seed: int) -> int:

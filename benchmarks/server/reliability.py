@@ -1,13 +1,13 @@
 """What holds under faults and overload: each row of the table is a scenario against a real server.
 
-usage: python reliability.py MODEL [--only ROW] [--match TEXT] [--minutes 10] [--cases 20000] [--mutants 100000]
-                             [--pause SECONDS] [--json FILE]
+usage: python reliability.py MODEL [--only ROW] [--match TEXT] [--minutes 10] [--soak-minutes 30] [--cases 20000]
+                             [--mutants 100000] [--pause SECONDS] [--json FILE]
 
-Rows: kill, stop, sigterm, bombs, sockets, overload, hostile, soak. MODEL: a .gguf file or a folder; the templates and
-lists of the bombs suit SmolLM2's vocabulary. `--minutes` is the duration of the overload, and of the soak, whose row
-asks for 120; without `--pause` its 16 clients ask again at once, which keeps the machine busy. Gaps between tokens and
-waits include those that other programs on the machine cause: "worst gap before" is that of the same streams before the
-fault. Exit status: 1 if a row fails.
+Rows: kill, stop, sigterm, bombs, grammars, sockets, overload, hostile, soak. MODEL: a .gguf file or a folder; the
+templates and lists of the bombs suit SmolLM2's vocabulary. `--minutes` is the duration of the overload; without
+`--pause` the 16 clients of the soak ask again at once, which keeps the machine busy. Gaps between tokens and waits
+include those that other programs on the machine cause: "worst gap before" is that of the same streams before the
+fault. With `--mutants 0` no model files are mutated. Exit status: 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from faults.bombs import bombs
 from faults.engine import kill, stop, terminate
+from faults.grammars import grammars
 from faults.hostile import hostile
 from faults.load import overload, soak, sockets
 from faults.report import Options, Report, Scenario
@@ -35,6 +36,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
     "stop": stop,
     "sigterm": terminate,
     "bombs": bombs,
+    "grammars": grammars,
     "sockets": sockets,
     "overload": overload,
     "hostile": hostile,
@@ -68,6 +70,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--only", action="append", choices=SCENARIOS)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--soak-minutes", type=float, default=30.0)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--match", default="", help="only bombs whose row contains this text, such as 'item 4'")
@@ -75,7 +78,16 @@ def main() -> int:
     parser.add_argument("--logs", default="/tmp", help="folder for the servers' logs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    options = Options(args.model, args.minutes, args.cases, args.mutants, args.logs, args.match, args.pause)
+    options = Options(
+        model=args.model,
+        minutes=args.minutes,
+        soak_minutes=args.soak_minutes,
+        cases=args.cases,
+        mutants=args.mutants,
+        log_folder=args.logs,
+        match=args.match,
+        pause=args.pause,
+    )
     result: dict[str, Any] = {"machine": machine(), "options": asdict(options), "rows": []}
     failed = False
     for name in args.only or SCENARIOS:

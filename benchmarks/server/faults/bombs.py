@@ -130,7 +130,7 @@ def bombs(options: Options) -> Iterator[Report]:
                 if server is not None:
                     server.stop()
                 server = Server(options.model, *flags, "--trust-request-chat-template", log=log)
-            yield _beside_streams(row, server, _sender(bomb, server))
+            yield beside_streams(row, server, _sender(bomb, server))
             _wait_until_idle(server)
     finally:
         if server is not None:
@@ -170,7 +170,7 @@ def _sender(bomb: Bomb, server: Server) -> Callable[[Report], None]:
     return send
 
 
-def _beside_streams(row: str, server: Server, attack: Callable[[Report], None]) -> Report:
+def beside_streams(row: str, server: Server, attack: Callable[[Report], None], *, max_gap: float = MAX_GAP) -> Report:
     """Carry out an attack beside ten streams of another key, and measure their gaps, memory and health."""
     report = Report(row)
     try:
@@ -180,7 +180,7 @@ def _beside_streams(row: str, server: Server, attack: Callable[[Report], None]) 
                 attack(report)
                 time.sleep(1.0)
             gaps = streams.gaps()
-        report.at_most("worst token gap", gaps.worst, MAX_GAP)
+        report.at_most("worst token gap", gaps.worst, max_gap)
         report.at_most("memory growth", memory.growth, MAX_GROWTH, "MB")
         report.at_most("longest wait for /health", probe.longest, 1.0)
         report.require("no stream fails", gaps.streams_failed == 0, f"{gaps.streams_failed} failed")
@@ -239,42 +239,7 @@ def _headers(row: str, server: Server) -> Report:
         for connection in opened:
             connection.close()
 
-    return _beside_streams(row, server, attack)
-
-
-def _grammars(row: str, server: Server) -> Report:
-    """One key sends 200 grammars that take long to compile; the other key's new grammar is answered."""
-    neighbour: list[tuple[int, float]] = []
-
-    def attack(report: Report) -> None:
-        def flood(i: int) -> None:
-            with suppress(OSError):
-                server.request("POST", COMPLETIONS, _grammar(i, 400), key=KEYS[0], timeout=60)
-
-        threads = [threading.Thread(target=flood, args=(i,), daemon=True) for i in range(200)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1.0)
-        for i in range(5):
-            begin = time.monotonic()
-            status, text = server.request("POST", COMPLETIONS, _grammar(10_000 + i, 3), key=KEYS[1], timeout=60)
-            neighbour.append((status, time.monotonic() - begin))
-            report.notes["answer to a neighbour"] = text[:100].decode(errors="replace")
-        for thread in threads:
-            thread.join(60)
-
-    report = _beside_streams(row, server, attack)
-    statuses = [status for status, _ in neighbour]
-    report.require("another key's grammars are answered", statuses == [200] * 5, statuses)
-    report.at_most("within", max((seconds for _, seconds in neighbour), default=float("inf")), 5.0)
-    return report
-
-
-def _grammar(number: int, size: int) -> bytes:
-    """Return a request for an object of `size` strings, a schema that no other number has."""
-    properties = {f"p{number}_{i}": {"type": "string", "pattern": "^[a-z]{1,64}[0-9]{1,32}$"} for i in range(size)}
-    schema = {"type": "object", "properties": properties}
-    return json.dumps({"prompt": "a", "max_tokens": 2, "structured_outputs": {"json": schema}}).encode()
+    return beside_streams(row, server, attack)
 
 
 def _stored_responses(row: str, server: Server) -> Report:
@@ -301,6 +266,5 @@ def _stored_responses(row: str, server: Server) -> Report:
 OTHERS: Final[Mapping[str, Callable[[str, Server], Report]]] = {
     "item 3: 250 headers of 4 MB": _headers,
     "item 5: stored responses belong to a key": _stored_responses,
-    "item 9: 200 grammars of one key": _grammars,
 }
 """Rows that are not one request, each on a server of its own."""

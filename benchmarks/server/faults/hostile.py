@@ -21,7 +21,7 @@ UNCAUGHT: Final = "Traceback (most recent call last)"
 
 def hostile(options: Options) -> list[Report]:
     """Hostile requests without a 5xx, an engine's death or an uncaught error; mutated headers of each format."""
-    return [_requests(options), _headers(options)]
+    return [_requests(options), *([_headers(options)] if options.mutants else [])]
 
 
 class _Canary:

@@ -200,8 +200,8 @@ class _Counts:
 
 
 def soak(options: Options) -> list[Report]:
-    """Mixed load for --minutes: no growth of memory, threads or descriptors; counters equal the clients' own."""
-    report = Report(f"soak of {options.minutes:g} min, mixed load")
+    """Mixed load for --soak-minutes: no growth of memory, threads or descriptors; counters equal the clients' own."""
+    report = Report(f"soak of {options.soak_minutes:g} min, mixed load")
     with serving(options.model, *CACHE, log=Path(options.log_folder) / "soak.log") as server:
         counts, samples = asyncio.run(_soak(server, options))
         time.sleep(2.0)
@@ -247,7 +247,7 @@ def _judge_growth(report: Report, samples: list[Usage]) -> None:
 
 async def _soak(server: Server, options: Options) -> tuple[_Counts, list[Usage]]:
     counts, samples = _Counts(), []
-    seconds = options.minutes * 60
+    seconds = options.soak_minutes * 60
     end = time.monotonic() + seconds
     tasks = [asyncio.create_task(_soak_client(server.port, i, end, options.pause, counts)) for i in range(SOAK_CLIENTS)]
     while time.monotonic() < end:

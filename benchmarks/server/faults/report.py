@@ -13,7 +13,8 @@ class Options:
     """What a run was asked for."""
 
     model: str
-    minutes: float  # duration of the overload and of the soak
+    minutes: float  # duration of the overload
+    soak_minutes: float
     cases: int  # hostile requests
     mutants: int  # mutated headers of each format
     log_folder: str  # the servers' logs

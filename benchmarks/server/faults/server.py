@@ -86,6 +86,13 @@ class Server:
                     return pid
         raise RuntimeError("the server has no engine process")
 
+    def memory_of(self, pid: int) -> float:
+        """Return the resident memory of one process in MB; 0 if it has ended."""
+        with suppress(OSError):
+            kib = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+            return int(kib[1]) / 1024 if kib else 0.0
+        return 0.0
+
     def usage(self) -> Usage:
         """Sum the resources of all processes."""
         memory = threads = descriptors = 0
