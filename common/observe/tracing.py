@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ PHASES: Final[Mapping[str, tuple[str, ...]]] = {"worker": ("prepare", "queue"), 
 
 PROTOCOL_VARIABLE: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 PROTOCOLS: Final = ("grpc", "http/protobuf")
+
+CLOSE_SECONDS: Final = 5.0
+"""How long the export of the last spans may take: a collector that hangs does not keep a server from ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class Tracer:
         assert config.otlp_traces_endpoint is not None
         named = "OTEL_SERVICE_NAME" in os.environ
         resource = Resource.create(None if named else {SERVICE_NAME: "pagoda"})
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(config.otlp_traces_endpoint)))
         self._tracer = self._provider.get_tracer("pagoda")
         self._propagator = TraceContextTextMapPropagator()
@@ -140,9 +144,13 @@ class Tracer:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def close(self) -> None:
-        """Export what is queued and end the thread. Idempotent."""
-        self._provider.shutdown()
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Export what is queued, for at most `timeout` seconds, and end the thread. Idempotent."""
+        ending = threading.Thread(target=self._provider.shutdown, name="pagoda-traces", daemon=True)
+        ending.start()
+        ending.join(timeout)
+        if ending.is_alive():
+            logger.warning("the last spans were not exported within %g s; they are lost", timeout)
 
 
 def _exporter(endpoint: str) -> SpanExporter:

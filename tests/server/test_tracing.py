@@ -25,7 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 from support.live_server import live_server
-from support.watching import eventually
+from support.watching import PATIENCE, eventually, logged
 
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.flags import EngineArgs
@@ -249,6 +249,30 @@ async def _leave_early(llm: Any) -> None:
     async for _ in outputs:
         break
     await outputs.aclose()
+
+
+def test_a_collector_that_hangs_keeps_no_server_from_ending(caplog: pytest.LogCaptureFixture) -> None:
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from pagoda.common.observe.tracing import Tracer
+
+    answered = threading.Event()
+
+    class Hanging(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            answered.wait(2 * PATIENCE)
+            return SpanExportResult.FAILURE
+
+        def shutdown(self) -> None:
+            answered.wait(2 * PATIENCE)
+
+    config = EngineArgs("m", otlp_traces_endpoint="x").create_engine_config().observability
+    ending = threading.Thread(target=Tracer(config, "m", Hanging()).close, args=(0.0,), daemon=True)
+    with logged(caplog, "pagoda.common.observe.tracing"):
+        ending.start()
+        eventually(lambda: not ending.is_alive())
+    assert "were not exported" in caplog.text
+    answered.set()
 
 
 def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
