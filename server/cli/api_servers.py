@@ -91,6 +91,7 @@ class _Supervisor:
         self._is_announced = False
         self._processes: list[_ApiServer] = []
         self._restarts: deque[float] = deque()
+        self._replaced: set[int] = set()  # indices of processes that are replacements
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._reports: list[zmq.Socket[bytes]] = []
 
@@ -167,10 +168,11 @@ class _Supervisor:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_SECONDS:
             self._restarts.popleft()
-        had_started = self._processes[index].has_served or self._is_announced
-        if dead.done() or not had_started or len(self._restarts) >= MAX_RESTARTS:
+        has_served = self._processes[index].has_served or index in self._replaced
+        if dead.done() or not has_served or len(self._restarts) >= MAX_RESTARTS:
             return False
         self._restarts.append(now)
+        self._replaced.add(index)
         logger.error("API server process %d %s; it is replaced", index, describe_exit(ends[index].result()))
         await self._processes[index].end()
         try:

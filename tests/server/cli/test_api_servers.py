@@ -350,13 +350,14 @@ class IdleEngine:
 
 SERVES = "import socket, sys; socket.socket(fileno=int(sys.argv[-1])).send(b'r'); sys.stdin.read(); sys.exit(3)"
 FAILS = "import sys; sys.stdin.read(); sys.exit(3)"
+SERVES_AT_FIRST = f"import sys\nif 'first' in sys.argv: {SERVES}\n{FAILS}"
 
 
-@pytest.mark.parametrize(("script", "replaced"), [(SERVES, MAX_RESTARTS), (FAILS, 0)])
+@pytest.mark.parametrize(("script", "replaced"), [(SERVES, MAX_RESTARTS), (SERVES_AT_FIRST, MAX_RESTARTS), (FAILS, 0)])
 def test_processes_that_end_again_and_again_end_the_server(
     tmp_path_factory: pytest.TempPathFactory, script: str, replaced: int
 ) -> None:
-    """One that ends before it has served is not replaced at all."""
+    """One that ends before it has served is not replaced at all, unless it replaces one that had."""
     config = AsyncEngineArgs("fake").create_engine_config()
     engine: Any = IdleEngine(tmp_path_factory.mktemp("a"))
     supervisor = _Supervisor(config, ServerConfig(api_server_count=1), engine, start_time=0.0)
