@@ -110,7 +110,7 @@ PARTS: Final = (
         PAGODA_TEST_ADAPTERS="200",
     ),
     _tool("fuzz-api", ("server/",), "tools/fuzz_api.py", "--serve", os.environ.get("PAGODA_TEST_MODEL", "")),
-    _tool("fuzz-files", ("common/",), "tools/fuzz_files.py", "--cases", "100000"),
+    _tool("fuzz-files", ("common/",), "tools/fuzz_files.py", "--cases", "20000"),
     _tool("mutants-engine", ("common/", "server/"), "tools/mutate.py", "--set", "engine"),
     _tool("mutants-breadth", (*ALL_BACKENDS, "server/"), "tools/mutate.py", "--set", "breadth"),
     _target("clients", ("server/", "tests/clients"), "test-clients"),
