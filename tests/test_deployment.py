@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -286,10 +286,11 @@ def nginx(folder: Path, server: LiveServer, *, denied: bool = False) -> Iterator
 
 
 def _status(port: int, path: str) -> int:
-    connection = HTTPConnection(OWN_ADDRESS, port, timeout=PATIENCE)
-    with suppress(OSError):
+    with closing(HTTPConnection(OWN_ADDRESS, port, timeout=PATIENCE)) as connection, suppress(OSError):
         connection.request("GET", path)
-        return connection.getresponse().status
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
     return 0
 
 
@@ -312,24 +313,28 @@ def test_nginx_passes_events_on_as_they_come_and_clients_that_leave(tmp_path: Pa
 @pytest.mark.program("nginx")
 def test_nginx_passes_errors_long_bodies_and_uploads_on(tmp_path: Path) -> None:
     with live_server() as server, nginx(tmp_path, server) as port:
-        body = json.dumps({"prompt": "a" * (1 << 20)}).encode()
-        assert _posted(port, "/v1/completions", body, "application/json") == 400
-        body = json.dumps({"prompt": "a" * (33 << 20)}).encode()
-        assert _posted(port, "/v1/completions", body, "application/json") == 413
-        fields = {"purpose": b"batch", 'file"; filename="lines.jsonl': bytes(40 << 20)}
-        parts = [
-            b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), value)
-            for name, value in fields.items()
-        ]
-        form = b"".join(parts) + b"--x--\r\n"
-        assert _posted(port, "/v1/files", form, "multipart/form-data; boundary=x") == 200
+        block = b"a" * (1 << 20)
+        assert _posted(port, "/v1/completions", "application/json", b'{"prompt":"', block, b'"}') == 400
+        assert _posted(port, "/v1/completions", "application/json", b'{"prompt":"', *[block] * 33, b'"}') == 413
+        form = (
+            b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            b'--x\r\ncontent-disposition: form-data; name="file"; filename="lines.jsonl"\r\n\r\n'
+        )
+        assert (
+            _posted(port, "/v1/files", "multipart/form-data; boundary=x", form, *[block] * 40, b"\r\n--x--\r\n") == 200
+        )
 
 
-def _posted(port: int, path: str, body: bytes, kind: str) -> int:
+def _posted(port: int, path: str, kind: str, *parts: bytes) -> int:
+    """Return the status of a POST of the parts, one after the other."""
     connection = HTTPConnection(OWN_ADDRESS, port, timeout=PATIENCE)
-    with suppress(BrokenPipeError, ConnectionResetError):
-        connection.request("POST", path, body, {"content-type": kind})
-    return connection.getresponse().status
+    headers = {"content-type": kind, "content-length": str(sum(map(len, parts)))}
+    with closing(connection):
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.request("POST", path, iter(parts), headers)
+        answer = connection.getresponse()
+        answer.read()  # nginx ends what a client leaves, the connection to the server with it
+        return answer.status
 
 
 @pytest.mark.program("nginx")
@@ -373,6 +378,6 @@ def test_nginx_ends_idle_connections_by_its_own_time(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(http_server, "BoundedProtocol", Watched)
     with live_server(timeout_keep_alive=60.0) as server, nginx(tmp_path, server) as port:
-        assert _posted(port, "/v1/completions", b'{"prompt":"a","max_tokens":1}', "application/json") == 200
+        assert _posted(port, "/v1/completions", "application/json", b'{"prompt":"a","max_tokens":1}') == 200
         eventually(lambda: ends)
         assert {*ends} == {"client"}
