@@ -16,7 +16,14 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
-from pagoda.server.http.errors import REQUEST_ID_HEADER, UnavailableError, http_error, messages_error, new_request_id
+from pagoda.server.http.errors import (
+    LOST,
+    REQUEST_ID_HEADER,
+    UnavailableError,
+    http_error,
+    messages_error,
+    new_request_id,
+)
 from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import EventStyle, json_response, named_event, respond
@@ -188,9 +195,11 @@ async def create_message(request: Request) -> Response:
         generation = Generation(state, message_id, [chat], chat.params, model=model, user=user)
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         builder = MessagesBuilder(message_id, model, parser, body.shows_thinking)
-        style = EventStyle(
-            named_event, lambda error: named_event(messages_error(http_error(error), request_id)), b"", PING
-        )
+
+        def failure(error: BaseException) -> bytes:
+            return named_event(messages_error(http_error(error), request_id))
+
+        style = EventStyle(named_event, failure, done=b"", lost=failure(LOST), keep_alive=PING)
         headers = {REQUEST_ID_HEADER: request_id}
         return await respond(
             request, state, generation, builder, stream=bool(body.stream), style=style, headers=headers

@@ -12,28 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import PagodaError
 from pagoda.common.observe.logs import configure
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.cli.api_servers import AGAIN, HURRY, READY
+from pagoda.server.cli.api_servers import AGAIN, HURRY, KEEP, NUMBER_BYTES, READY, RELEASE
 from pagoda.server.cli.serve import application, bind_unix, until_stopped
 from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import SharedClient
-from pagoda.server.http.connections import raise_descriptor_limit
+from pagoda.server.http.connections import TRANSPORT, raise_descriptor_limit
 from pagoda.server.http.forward import Forwarder
 from pagoda.server.http.peers import ApiPeers
+from pagoda.server.http.response import LAST_WORDS
 
 _AT_ONCE: Final = 1
 """Connections accepted before other events, so that all processes get some."""
@@ -44,11 +49,53 @@ class ParentControl:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
+        self._kept = itertools.count()
+        self._unsent: deque[bytes] = deque()
         control.setblocking(False)
 
     def ready(self) -> None:
         """Report that requests are served."""
         self._control.send(READY)
+
+    @contextlib.contextmanager
+    def keeping(self, connection: int, words: bytes) -> Iterator[None]:
+        """Let the other process have a connection, whose descriptor is given, in this context: it sends `words` on it
+        if this process is killed.
+        """
+        number = next(self._kept).to_bytes(NUMBER_BYTES)
+        try:
+            if self._unsent:
+                raise BlockingIOError
+            socket.send_fds(self._control, [KEEP + number + words], [connection])
+        except OSError:  # without it the connection is just cut
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._release(number)
+
+    def _release(self, number: bytes) -> None:
+        """Send that a connection is no longer to be kept, at once or, if the other process is late, in time."""
+        self._unsent.append(RELEASE + number)
+        if len(self._unsent) == 1 and not self._flush():
+            asyncio.get_running_loop().add_writer(self._control.fileno(), self._flush_later)
+
+    def _flush(self) -> bool:
+        """Send what has not been sent; return whether that was all."""
+        try:
+            while self._unsent:
+                self._control.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:  # the other process has ended, and this one will
+            self._unsent.clear()
+        return True
+
+    def _flush_later(self) -> None:
+        if self._flush():
+            asyncio.get_running_loop().remove_writer(self._control.fileno())
 
     @contextlib.contextmanager
     def watch(self, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
@@ -66,6 +113,22 @@ class ParentControl:
         yield
 
 
+class LastWords:
+    """ASGI middleware: lets streams end with an event if this process is killed. Those over TLS are cut: nobody else
+    has their keys.
+    """
+
+    def __init__(self, app: ASGIApp, control: ParentControl) -> None:
+        self._app, self._control = app, control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "HEAD":
+            transport = scope.get(TRANSPORT)
+            if transport is not None and transport.get_extra_info("sslcontext") is None:
+                scope[LAST_WORDS] = partial(self._control.keeping, transport.get_extra_info("socket").fileno())
+        await self._app(scope, receive, send)
+
+
 def serve(
     llm: AsyncLLM,
     config: ServerConfig,
@@ -78,7 +141,10 @@ def serve(
     """Serve until told to stop. Returns 0 if no request was cut, else 1. Raises the engine's error."""
     raise_descriptor_limit(config.max_connections)
     path = f"{address}.http".removeprefix("ipc://")
-    wrap = (lambda app: Forwarder(app, path, config.prefix)) if index else None
+
+    def wrap(app: ASGIApp) -> ASGIApp:
+        return LastWords(Forwarder(app, path, config.prefix) if index else app, control)
+
     server, state = application(llm, config, wrap=wrap, at_once=_AT_ONCE)
     listeners = [listener]
     if index == 0:

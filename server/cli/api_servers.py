@@ -1,17 +1,21 @@
 """Several API server processes over one engine: the process of `pagoda serve`, which starts both.
 
 It binds the port, handles signals and reports failures. Each API server process (`api_process`) inherits the listening
-socket and a control socket. On the latter it sends READY and receives STOP and HURRY. One that ends after it has served
-is replaced: its connections are cut and its requests dropped, those of the others go on. So is a replacement that ends.
+socket and a control socket. On the latter it sends READY, KEEP and RELEASE, and receives STOP and HURRY.
+
+One that ends after it has served is replaced, and so is a replacement: its streams end with an event that this process
+sends, its other connections are cut and its requests dropped. Those of the others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import socket
 import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,11 +33,23 @@ from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import output_address
+from pagoda.server.http.connections import raise_descriptor_limit
 from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, Rejoin, encode, raised
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
 
 READY, STOP, HURRY = b"r", b"s", b"h"
+
+KEEP, RELEASE = b"k", b"d"
+"""Followed by the number of a stream; KEEP also by what to send on it if its process is killed, with the descriptor of
+its connection. RELEASE comes when the stream has ended."""
+
+NUMBER_BYTES: Final = 8
+
+_MAX_MESSAGE: Final = 65_536
+_MAX_UNSENT: Final = 65_536
+"""Bytes that the system has not sent of a connection from which a part of an event may be missing: the process has
+written what found room, and took the rest along."""
 
 FIRST, AGAIN = "first", "again"
 
@@ -70,6 +86,7 @@ def run_api_servers(
 
     Raises the engine's error; one that keeps a process from starting is printed by process 0.
     """
+    raise_descriptor_limit(server.max_connections * server.api_server_count)  # of the streams that it keeps
     with contextlib.ExitStack() as owned:
         with deferring_signals():
             engine = start_engine(config, clients=server.api_server_count)
@@ -220,11 +237,47 @@ class _Supervisor:
             process.tell(word)
 
 
+class KeptStreams:
+    """Copies of the connections on which an API server process sends streams, and how each ends if it is killed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, tuple[socket.socket, bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, number: bytes, connection: socket.socket, words: bytes) -> None:
+        """Keep a stream's connection."""
+        self._kept[number] = connection, words
+
+    def release(self, number: bytes) -> None:
+        """Close the copy of a stream that has ended."""
+        if (kept := self._kept.pop(number, None)) is not None:
+            kept[0].close()
+
+    def end(self) -> None:
+        """Send on each connection how its stream ends, and close it. Their process has ended."""
+        for connection, words in self._kept.values():
+            with connection, contextlib.suppress(OSError):
+                if _unsent_bytes(connection) < _MAX_UNSENT:
+                    connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(words), words), socket.MSG_DONTWAIT)
+                connection.shutdown(socket.SHUT_RDWR)
+        self._kept.clear()
+
+
+def _unsent_bytes(connection: socket.socket) -> int:
+    """Return how many bytes of a connection the system has not sent, or its peer has not acknowledged."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 class _ApiServer:
     """One API server process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
-        self._process, self._control = process, control
+    def __init__(
+        self, process: asyncio.subprocess.Process, control: socket.socket, on_ready: Callable[[], None]
+    ) -> None:
+        self._process, self._control, self._on_ready = process, control, on_ready
+        self._streams = KeptStreams()
         self.has_served = False
 
     @classmethod
@@ -237,37 +290,48 @@ class _ApiServer:
         on_ready: Callable[[], None],
     ) -> _ApiServer:
         """Start a process. `on_ready` is called once it serves requests, and `has_served` is true from then on."""
-        own, other = socket.socketpair()
+        own, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with other:
             descriptors = (listener.fileno(), other.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(*words, *map(str, descriptors)), stdin=asyncio.subprocess.PIPE, pass_fds=descriptors, env=child_env()
             )
         own.setblocking(False)
-        started = cls(process, own)
-        loop = asyncio.get_running_loop()
-
-        def readable() -> None:
-            try:
-                word = own.recv(1)
-            except OSError:
-                word = b""
-            if word == READY:
-                started.has_served = True
-                on_ready()
-            elif not word:
-                loop.remove_reader(own.fileno())
-
-        loop.add_reader(own.fileno(), readable)
+        started = cls(process, own, on_ready)
+        asyncio.get_running_loop().add_reader(own.fileno(), started._read)
         assert process.stdin is not None
         data = msgspec.msgpack.encode((config, server))
         process.stdin.write(data)
         process.stdin.close()
         return started
 
+    def _read(self) -> bool:
+        """Read a message of the process; return whether there was one."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError:
+            message, descriptors = b"", []
+        word, number, words = message[:1], message[1 : 1 + NUMBER_BYTES], message[1 + NUMBER_BYTES :]
+        if word == READY:
+            self.has_served = True
+            self._on_ready()
+        elif word == KEEP and descriptors:
+            self._streams.keep(number, socket.socket(fileno=descriptors[0]), words)
+        elif word == RELEASE:
+            self._streams.release(number)
+        elif not word:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+        return bool(word)
+
     async def wait(self) -> int:
-        """Return the exit status once the process has ended."""
-        return await self._process.wait()
+        """Return the exit status once the process has ended, and its streams with it."""
+        status = await self._process.wait()
+        while self._control.fileno() >= 0 and self._read():
+            pass
+        self._streams.end()
+        return status
 
     def tell(self, word: bytes) -> None:
         """Send STOP or HURRY."""
@@ -276,8 +340,8 @@ class _ApiServer:
 
     async def end(self) -> None:
         """End the process by force if it still runs."""
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
-        self._control.close()
         if self._process.returncode is None:
             self._process.kill()
-            await self._process.wait()
+            await self.wait()
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self._control.close()

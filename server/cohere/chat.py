@@ -15,7 +15,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.server.chat_prompt import Conversation, prepare
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, note_ignored, read_body, unsupported
-from pagoda.server.http.errors import UnavailableError, http_error
+from pagoda.server.http.errors import LOST, UnavailableError, http_error
 from pagoda.server.http.fields import LOWEST, TokenNames, check_template_kwargs
 from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.response import DONE, EventStyle, event, respond
@@ -328,6 +328,9 @@ def _failure(error: BaseException) -> bytes:
     return event({"type": "message-end", "delta": delta}) + DONE
 
 
+_STYLE: Final = EventStyle(failure=_failure, lost=_failure(LOST))
+
+
 router = APIRouter(tags=["chat"])
 
 
@@ -347,8 +350,6 @@ async def cohere_chat(request: Request) -> Response:
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         names = TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids) if body.logprobs else None
         builder = CohereChatBuilder(response_id, parser, names)
-        return await respond(
-            request, state, generation, builder, stream=bool(body.stream), style=EventStyle(failure=_failure)
-        )
+        return await respond(request, state, generation, builder, stream=bool(body.stream), style=_STYLE)
     except RequestError as error:
         raise body.in_own_names(error) from None

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 PROBES: Final = frozenset({"/health", "/ready", "/ping"})
 """Paths of health probes. They are answered when the server has no room for other requests."""
 
+TRANSPORT: Final = "pagoda.transport"
+"""Scope key of the transport of a request's connection."""
+
 MIN_BODY_RATE: Final = 1024
 """Minimum average rate of a body in bytes per second, after a grace period of --timeout-body."""
 
@@ -178,6 +181,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 503, "the server has too many connections (--max-connections, ulimit -n); try again"
             )
             raise _RefusedError
+        self.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._reading, self._head_bytes, self._body_bytes = _Reading.BODY, 0, 0
         self._body_began = self._body_moved = self.loop.time()

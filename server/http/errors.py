@@ -43,6 +43,10 @@ class UnavailableError(PagodaError):
     """The server is loading or shutting down. HTTP 503."""
 
 
+LOST: Final = UnavailableError("the process that sent this stream has ended; send the request again")
+"""What a stream ends with whose API server process is killed."""
+
+
 class ResponseNotFoundError(PagodaError):
     """No stored response has this id. HTTP 404."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -16,7 +17,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.server.http.errors import HttpError, error_response
-from pagoda.server.http.response import json_response
+from pagoda.server.http.response import LAST_WORDS, LOST_RESPONSE, json_response
 
 STATEFUL: Final = ("/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches")
 """First parts of the paths that process 0 answers."""
@@ -39,15 +40,18 @@ class Forwarder:
         if scope["type"] != "http" or not self._is_stateful(scope["path"]):
             await self._app(scope, receive, send)
             return
-        started = False
+        started, kept = False, ExitStack()
 
         async def note_start(message: Message) -> None:
             nonlocal started
+            if not started and _is_stream(message["headers"]):
+                kept.enter_context(scope.get(LAST_WORDS, nullcontext)(LOST_RESPONSE))
             started = True
             await send(message)
 
         try:
-            await self._forward(scope, receive, note_start)
+            with kept:
+                await self._forward(scope, receive, note_start)
         except (OSError, httptools.HttpParserError):
             if started:
                 raise
@@ -66,6 +70,10 @@ class Forwarder:
     def _is_stateful(self, path: str) -> bool:
         inside = path.removeprefix(self._prefix)
         return any(each.startswith(STATEFUL) for each in (path, inside))
+
+
+def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
 async def _exchange(

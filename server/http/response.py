@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import PagodaError
-from pagoda.server.http.errors import ClientDisconnectedError, UnavailableError, http_error
+from pagoda.server.http.errors import LOST, ClientDisconnectedError, UnavailableError, http_error
 from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.http.state import ServerState, StopSignal
 from pagoda.server.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
@@ -184,6 +184,10 @@ def named_event(payload: Mapping[str, Any]) -> bytes:
     return b"event: " + str(payload["type"]).encode() + b"\ndata: " + encode_json(payload) + b"\n\n"
 
 
+LOST_RESPONSE: Final = named_event({"type": "error", "code": "server_error", "message": str(LOST), "param": None})
+"""The end of a stream of the Responses API whose process is killed. Nobody else knows its sequence number."""
+
+
 @dataclass(frozen=True, slots=True)
 class EventStyle:
     """How an API encodes its streams."""
@@ -191,6 +195,7 @@ class EventStyle:
     event: Callable[[Any], bytes] = event
     failure: Callable[[BaseException], bytes] = error_event  # end of a failed stream
     done: bytes = DONE  # end of a complete stream
+    lost: bytes = error_event(LOST)  # end of a stream whose process is killed: another process sends it
     keep_alive: bytes = KEEP_ALIVE
 
 
@@ -414,6 +419,10 @@ DIRECT_SEND: Final = "pagoda.direct_send"
 stream's chunks through it would cost several coroutines per token."""
 
 
+LAST_WORDS: Final = "pagoda.last_words"
+"""Scope key of what returns a context in which another process sends the given event if this process is killed."""
+
+
 class EventStream(Response):
     """Sends `first` and the events that follow; their generator is closed when the client disconnects."""
 
@@ -437,8 +446,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last_words = scope.get(LAST_WORDS, nullcontext)
         try:
-            await cancel_on_disconnect(receive, self._stopping, self._send_all(scope.get(DIRECT_SEND, send)))
+            with last_words(self._style.lost):
+                await cancel_on_disconnect(receive, self._stopping, self._send_all(scope.get(DIRECT_SEND, send)))
         except ClientDisconnectedError:
             return
         except UnavailableError as error:

@@ -23,6 +23,7 @@ from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import (
+    LOST_RESPONSE,
     EventStyle,
     cancel_on_disconnect,
     encode_json,
@@ -78,7 +79,9 @@ async def create_response(request: Request) -> Response:
         if body.background:
             await _start_in_background(state, generation, builder, stored)
             return event_stream(state, stored, 0) if body.stream else encoded_json(stored.body)
-        style = EventStyle(named_event, lambda error: b"".join(map(named_event, builder.fail(error))), done=b"")
+        style = EventStyle(
+            named_event, lambda error: b"".join(map(named_event, builder.fail(error))), done=b"", lost=LOST_RESPONSE
+        )
         return await respond(request, state, generation, builder, stream=bool(body.stream), style=style)
     except RequestError as error:
         raise body.in_own_names(error) from None

@@ -15,7 +15,15 @@ from starlette.datastructures import QueryParams
 from pagoda.common.errors import RequestError
 from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored
 from pagoda.server.http.errors import http_error
-from pagoda.server.http.response import KEEP_ALIVE, EventStream, EventStyle, json_response, named_event, with_pauses
+from pagoda.server.http.response import (
+    KEEP_ALIVE,
+    LOST_RESPONSE,
+    EventStream,
+    EventStyle,
+    json_response,
+    named_event,
+    with_pauses,
+)
 from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, server_of
 from pagoda.server.http.stores.responses import StoredResponse
@@ -125,7 +133,9 @@ def event_stream(state: ServerState, stored: StoredResponse, first: int) -> Resp
         payload = {"code": "server_error", "message": http_error(error).message, "param": None}
         return named_event({"type": "error", "sequence_number": len(stored.events or ())} | payload)
 
-    return EventStream(b"", events(), state.stopping, {}, EventStyle(named_event, failure, done=b""))
+    return EventStream(
+        b"", events(), state.stopping, {}, EventStyle(named_event, failure, done=b"", lost=LOST_RESPONSE)
+    )
 
 
 def encoded_json(body: bytes) -> Response:

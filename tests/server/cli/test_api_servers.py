@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
-from http.client import HTTPConnection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext, suppress
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from support.watching import PATIENCE, eventually, gone, programs
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli.api_servers import MAX_RESTARTS, _Supervisor
+from pagoda.server.cli.api_servers import MAX_RESTARTS, KeptStreams, _Supervisor
 from pagoda.server.cli.serve import check_processes
 from pagoda.server.http.peers import PeerReport
 from pagoda.server.ipc_messages import Failed, FromEngine, Rejoin, ToEngine
@@ -57,6 +57,18 @@ class Server:
         body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
         status, _, text = self.request("POST", "/v1/completions", body)
         return status, text
+
+    def begun_stream(self, path: str) -> HTTPResponse:
+        """Return the response of a stream of 60,000 tokens, whose head has come."""
+        body = {"ignore_eos": True, "stream": True, "store": False}
+        body |= (
+            {"input": "a", "max_output_tokens": 60_000}
+            if "responses" in path
+            else {"prompt": "a", "max_tokens": 60_000}
+        )
+        connection = HTTPConnection(self.address, timeout=PATIENCE)
+        connection.request("POST", path, json.dumps(body), JSON)
+        return connection.getresponse()
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric's samples, as whichever process answers reports them."""
@@ -303,19 +315,23 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_replaced_and_the_others_go_on(tmp_path: Path, victim: int) -> None:
-    """Its requests leave the engine; those of the others run, and the new process answers."""
-    # The server ends first: its streams last for minutes.
+    """Its streams end with an event and leave the engine; those of the others run, and the new process answers."""
+    # Responses run in process 0, whichever takes their connection. The server ends first: its streams last for minutes.
+    paths = ["/v1/responses" if index % 2 > victim else "/v1/completions" for index in range(6)]
     with ThreadPoolExecutor(60) as pool, api_servers("fake:endless", tmp_path, TRACKED) as server:
         before, sent = server.api_processes(), 0
+        streams: list[Future[bytes]] = []
         while not all(server.report(index).running for index in range(COUNT)):
             sent += 6
             assert sent <= 60
-            for _ in range(6):
-                pool.submit(server.completion, 60_000, True)
+            streams += [pool.submit(server.begun_stream(path).read) for path in paths]
             eventually(lambda count=sent: server.running() == count)
         running = [server.report(index).running for index in range(COUNT)]
         assert sum(running) == sent
         os.kill(before[victim], signal.SIGKILL)
+        eventually(lambda: sum(stream.done() for stream in streams) == running[victim])
+        ends = [stream.result().removesuffix(b"data: [DONE]\n\n")[-250:] for stream in streams if stream.done()]
+        assert all(b"the process that sent this stream has ended" in end.split(b"\n\n")[-2] for end in ends), ends
         eventually(lambda: len(server.api_processes()) == COUNT and before[victim] not in server.api_processes())
         eventually(lambda: is_there(server, victim))
         assert server.report(victim).running == 0
@@ -333,6 +349,34 @@ def is_there(server: Server, index: int) -> bool:
         return bool(server.report(index).metrics)
     except (OSError, msgspec.DecodeError):
         return False
+
+
+def test_streams_that_have_ended_leave_nothing_in_the_process_that_watches(server: Server) -> None:
+    descriptors = Path(f"/proc/{server.process.pid}/fd")
+    before = len(list(descriptors.iterdir()))
+    with ThreadPoolExecutor(8) as pool:
+        assert {status for status, _ in pool.map(lambda _: server.completion(3, stream=True), range(40))} == {200}
+    eventually(lambda: len(list(descriptors.iterdir())) == before)
+
+
+@pytest.mark.parametrize("lags", [False, True])
+def test_a_stream_from_which_bytes_may_be_missing_is_cut(lags: bool) -> None:
+    client, connection = socket.socketpair()
+    connection.setblocking(False)
+    sent = 0
+    with suppress(BlockingIOError):
+        while lags:
+            sent += connection.send(bytes(10_000))
+    streams = KeptStreams()
+    streams.keep(b"1", connection, b"the end")
+    streams.keep(b"2", socket.socket(), b"of a connection that is gone")
+    streams.end()
+    read = b""
+    with client:
+        while part := client.recv(1 << 20):
+            read += part
+    assert read == (bytes(sent) if lags else b"7\r\nthe end\r\n0\r\n\r\n")
+    assert not len(streams)
 
 
 class IdleEngine:
