@@ -29,7 +29,9 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.api_servers import MAX_RESTARTS, KeptStreams, _Supervisor
 from pagoda.server.cli.serve import check_processes
+from pagoda.server.http.forward import Forwarder
 from pagoda.server.http.peers import PeerReport
+from pagoda.server.http.response import LAST_WORDS, LOST_RESPONSE
 from pagoda.server.ipc_messages import Failed, FromEngine, Rejoin, ToEngine
 from pagoda.server.settings.flags import AsyncEngineArgs
 
@@ -357,6 +359,38 @@ def test_streams_that_have_ended_leave_nothing_in_the_process_that_watches(serve
     with ThreadPoolExecutor(8) as pool:
         assert {status for status, _ in pool.map(lambda _: server.completion(3, stream=True), range(40))} == {200}
     eventually(lambda: len(list(descriptors.iterdir())) == before)
+
+
+async def test_a_stream_that_is_forwarded_has_last_words_too(tmp_path: Path) -> None:
+    kept: list[bytes] = []
+
+    @contextmanager
+    def keeping(words: bytes) -> Iterator[None]:
+        kept.append(words)
+        yield
+        kept.append(b"released")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"5\r\nevent\r\n0\r\n\r\n")
+        writer.close()
+
+    requests = iter([{"type": "http.request"}])
+
+    async def receive() -> Any:
+        return next(requests, None) or await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            kept.append(message["body"])
+
+    path = str(tmp_path / "http")
+    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "raw_path": b"/v1/responses"}
+    scope |= {"query_string": b"", "headers": [], LAST_WORDS: keeping}
+    async with await asyncio.start_unix_server(answer, path):
+        await Forwarder(app=Any, path=path, prefix="")(scope, receive, send)
+    assert kept == [LOST_RESPONSE, b"event", b"released"]
 
 
 @pytest.mark.parametrize("lags", [False, True])
