@@ -1,4 +1,4 @@
-"""A few hundred mutated files of each format; part fuzz-files of `make test-full` opens 100,000."""
+"""A few hundred mutated files of each format; part fuzz-files of `make test-full` opens 20,000."""
 
 from __future__ import annotations
 
