@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from faults.server import Server, accepts_flag, serving
 from faults.streams import Answer, ask, stream_body
 
 STREAMS: Final = 200
+API_MODULE: Final = "cli.api_process"
 HEARTBEAT_MS: Final = 5000  # --rpc-timeout of the SIGSTOP row
 DEADLINE: Final = 15.0  # --request-timeout of the SIGSTOP row, in seconds
 
@@ -33,21 +35,11 @@ async def _wait_for_tokens(server: Server, tokens: int, seconds: float = 120) ->
         await asyncio.sleep(0.1)
 
 
-async def _until_unhealthy(server: Server, seconds: float) -> float:
-    """Return the seconds until /health is not 200, or infinity."""
+async def _until(server: Server, *, ok: bool, seconds: float, path: str = "/health") -> float:
+    """Return the seconds until the probe's status is 200 (`ok`) or is not, or infinity."""
     begin = time.monotonic()
     while time.monotonic() < begin + seconds:
-        if await asyncio.to_thread(server.health, 1.0) != 200:
-            return time.monotonic() - begin
-        await asyncio.sleep(0.05)
-    return float("inf")
-
-
-async def _until_healthy(server: Server, seconds: float) -> float:
-    """Return the seconds until /health is 200, or infinity."""
-    begin = time.monotonic()
-    while time.monotonic() < begin + seconds:
-        if await asyncio.to_thread(server.health, 2.0) == 200:
+        if (await asyncio.to_thread(server.health, 1.0, path) == 200) == ok:
             return time.monotonic() - begin
         await asyncio.sleep(0.05)
     return float("inf")
@@ -56,7 +48,7 @@ async def _until_healthy(server: Server, seconds: float) -> float:
 @dataclass(frozen=True)
 class _Killed:
     answers: list[Answer]
-    unhealthy: float  # seconds from the signal
+    unready: float  # seconds from the signal until /ready is not 200
     time: float  # monotonic, when the engine was killed
 
 
@@ -69,13 +61,39 @@ async def _kill_under_load(server: Server, tokens: int, timeout: float) -> _Kill
     await _wait_for_tokens(server, STREAMS)
     os.kill(server.engine_pid(), signal.SIGKILL)
     begin = time.monotonic()
-    unhealthy = await _until_unhealthy(server, 10)
-    return _Killed(list(await asyncio.gather(*tasks)), unhealthy, begin)
+    unready = await _until(server, ok=False, seconds=10, path="/ready")
+    return _Killed(list(await asyncio.gather(*tasks)), unready, begin)
+
+
+class _LivenessProbe:
+    """Context manager that asks for /health ten times a second. `failures`: answers that are not 200."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.failures: list[int | str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._probe, daemon=True)
+
+    def _probe(self) -> None:
+        while not self._stop.wait(0.1):
+            status = self._server.health(10)
+            if status != 200:
+                self.failures.append(status)
+
+    def __enter__(self) -> _LivenessProbe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def kill(options: Options) -> list[Report]:
-    """kill -9 the engine: by default the server ends; with --restart-engine nothing unsent is lost."""
-    return [_kill_and_exit(options), _kill_and_restart(options)]
+    """kill -9 the engine: by default the server ends; with --restart-engine nothing unsent is lost. kill -9 one of two
+    API server processes: its streams end with an event, those of the other go on.
+    """
+    return [_kill_and_exit(options), _kill_and_restart(options), _kill_api_process(options)]
 
 
 def _kill_and_exit(options: Options) -> Report:
@@ -86,8 +104,8 @@ def _kill_and_exit(options: Options) -> Report:
         silent = sum(not each.error for each in killed.answers)
         causes = Counter(each.error[:120] for each in killed.answers if each.error)
         report.at_most("the last request fails", latest, 1.0)
-        report.require("all fail with the cause", silent == 0, f"{silent} of {STREAMS} without an error")
-        report.at_most("health is false", killed.unhealthy, 2.0)
+        report.require("all fail with an error", silent == 0, f"{silent} of {STREAMS} without an error")
+        report.at_most("it is not ready", killed.unready, 2.0)
         status = server.wait_for_exit(30)
         report.require("exit status is not 0", status not in (0, None), f"status {status}")
         report.notes |= {"causes": dict(causes.most_common(3)), "started": sum(bool(e.first) for e in killed.answers)}
@@ -100,19 +118,42 @@ def _kill_and_restart(options: Options) -> Report:
         report.require("there is --restart-engine", False, "the flag is unknown")
         return report
     with serving(options.model, "--restart-engine", "3", log=_log(options, "restart")) as server:
-        killed = asyncio.run(_kill_under_load(server, 60, 300))  # short: those that run again finish
+        with _LivenessProbe(server) as probe:
+            killed = asyncio.run(_kill_under_load(server, 60, 300))  # short: those that run again finish
         unsent = [each for each in killed.answers if not each.first or each.first > killed.time]
         lost = [each for each in unsent if not (each.done and each.finished == "length" and each.tokens >= 1)]
         sent = [each for each in killed.answers if each.first and each.first <= killed.time]
         silent = sum(not (each.error or each.done) for each in sent)
         report.require("nothing unsent is lost", not lost, f"{len(lost)} of {len(unsent)} lost")
-        report.require("requests with tokens fail with the cause", silent == 0, f"{silent} of {len(sent)} without one")
-        report.require("health is false until the restart", killed.unhealthy <= 2.0, f"{killed.unhealthy:.2f} s")
-        again = asyncio.run(_until_healthy(server, 60))
-        report.at_most("health is true again", again, 60.0)
+        report.require("requests with tokens fail with an error", silent == 0, f"{silent} of {len(sent)} without one")
+        report.at_most("it is not ready", killed.unready, 2.0)
+        report.at_most("it is ready again", asyncio.run(_until(server, ok=True, seconds=60, path="/ready")), 60.0)
+        report.require("no liveness probe fails meanwhile", not probe.failures, probe.failures[:3])
         report.notes |= {"unsent": len(unsent), "sent": len(sent)}
         report.notes |= {"first errors": [each.error or each.cut for each in lost[:2]]}
     return report
+
+
+def _kill_api_process(options: Options) -> Report:
+    report = Report("kill -9 one of two API server processes under 60 streams")
+    with serving(options.model, "--api-server-count", "2", log=_log(options, "api-process")) as server:
+        answers = asyncio.run(_kill_api_process_under_load(server))
+        whole = [each for each in answers if each.done and not each.error]
+        ended = [each for each in answers if each.error]
+        cut = len(answers) - len(whole) - len(ended)
+        report.require("some streams go on", bool(whole), len(whole))
+        report.require("the others end with an event", bool(ended) and not cut, f"{len(ended)} do, {cut} are cut")
+        later = [server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] for _ in range(20)]
+        report.require("requests are answered", later == [200] * 20, Counter(later))
+        report.require("the server lives", server.process.poll() is None)
+    return report
+
+
+async def _kill_api_process_under_load(server: Server) -> list[Answer]:
+    tasks = [asyncio.create_task(ask(server.port, stream_body(f"{i} Once", 200))) for i in range(60)]
+    await _wait_for_tokens(server, len(tasks) * 20)  # all run at the same time, so that each has begun
+    os.kill(server.pids_of(API_MODULE)[-1], signal.SIGKILL)
+    return list(await asyncio.gather(*tasks))
 
 
 def stop(options: Options) -> list[Report]:
@@ -133,13 +174,13 @@ async def _stop_and_continue(server: Server, report: Report) -> None:
     os.kill(pid, signal.SIGSTOP)
     begin = time.monotonic()
     during = [asyncio.create_task(ask(server.port, stream_body(f"{i} Then", 20))) for i in range(5)]
-    unhealthy = await _until_unhealthy(server, HEARTBEAT_MS / 1000 + 20)
+    unhealthy = await _until(server, ok=False, seconds=HEARTBEAT_MS / 1000 + 20)
     report.at_most("health is false", unhealthy, HEARTBEAT_MS / 1000 + 2)
     after = [asyncio.create_task(ask(server.port, stream_body(f"{i} Later", 20))) for i in range(5)]
     _, waiting = await asyncio.wait([*before, *during, *after], timeout=begin + DEADLINE + 5 - time.monotonic())
     report.require("requests fail by the deadline", not waiting, f"{len(waiting)} of 20 still wait")
     os.kill(pid, signal.SIGCONT)
-    report.at_most("health is true again", await _until_healthy(server, 30), 10.0)
+    report.at_most("health is true again", await _until(server, ok=True, seconds=30), 10.0)
     answer = await ask(server.port, stream_body("After", 5), timeout=30)
     report.require("it answers again", answer.done, answer.error or answer.cut or "answered")
     for task in waiting:

@@ -78,13 +78,21 @@ class Server:
             i += 1
         return pids
 
-    def engine_pid(self) -> int:
-        """Process id of the engine."""
+    def pids_of(self, module: str) -> list[int]:
+        """Return the ids of the server's processes whose command line names a module."""
+        found = []
         for pid in self.pids():
             with suppress(OSError):
-                if ENGINE_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
-        raise RuntimeError("the server has no engine process")
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def engine_pid(self) -> int:
+        """Process id of the engine."""
+        found = self.pids_of(ENGINE_MODULE)
+        if not found:
+            raise RuntimeError("the server has no engine process")
+        return found[0]
 
     def memory_of(self, pid: int) -> float:
         """Return the resident memory of one process in MB; 0 if it has ended."""
