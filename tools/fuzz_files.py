@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zipfile
@@ -807,11 +808,14 @@ def _described(error: BaseException) -> str:
     return f"{type(cause).__name__}: {str(cause)[:300]!r}"
 
 
-def run_in_child(name: str, cases: range, seed: int) -> Findings:
-    """Run cases of a format in child processes with a limit of memory; a death counts as a failure of its case."""
+def run_in_child(name: str, cases: range, seed: int, interrupted: threading.Event | None = None) -> Findings:
+    """Run cases of a format in child processes with a limit of memory; a death counts as a failure of its case.
+
+    `interrupted`: whether the run is to end.
+    """
     total, start = Findings(), cases.start
     with tempfile.NamedTemporaryFile() as progress:
-        while start < cases.stop:
+        while start < cases.stop and not (interrupted is not None and interrupted.is_set()):
             case = (name, str(start), str(cases.stop), str(seed), progress.name)
             command = (sys.executable, "-P", __file__, "--child", *case)
             child = subprocess.run(command, capture_output=True, text=True)
@@ -862,15 +866,22 @@ def main() -> int:
     names = tuple(args.format or FORMATS)
     if args.only is not None:
         return _show(names[0], args.only, args.seed)
+    interrupted = threading.Event()
     with ThreadPoolExecutor(args.jobs) as threads:
-        failed = [*threads.map(lambda name: _run_format(name, args.cases, args.seed), names)]
+        runs = [threads.submit(_run_format, name, args.cases, args.seed, interrupted) for name in names]
+        try:
+            failed = [each.result() for each in runs]
+        except KeyboardInterrupt:
+            interrupted.set()
+            threads.shutdown(cancel_futures=True)
+            return 130
     return 1 if any(failed) else 0
 
 
-def _run_format(name: str, cases: int, seed: int) -> bool:
+def _run_format(name: str, cases: int, seed: int, interrupted: threading.Event) -> bool:
     """Run a format's cases and print what failed; return whether something did."""
     began = time.monotonic()
-    findings = run_in_child(name, range(cases), seed)
+    findings = run_in_child(name, range(cases), seed, interrupted)
     seconds = time.monotonic() - began
     lines = [f"{name:13} {findings.cases:7} cases, {findings.refused:7} refused, {seconds:5.0f} s"]
     lines += [f"  {kind}\n    case {case}: {example}" for kind, (case, example) in findings.failures.items()]

@@ -70,7 +70,8 @@ def _unmarked(name: str, covers: tuple[str, ...], *paths: str, **environment: st
 
 
 def _tool(name: str, covers: tuple[str, ...], tool: str, *flags: str) -> Part:
-    return Part(name, (*covers, tool), (sys.executable, tool, *flags))
+    """Return the part that one of our tools runs. Those that run tests run them as `make test` does, with its skips."""
+    return Part(name, (*covers, tool), (sys.executable, tool, *flags), {"PAGODA_TEST_FULL": "0"})
 
 
 def _target(name: str, covers: tuple[str, ...], target: str) -> Part:

@@ -7,6 +7,7 @@ Requires the extra `otlp`; imported only with an endpoint.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -85,6 +86,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("pagoda")
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
+        atexit.register(self.close)  # scripts need not end their engine
         self._phases = frozenset(phase for module in config.traced_modules for phase in PHASES[module])
 
     def parent(self, headers: Mapping[str, str] | None = None) -> Context:
@@ -146,8 +148,13 @@ class Tracer:
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Export what is queued, for at most `timeout` seconds, and end the thread. Idempotent."""
+        atexit.unregister(self.close)
         ending = threading.Thread(target=self._provider.shutdown, name="pagoda-traces", daemon=True)
-        ending.start()
+        try:
+            ending.start()
+        except RuntimeError:  # Python 3.12 and later start no thread once a program ends
+            self._provider.shutdown()
+            return
         ending.join(timeout)
         if ending.is_alive():
             logger.warning("the last spans were not exported within %g s; they are lost", timeout)

@@ -51,6 +51,7 @@ class ParentControl:
         self._control = control
         self._kept = itertools.count()
         self._unsent: deque[bytes] = deque()
+        self._loop: asyncio.AbstractEventLoop
         control.setblocking(False)
 
     def ready(self) -> None:
@@ -58,28 +59,34 @@ class ParentControl:
         self._control.send(READY)
 
     @contextlib.contextmanager
-    def keeping(self, connection: int, words: bytes) -> Iterator[None]:
-        """Let the other process have a connection, whose descriptor is given, in this context: it sends `words` on it
-        if this process is killed.
+    def keeping(self, transport: asyncio.Transport, words: bytes) -> Iterator[None]:
+        """While this context is open, the other process has a copy of the connection, on which it sends `words` if this
+        process is killed. Without a copy, as when it has no descriptors left, the connection is cut in that case.
         """
         number = next(self._kept).to_bytes(NUMBER_BYTES)
-        try:
-            if self._unsent:
-                raise BlockingIOError
-            socket.send_fds(self._control, [KEEP + number + words], [connection])
-        except OSError:  # without it the connection is just cut
-            yield
-            return
+        is_kept = self._keep(transport, KEEP + number + words)
         try:
             yield
         finally:
-            self._release(number)
+            if is_kept:
+                self._release(number)
+
+    def _keep(self, transport: asyncio.Transport, message: bytes) -> bool:
+        """Send a copy of the connection, whose descriptor is looked up now: that of a closed one has another owner."""
+        connection = transport.get_extra_info("socket")
+        if self._unsent or connection is None or transport.is_closing():
+            return False
+        try:
+            socket.send_fds(self._control, [message], [connection.fileno()])
+        except OSError:
+            return False
+        return True
 
     def _release(self, number: bytes) -> None:
-        """Send that a connection is no longer to be kept, at once or, if the other process is late, in time."""
+        """Send that a stream has ended, at once or, if the other process is late, as soon as there is room."""
         self._unsent.append(RELEASE + number)
         if len(self._unsent) == 1 and not self._flush():
-            asyncio.get_running_loop().add_writer(self._control.fileno(), self._flush_later)
+            self._loop.add_writer(self._control.fileno(), self._flush_later)
 
     def _flush(self) -> bool:
         """Send what has not been sent; return whether that was all."""
@@ -95,21 +102,27 @@ class ParentControl:
 
     def _flush_later(self) -> None:
         if self._flush():
-            asyncio.get_running_loop().remove_writer(self._control.fileno())
+            self._loop.remove_writer(self._control.fileno())
 
     @contextlib.contextmanager
     def watch(self, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
         """Set the events when the other process says so."""
 
         def readable() -> None:
-            word = self._control.recv(1)
+            try:
+                word = self._control.recv(1)
+            except BlockingIOError:
+                return
+            except OSError:  # the other process ended without having read everything
+                word = b""
             if not word:
                 os._exit(1)
             stop.set()
             if word == HURRY:
                 hurry.set()
 
-        asyncio.get_running_loop().add_reader(self._control.fileno(), readable)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._control.fileno(), readable)
         yield
 
 
@@ -125,7 +138,7 @@ class LastWords:
         if scope["type"] == "http" and scope["method"] != "HEAD":
             transport = scope.get(TRANSPORT)
             if transport is not None and transport.get_extra_info("sslcontext") is None:
-                scope[LAST_WORDS] = partial(self._control.keeping, transport.get_extra_info("socket").fileno())
+                scope[LAST_WORDS] = partial(self._control.keeping, transport)
         await self._app(scope, receive, send)
 
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
+import os
+import resource
 import socket
 import sys
 import termios
@@ -33,7 +36,7 @@ from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import output_address
-from pagoda.server.http.connections import raise_descriptor_limit
+from pagoda.server.http.connections import OTHER_DESCRIPTORS, raise_descriptor_limit
 from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, Rejoin, encode, raised
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
@@ -47,9 +50,9 @@ its connection. RELEASE comes when the stream has ended."""
 NUMBER_BYTES: Final = 8
 
 _MAX_MESSAGE: Final = 65_536
-_MAX_UNSENT: Final = 65_536
-"""Bytes that the system has not sent of a connection from which a part of an event may be missing: the process has
-written what found room, and took the rest along."""
+_MAX_UNSENT: Final = 8_192
+"""Bytes that the system has yet to send of a stream. From so many on, a part of an event may have been in the memory of
+the process that was killed; nothing is sent then."""
 
 FIRST, AGAIN = "first", "again"
 
@@ -86,7 +89,7 @@ def run_api_servers(
 
     Raises the engine's error; one that keeps a process from starting is printed by process 0.
     """
-    raise_descriptor_limit(server.max_connections * server.api_server_count)  # of the streams that it keeps
+    raise_descriptor_limit(server.max_connections * server.api_server_count)  # for what KeptStreams holds
     with contextlib.ExitStack() as owned:
         with deferring_signals():
             engine = start_engine(config, clients=server.api_server_count)
@@ -246,9 +249,16 @@ class KeptStreams:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, number: bytes, connection: socket.socket, words: bytes) -> None:
-        """Keep a stream's connection."""
-        self._kept[number] = connection, words
+    def keep(self, number: bytes, descriptor: int, words: bytes) -> None:
+        """Keep the connection of a stream. Without it, as where descriptors get scarce, the stream would be cut."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            if soft != resource.RLIM_INFINITY and descriptor >= soft - OTHER_DESCRIPTORS:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._kept[number] = socket.socket(fileno=descriptor), words
+        except OSError as error:
+            os.close(descriptor)
+            logger.debug("a stream is not kept: %s", error)
 
     def release(self, number: bytes) -> None:
         """Close the copy of a stream that has ended."""
@@ -258,10 +268,13 @@ class KeptStreams:
     def end(self) -> None:
         """Send on each connection how its stream ends, and close it. Their process has ended."""
         for connection, words in self._kept.values():
-            with connection, contextlib.suppress(OSError):
-                if _unsent_bytes(connection) < _MAX_UNSENT:
-                    connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(words), words), socket.MSG_DONTWAIT)
-                connection.shutdown(socket.SHUT_RDWR)
+            with connection:
+                with contextlib.suppress(OSError):
+                    if _unsent_bytes(connection) < _MAX_UNSENT:
+                        connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(words), words), socket.MSG_DONTWAIT)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)  # what is unread at the end resets a connection
         self._kept.clear()
 
 
@@ -291,11 +304,13 @@ class _ApiServer:
     ) -> _ApiServer:
         """Start a process. `on_ready` is called once it serves requests, and `has_served` is true from then on."""
         own, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with other:
+        with other, contextlib.ExitStack() as failed:
+            failed.enter_context(own)
             descriptors = (listener.fileno(), other.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(*words, *map(str, descriptors)), stdin=asyncio.subprocess.PIPE, pass_fds=descriptors, env=child_env()
             )
+            failed.pop_all()
         own.setblocking(False)
         started = cls(process, own, on_ready)
         asyncio.get_running_loop().add_reader(own.fileno(), started._read)
@@ -311,6 +326,8 @@ class _ApiServer:
             message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it ended without having read everything; what it sent comes next
+            return True
         except OSError:
             message, descriptors = b"", []
         word, number, words = message[:1], message[1 : 1 + NUMBER_BYTES], message[1 + NUMBER_BYTES :]
@@ -318,7 +335,7 @@ class _ApiServer:
             self.has_served = True
             self._on_ready()
         elif word == KEEP and descriptors:
-            self._streams.keep(number, socket.socket(fileno=descriptors[0]), words)
+            self._streams.keep(number, descriptors[0], words)
         elif word == RELEASE:
             self._streams.release(number)
         elif not word:
@@ -342,6 +359,6 @@ class _ApiServer:
         """End the process by force if it still runs."""
         if self._process.returncode is None:
             self._process.kill()
-            await self.wait()
+        await self.wait()
         asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()

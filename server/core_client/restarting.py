@@ -94,8 +94,9 @@ class RestartingClient:
         self._closed = True
         self._closing.set()
         if self._thread is not None:
-            if self._starting is not None:
-                self._starting.kill("the engine was shut down")  # its thread then closes it
+            starting = self._starting
+            if starting is not None:
+                starting.kill("the engine was shut down")  # its thread then closes it
             self._thread.join(timeout)
         self._client.close(timeout)
 
@@ -181,6 +182,8 @@ class RestartingClient:
         """Start an engine and return it once it is warm. Raises what keeps it from that; it is then closed."""
         client = self._starting = self._start()
         try:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down")
             return client, client.wait_ready()
         except BaseException:
             self._starting = None

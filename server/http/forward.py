@@ -40,18 +40,22 @@ class Forwarder:
         if scope["type"] != "http" or not self._is_stateful(scope["path"]):
             await self._app(scope, receive, send)
             return
-        started, kept = False, ExitStack()
+        started = False
+        kept = ExitStack()
 
-        async def note_start(message: Message) -> None:
+        async def send_response(message: Message) -> None:
             nonlocal started
-            if not started and _is_stream(message["headers"]):
-                kept.enter_context(scope.get(LAST_WORDS, nullcontext)(LOST_RESPONSE))
+            begins = not started
             started = True
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                kept.close()
             await send(message)
+            if begins and _is_stream(message["headers"]):
+                kept.enter_context(scope.get(LAST_WORDS, nullcontext)(LOST_RESPONSE))
 
         try:
             with kept:
-                await self._forward(scope, receive, note_start)
+                await self._forward(scope, receive, send_response)
         except (OSError, httptools.HttpParserError):
             if started:
                 raise

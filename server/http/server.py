@@ -270,7 +270,7 @@ class Tls:
         self._stamps = _tls_stamps(config)
         self._context = tls_context(config)
         if config.ssl_ca_certs is not None and not config.ssl_cert_reqs:
-            logger.warning("clients are not asked for certificates; with --ssl-ca-certs give --ssl-cert-reqs 2 for it")
+            logger.info("clients are not asked for certificates: --ssl-cert-reqs is 0")
 
     def current(self) -> ssl.SSLContext:
         """Return the context of a connection that opens now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
 import sys
 import threading
 import time
@@ -249,6 +250,25 @@ async def _leave_early(llm: Any) -> None:
     async for _ in outputs:
         break
     await outputs.aclose()
+
+
+def test_spans_of_a_script_that_does_not_end_its_engine_are_exported() -> None:
+    with grpc_collector() as collector:
+        done = subprocess.run([sys.executable, "-c", SCRIPT, collector.endpoint], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert [span.name for span in collector.wait(1)] == ["llm_request"]
+
+
+SCRIPT = """
+import sys
+from pagoda.common.observe.tracing import RequestTrace, Tracer
+from pagoda.server.settings.flags import EngineArgs
+
+config = EngineArgs("m", otlp_traces_endpoint=sys.argv[1]).create_engine_config().observability
+times = {name: 1.0 for name in ("arrival_time", "arrival", "queued", "scheduled", "first_token", "last_token")}
+request = RequestTrace("r", None, prompt_tokens=1, completion_tokens=1, finish_reasons=("stop",), **times)
+Tracer(config, "m").record(request)
+"""
 
 
 def test_a_collector_that_hangs_keeps_no_server_from_ending(caplog: pytest.LogCaptureFixture) -> None:

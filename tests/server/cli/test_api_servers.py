@@ -315,6 +315,18 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
         assert all(map(gone, children))
 
 
+def test_no_process_outlives_one_that_has_not_read_what_it_was_sent(tmp_path: Path) -> None:
+    with api_servers("fake:endless", tmp_path) as server:
+        children = server.children()
+        os.kill(server.process.pid, signal.SIGSTOP)
+        streams = [server.begun_stream("/v1/completions") for _ in range(2 * COUNT)]
+        server.process.kill()
+        assert server.process.wait(PATIENCE) == -signal.SIGKILL
+        eventually(lambda: all(map(gone, children)))
+        for stream in streams:
+            stream.close()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_replaced_and_the_others_go_on(tmp_path: Path, victim: int) -> None:
     """Its streams end with an event and leave the engine; those of the others run, and the new process answers."""
@@ -402,8 +414,9 @@ def test_a_stream_from_which_bytes_may_be_missing_is_cut(lags: bool) -> None:
         while lags:
             sent += connection.send(bytes(10_000))
     streams = KeptStreams()
-    streams.keep(b"1", connection, b"the end")
-    streams.keep(b"2", socket.socket(), b"of a connection that is gone")
+    streams.keep(b"1", connection.detach(), b"the end")
+    streams.keep(b"2", socket.socket().detach(), b"of a connection that is gone")
+    streams.keep(b"3", os.open(os.devnull, os.O_RDONLY), b"of what is no connection")
     streams.end()
     read = b""
     with client:
