@@ -55,7 +55,7 @@ class Part:
     covers: tuple[str, ...]
     """Files and folders whose change makes a run of this part out of date."""
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None: without this variable
 
 
 def _marked(name: str, covers: tuple[str, ...], marker: str, *paths: str, **environment: str) -> Part:
@@ -71,7 +71,7 @@ def _unmarked(name: str, covers: tuple[str, ...], *paths: str, **environment: st
 
 def _tool(name: str, covers: tuple[str, ...], tool: str, *flags: str) -> Part:
     """Return the part that one of our tools runs. Those that run tests run them as `make test` does, with its skips."""
-    return Part(name, (*covers, tool), (sys.executable, tool, *flags), {"PAGODA_TEST_FULL": "0"})
+    return Part(name, (*covers, tool), (sys.executable, tool, *flags), {"PAGODA_TEST_FULL": None})
 
 
 def _target(name: str, covers: tuple[str, ...], target: str) -> Part:
@@ -131,14 +131,17 @@ class Run:
     wall_seconds: float
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
-    """Run a command in the repository's root, copying its output, and measure it with its children."""
+def run(command: Sequence[str], environment: Mapping[str, str | None] | None = None) -> Run:
+    """Run a command in the repository's root, copying its output, and measure it with its children.
+
+    `environment`: variables in addition to this process's; those of None are left out.
+    """
     begin, used = time.monotonic(), _children_seconds()
     tests = 0
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | dict(environment or {}),
+        env={name: value for name, value in {**os.environ, **(environment or {})}.items() if value is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

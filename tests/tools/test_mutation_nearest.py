@@ -56,9 +56,16 @@ def test_those_that_speak_of_the_same_come_before_cheaper_ones(imports: Imports)
         *("tests/common/test_slow_sums.py", "tests/server/test_sums_elsewhere.py"),
         "tests/common/test_sums.py",
     )
-    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 1.0})[2] == plain
-    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 1.0}, "voucher = 1")[0] == elsewhere
-    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 90.0})[0] == slow
+    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 1.0}, "voucher = 1")[:2] == [plain, elsewhere]
+    assert imports.tests("common/sums.py", {slow: 1.0, elsewhere: 90.0})[:2] == [plain, slow]
+
+
+def test_those_that_have_the_name_of_the_file_come_first(imports: Imports) -> None:
+    costs = {"tests/common/test_sums.py": 50.0}
+    assert imports.tests("common/sums.py", costs)[0] == "tests/common/test_sums.py"
+    (imports.root / "common" / "sums").mkdir()
+    (imports.root / "common" / "sums.py").rename(imports.root / "common" / "sums" / "__init__.py")
+    assert Imports(imports.root).tests("common/sums/__init__.py", costs)[0] == "tests/common/test_sums.py"
 
 
 def test_a_name_that_a_package_offers_is_imported_from_where_it_is_defined(imports: Imports) -> None:

@@ -34,9 +34,9 @@ class Imports:
         self.root = root
 
     def tests(self, path: str, seconds: Mapping[str, float], place: str = "") -> list[str]:
-        """The test files that reach `path`, those that import it themselves first.
+        """The test files that reach `path`: first those that have its name, then those that import it themselves.
 
-        The others, and these among themselves, by the rare words that they share with the file, those in `place` (a
+        The others, and each of these groups in itself, by the rare words that they share with the file, those in `place` (a
         line of it, say) four times, for each import in between and for the processor seconds that they cost.
         """
         distances, own, emphasised = self._distances(path), _words((self.root / path).read_text()), _words(place)
@@ -47,7 +47,7 @@ class Imports:
             return shared / sqrt(len(words) + 1) / distances[name] / (10 + seconds.get(name, UNRECORDED))
 
         found = sorted(name for name in distances if _is_test(name))
-        return sorted(found, key=lambda name: (distances[name] > 1, -worth(name)))
+        return sorted(found, key=lambda name: (not _has_name_of(name, path), distances[name] > 1, -worth(name)))
 
     @cached_property
     def _words(self) -> dict[str, set[str]]:
@@ -175,6 +175,12 @@ def within(files: Sequence[str], seconds: Mapping[str, float], budget: float) ->
             kept.append(name)
             left -= cost
     return kept
+
+
+def _has_name_of(test: str, path: str) -> bool:
+    """Return whether a test file stands where the tests of a file of the product, or of its package, are looked for."""
+    file = Path(path).parent if Path(path).name == "__init__.py" else Path(path).with_suffix("")
+    return Path(test).parent == "tests" / file.parent and Path(test).name.startswith(f"test_{file.name}")
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
