@@ -36,8 +36,8 @@ class Imports:
     def tests(self, path: str, seconds: Mapping[str, float], place: str = "") -> list[str]:
         """The test files that reach `path`: first those that have its name, then those that import it themselves.
 
-        The others, and each of these groups in itself, by the rare words that they share with the file, those in `place` (a
-        line of it, say) four times, for each import in between and for the processor seconds that they cost.
+        The others, and each of these groups in itself, by the rare words that they share with the file, those in
+        `place` (a line of it, say) four times, for each import in between and for the processor seconds that they cost.
         """
         distances, own, emphasised = self._distances(path), _words((self.root / path).read_text()), _words(place)
 
