@@ -36,7 +36,6 @@ from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replicas import ReplicaClient
 from pagoda.server.core_client.shared import output_address
-from pagoda.server.http.connections import OTHER_DESCRIPTORS, raise_descriptor_limit
 from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Ready, Rejoin, encode, raised
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.api_process")
@@ -48,6 +47,9 @@ KEEP, RELEASE = b"k", b"d"
 its connection. RELEASE comes when the stream has ended."""
 
 NUMBER_BYTES: Final = 8
+
+_OTHER_DESCRIPTORS: Final = 128
+"""Descriptors that connections of streams leave to new processes and engines."""
 
 _MAX_MESSAGE: Final = 65_536
 _MAX_UNSENT: Final = 8_192
@@ -89,6 +91,8 @@ def run_api_servers(
 
     Raises the engine's error; one that keeps a process from starting is printed by process 0.
     """
+    from pagoda.server.http.connections import raise_descriptor_limit  # costs start-up time
+
     raise_descriptor_limit(server.max_connections * server.api_server_count)  # for what KeptStreams holds
     with contextlib.ExitStack() as owned:
         with deferring_signals():
@@ -253,7 +257,7 @@ class KeptStreams:
         """Keep the connection of a stream. Without it, as where descriptors get scarce, the stream would be cut."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
-            if soft != resource.RLIM_INFINITY and descriptor >= soft - OTHER_DESCRIPTORS:
+            if soft != resource.RLIM_INFINITY and descriptor >= soft - _OTHER_DESCRIPTORS:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._kept[number] = socket.socket(fileno=descriptor), words
         except OSError as error:

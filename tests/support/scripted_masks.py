@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from support.clock import Clock
@@ -75,5 +76,10 @@ class ScriptedMask:
 
 
 def add_masked(core: EngineCore, request: EngineRequest, vocab: int, library: SlowLibrary = QUICK) -> None:
-    """Add a request that samples under a ScriptedMask."""
+    """Add a request that samples under a ScriptedMask, and measure masks by its library's clock: by a real one, a mask
+    that a busy machine interrupts would be a slow one.
+    """
+    scheduler: Any = core._scheduler
+    for each in (shard.scheduler for shard in scheduler.shards) if hasattr(scheduler, "shards") else (scheduler,):
+        each._masks._clock = library.clock
     core._grammars._add(request, ScriptedMask(vocab, library))
