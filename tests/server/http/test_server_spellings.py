@@ -1,5 +1,6 @@
 """HEAD wherever GET is, and paths with a slash at their end."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -53,3 +54,11 @@ def test_a_slash_does_not_open_a_path() -> None:
         assert server.get("/v1/models/")[0] == 401
         assert server.response("HEAD", "/v1/models").status == 401
         assert server.get("/v1/models/", authorization="Bearer k")[0] == 200
+
+
+def test_a_server_that_has_ended_filters_no_logs() -> None:
+    loggers = [logging.getLogger(name) for name in ("uvicorn.access", "uvicorn.error")]
+    before = [len(logger.filters) for logger in loggers]
+    with live_server():
+        assert [len(logger.filters) for logger in loggers] == [count + 1 for count in before]
+    assert [len(logger.filters) for logger in loggers] == before
