@@ -38,7 +38,7 @@ from pagoda.server.core_client.shared import SharedClient
 from pagoda.server.http.connections import TRANSPORT, raise_descriptor_limit
 from pagoda.server.http.forward import Forwarder
 from pagoda.server.http.peers import ApiPeers
-from pagoda.server.http.response import LAST_WORDS
+from pagoda.server.http.response import KEEP_STREAM
 
 _AT_ONCE: Final = 1
 """Connections accepted before other events, so that all processes get some."""
@@ -59,12 +59,12 @@ class ParentControl:
         self._control.send(READY)
 
     @contextlib.contextmanager
-    def keeping(self, transport: asyncio.Transport, words: bytes) -> Iterator[None]:
-        """While this context is open, the other process has a copy of the connection, on which it sends `words` if this
-        process is killed. Without a copy, as when it has no descriptors left, the connection is cut in that case.
+    def keeping(self, transport: asyncio.Transport, ending: bytes) -> Iterator[None]:
+        """While this context is open, the other process has a copy of the connection, on which it sends `ending` if
+        this process is killed. Without a copy, as when it has no descriptors left, the connection is cut in that case.
         """
         number = next(self._kept).to_bytes(NUMBER_BYTES)
-        is_kept = self._keep(transport, KEEP + number + words)
+        is_kept = self._keep(transport, KEEP + number + ending)
         try:
             yield
         finally:
@@ -126,19 +126,20 @@ class ParentControl:
         yield
 
 
-class LastWords:
-    """ASGI middleware: lets streams end with an event if this process is killed. Those over TLS are cut: nobody else
-    has their keys.
+class StreamKeeping:
+    """ASGI middleware: lets streams end with an event if this process is killed. Streams over TLS are cut, since no
+    other process has the keys of their connections.
     """
 
     def __init__(self, app: ASGIApp, control: ParentControl) -> None:
-        self._app, self._control = app, control
+        self._app = app
+        self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "HEAD":
             transport = scope.get(TRANSPORT)
             if transport is not None and transport.get_extra_info("sslcontext") is None:
-                scope[LAST_WORDS] = partial(self._control.keeping, transport)
+                scope[KEEP_STREAM] = partial(self._control.keeping, transport)
         await self._app(scope, receive, send)
 
 
@@ -156,7 +157,7 @@ def serve(
     path = f"{address}.http".removeprefix("ipc://")
 
     def wrap(app: ASGIApp) -> ASGIApp:
-        return LastWords(Forwarder(app, path, config.prefix) if index else app, control)
+        return StreamKeeping(Forwarder(app, path, config.prefix) if index else app, control)
 
     server, state = application(llm, config, wrap=wrap, at_once=_AT_ONCE)
     listeners = [listener]

@@ -53,8 +53,8 @@ _OTHER_DESCRIPTORS: Final = 128
 
 _MAX_MESSAGE: Final = 65_536
 _MAX_UNSENT: Final = 8_192
-"""Bytes that the system has yet to send of a stream. From so many on, a part of an event may have been in the memory of
-the process that was killed; nothing is sent then."""
+"""With as many unsent bytes of a stream in the system's buffers, the process that was killed may have had a part of an
+event in its own memory. The stream is then cut, since an event after a part of another could not be read."""
 
 FIRST, AGAIN = "first", "again"
 
@@ -253,13 +253,13 @@ class KeptStreams:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, number: bytes, descriptor: int, words: bytes) -> None:
+    def keep(self, *, number: bytes, descriptor: int, ending: bytes) -> None:
         """Keep the connection of a stream. Without it, as where descriptors get scarce, the stream would be cut."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             if soft != resource.RLIM_INFINITY and descriptor >= soft - _OTHER_DESCRIPTORS:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self._kept[number] = socket.socket(fileno=descriptor), words
+            self._kept[number] = socket.socket(fileno=descriptor), ending
         except OSError as error:
             os.close(descriptor)
             logger.debug("a stream is not kept: %s", error)
@@ -271,11 +271,11 @@ class KeptStreams:
 
     def end(self) -> None:
         """Send on each connection how its stream ends, and close it. Their process has ended."""
-        for connection, words in self._kept.values():
+        for connection, ending in self._kept.values():
             with connection:
                 with contextlib.suppress(OSError):
                     if _unsent_bytes(connection) < _MAX_UNSENT:
-                        connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(words), words), socket.MSG_DONTWAIT)
+                        connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(ending), ending), socket.MSG_DONTWAIT)
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
                     connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)  # what is unread at the end resets a connection
@@ -293,7 +293,9 @@ class _ApiServer:
     def __init__(
         self, process: asyncio.subprocess.Process, control: socket.socket, on_ready: Callable[[], None]
     ) -> None:
-        self._process, self._control, self._on_ready = process, control, on_ready
+        self._process = process
+        self._control = control
+        self._on_ready = on_ready
         self._streams = KeptStreams()
         self.has_served = False
 
@@ -333,13 +335,15 @@ class _ApiServer:
         except ConnectionResetError:  # it ended without having read everything; what it sent comes next
             return True
         except OSError:
-            message, descriptors = b"", []
-        word, number, words = message[:1], message[1 : 1 + NUMBER_BYTES], message[1 + NUMBER_BYTES :]
+            message = b""
+            descriptors = []
+        word = message[:1]
+        number = message[1 : 1 + NUMBER_BYTES]
         if word == READY:
             self.has_served = True
             self._on_ready()
         elif word == KEEP and descriptors:
-            self._streams.keep(number, descriptors[0], words)
+            self._streams.keep(number=number, descriptor=descriptors[0], ending=message[1 + NUMBER_BYTES :])
         elif word == RELEASE:
             self._streams.release(number)
         elif not word:

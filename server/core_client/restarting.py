@@ -22,8 +22,8 @@ PERIOD_SECONDS: Final = 3600.0
 
 PAUSE_SECONDS: Final = 1.0
 MAX_PAUSE_SECONDS: Final = 60.0
-"""An engine that did not start is started again after the first, and after twice as long each time up to the second:
-what kept it from starting, such as memory that another program uses, may pass."""
+"""The pause before an engine that did not start is started again, and what it is doubled up to. The cause, such as
+memory that another program uses, may pass."""
 
 START_SECONDS: Final = 1800.0
 """How long a new engine may take to be warm until the restart is taken to have failed by who supervises the server."""
@@ -44,7 +44,10 @@ class RestartingClient:
         clock: Callable[[], float] = time.monotonic,
         pause: float = PAUSE_SECONDS,
     ) -> None:
-        self._start, self._limit, self._clock, self._pause = start, limit, clock, pause
+        self._start = start
+        self._limit = limit
+        self._clock = clock
+        self._pause = pause
         self._client = start()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None

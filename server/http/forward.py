@@ -17,7 +17,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.server.http.errors import HttpError, error_response
-from pagoda.server.http.response import LAST_WORDS, LOST_RESPONSE, json_response
+from pagoda.server.http.response import KEEP_STREAM, LOST_RESPONSE, json_response
 
 STATEFUL: Final = ("/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches")
 """First parts of the paths that process 0 answers."""
@@ -51,7 +51,7 @@ class Forwarder:
                 kept.close()
             await send(message)
             if begins and _is_stream(message["headers"]):
-                kept.enter_context(scope.get(LAST_WORDS, nullcontext)(LOST_RESPONSE))
+                kept.enter_context(scope.get(KEEP_STREAM, nullcontext)(LOST_RESPONSE))
 
         try:
             with kept:

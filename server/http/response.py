@@ -419,7 +419,7 @@ DIRECT_SEND: Final = "pagoda.direct_send"
 stream's chunks through it would cost several coroutines per token."""
 
 
-LAST_WORDS: Final = "pagoda.last_words"
+KEEP_STREAM: Final = "pagoda.keep_stream"
 """Scope key of what returns a context in which another process sends the given event if this process is killed."""
 
 
@@ -446,9 +446,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last_words = scope.get(LAST_WORDS, nullcontext)
+        keep = scope.get(KEEP_STREAM, nullcontext)
         try:
-            with last_words(self._style.lost):
+            with keep(self._style.lost):
                 await cancel_on_disconnect(receive, self._stopping, self._send_all(scope.get(DIRECT_SEND, send)))
         except ClientDisconnectedError:
             return

@@ -284,7 +284,8 @@ class Tls:
         """
         while True:
             await asyncio.sleep(TLS_POLL_SECONDS)
-            previous, self._stamps = self._stamps, _tls_stamps(self._config)
+            previous = self._stamps
+            self._stamps = _tls_stamps(self._config)
             if self._stamps == previous:
                 continue
             try:
@@ -298,7 +299,8 @@ class Tls:
 def tls_context(config: ServerConfig) -> ssl.SSLContext:
     """Return a context of the files. Raises ConfigError naming the flag whose file or value is invalid."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    certificate, key = config.ssl_certfile, config.ssl_keyfile
+    certificate = config.ssl_certfile
+    key = config.ssl_keyfile
     assert certificate is not None, "checked by ServerConfig"
     assert key is not None, "checked by ServerConfig"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from faults.report import Options, Report
-from faults.server import CACHE, MemoryProbe, Server, serving
+from faults.server import CACHE, HealthProbe, MemoryProbe, Server, serving
 from faults.streams import Neighbours, neighbours
 
 MIB: Final = 1 << 20
@@ -176,7 +175,7 @@ def beside_streams(row: str, server: Server, attack: Callable[[Report], None], *
     try:
         with neighbours(server.port, key=KEYS[1]) as streams, MemoryProbe(server) as memory:
             quiet = _quiet_gap(streams)
-            with _HealthProbe(server) as probe:
+            with HealthProbe(server) as probe:
                 attack(report)
                 time.sleep(1.0)
             gaps = streams.gaps()
@@ -195,30 +194,6 @@ def _quiet_gap(streams: Neighbours) -> float:
     streams.gaps()
     time.sleep(3.0)
     return streams.gaps().worst
-
-
-class _HealthProbe:
-    """Context manager that asks for /health all the time. `longest`: the longest wait, in seconds."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self.longest = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._probe, daemon=True)
-
-    def _probe(self) -> None:
-        while not self._stop.wait(0.02):
-            begin = time.monotonic()
-            self._server.health(30)
-            self.longest = max(self.longest, time.monotonic() - begin)
-
-    def __enter__(self) -> _HealthProbe:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 def _headers(row: str, server: Server) -> Report:

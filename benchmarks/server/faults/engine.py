@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from faults.report import Options, Report
-from faults.server import Server, accepts_flag, serving
+from faults.server import HealthProbe, Server, accepts_flag, serving
 from faults.streams import Answer, ask, stream_body
 
 STREAMS: Final = 200
@@ -65,30 +64,6 @@ async def _kill_under_load(server: Server, tokens: int, timeout: float) -> _Kill
     return _Killed(list(await asyncio.gather(*tasks)), unready, begin)
 
 
-class _LivenessProbe:
-    """Context manager that asks for /health ten times a second. `failures`: answers that are not 200."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self.failures: list[int | str] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._probe, daemon=True)
-
-    def _probe(self) -> None:
-        while not self._stop.wait(0.1):
-            status = self._server.health(10)
-            if status != 200:
-                self.failures.append(status)
-
-    def __enter__(self) -> _LivenessProbe:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 def kill(options: Options) -> list[Report]:
     """kill -9 the engine: by default the server ends; with --restart-engine nothing unsent is lost. kill -9 one of two
     API server processes: its streams end with an event, those of the other go on.
@@ -118,7 +93,7 @@ def _kill_and_restart(options: Options) -> Report:
         report.require("there is --restart-engine", False, "the flag is unknown")
         return report
     with serving(options.model, "--restart-engine", "3", log=_log(options, "restart")) as server:
-        with _LivenessProbe(server) as probe:
+        with HealthProbe(server, 0.1) as probe:
             killed = asyncio.run(_kill_under_load(server, 60, 300))  # short: those that run again finish
         unsent = [each for each in killed.answers if not each.first or each.first > killed.time]
         lost = [each for each in unsent if not (each.done and each.finished == "length" and each.tokens >= 1)]

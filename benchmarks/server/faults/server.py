@@ -207,6 +207,37 @@ class MemoryProbe:
         self._thread.join()
 
 
+class HealthProbe:
+    """Context manager that asks for /health every `seconds`.
+
+    `longest`: the longest wait, in seconds; `failures`: answers that are not 200.
+    """
+
+    def __init__(self, server: Server, seconds: float = 0.02) -> None:
+        self._server = server
+        self._seconds = seconds
+        self.longest = 0.0
+        self.failures: list[int | str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._probe, daemon=True)
+
+    def _probe(self) -> None:
+        while not self._stop.wait(self._seconds):
+            begin = time.monotonic()
+            status = self._server.health(30)
+            self.longest = max(self.longest, time.monotonic() - begin)
+            if status != 200:
+                self.failures.append(status)
+
+    def __enter__(self) -> HealthProbe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def accepts_flag(flag: str) -> bool:
     """Return whether `pagoda serve` has this flag."""
     words = [sys.executable, "-m", "pagoda.server.cli.main", "serve", f"--help={flag}"]

@@ -31,7 +31,7 @@ from pagoda.server.cli.api_servers import MAX_RESTARTS, KeptStreams, _Supervisor
 from pagoda.server.cli.serve import check_processes
 from pagoda.server.http.forward import Forwarder
 from pagoda.server.http.peers import PeerReport
-from pagoda.server.http.response import LAST_WORDS, LOST_RESPONSE
+from pagoda.server.http.response import KEEP_STREAM, LOST_RESPONSE
 from pagoda.server.ipc_messages import Failed, FromEngine, Rejoin, ToEngine
 from pagoda.server.settings.flags import AsyncEngineArgs
 
@@ -373,12 +373,12 @@ def test_streams_that_have_ended_leave_nothing_in_the_process_that_watches(serve
     eventually(lambda: len(list(descriptors.iterdir())) == before)
 
 
-async def test_a_stream_that_is_forwarded_has_last_words_too(tmp_path: Path) -> None:
+async def test_a_stream_that_is_forwarded_is_kept_too(tmp_path: Path) -> None:
     kept: list[bytes] = []
 
     @contextmanager
-    def keeping(words: bytes) -> Iterator[None]:
-        kept.append(words)
+    def keeping(ending: bytes) -> Iterator[None]:
+        kept.append(ending)
         yield
         kept.append(b"released")
 
@@ -399,7 +399,7 @@ async def test_a_stream_that_is_forwarded_has_last_words_too(tmp_path: Path) -> 
 
     path = str(tmp_path / "http")
     scope = {"type": "http", "method": "POST", "path": "/v1/responses", "raw_path": b"/v1/responses"}
-    scope |= {"query_string": b"", "headers": [], LAST_WORDS: keeping}
+    scope |= {"query_string": b"", "headers": [], KEEP_STREAM: keeping}
     async with await asyncio.start_unix_server(answer, path):
         await Forwarder(app=Any, path=path, prefix="")(scope, receive, send)
     assert kept == [LOST_RESPONSE, b"event", b"released"]
@@ -414,9 +414,9 @@ def test_a_stream_from_which_bytes_may_be_missing_is_cut(lags: bool) -> None:
         while lags:
             sent += connection.send(bytes(10_000))
     streams = KeptStreams()
-    streams.keep(b"1", connection.detach(), b"the end")
-    streams.keep(b"2", socket.socket().detach(), b"of a connection that is gone")
-    streams.keep(b"3", os.open(os.devnull, os.O_RDONLY), b"of what is no connection")
+    streams.keep(number=b"1", descriptor=connection.detach(), ending=b"the end")
+    streams.keep(number=b"2", descriptor=socket.socket().detach(), ending=b"of no peer")
+    streams.keep(number=b"3", descriptor=os.open(os.devnull, os.O_RDONLY), ending=b"of no socket")
     streams.end()
     read = b""
     with client:
