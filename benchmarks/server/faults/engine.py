@@ -119,7 +119,7 @@ def _kill_api_process(options: Options) -> Report:
         report.require("some streams go on", bool(whole), len(whole))
         report.require("the others end with an event", bool(ended) and not cut, f"{len(ended)} do, {cut} are cut")
         later = [server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] for _ in range(20)]
-        report.require("requests are answered", later == [200] * 20, Counter(later))
+        report.require("requests are answered", later == [200] * 20, dict(Counter(later)))
         report.require("the server lives", server.process.poll() is None)
     return report
 
