@@ -40,6 +40,7 @@ from pagoda.server.http.server import (
     ApiKeyMiddleware,
     DirectSendMiddleware,
     IgnoredPartsMiddleware,
+    OverloadMiddleware,
     RequestIdMiddleware,
     RouteSpellingMiddleware,
     TraceContextMiddleware,
@@ -110,6 +111,15 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
 }
 """Path -> request body, or alternatives."""
 
+QUEUED: Final = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/v2/chat", "/inference/v1/generate", "/invocations", "/generative_scoring", "/v1/embeddings", "/v2/embed"),
+        *("/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    )
+)
+"""Paths of requests that the engine queues."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -174,6 +184,8 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
     """Add middleware, innermost first. Raise ConfigError for one that cannot be loaded."""
     app.add_middleware(DisconnectMiddleware)
     app.add_middleware(IgnoredPartsMiddleware, metrics=metrics)
+    check_overload = app.state.server.engine.check_overload
+    app.add_middleware(OverloadMiddleware, check=check_overload, paths=QUEUED, answer=_answer_error)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
     app.add_middleware(  # outside of the key check: preflights have no key, and 401 responses need CORS headers

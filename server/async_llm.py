@@ -592,6 +592,11 @@ class AsyncLLM(ExplainsMissingMethods):
         """As check_admission, for all that an owner's new request asks for; none is accepted during an overload."""
         self._admission.check_new(load, owner)
 
+    def check_overload(self) -> None:
+        """Raise QueueFullError during an overload, in which no new request is accepted whatever it asks for."""
+        if self._warm is not None:
+            self._admission.check_overload()
+
     def limit_queue(self, limits: QueueLimits) -> None:
         """Refuse requests beyond these limits from now on."""
         self._admission.limits = limits

@@ -358,6 +358,10 @@ class Admission:
     def check_new(self, load: Load, owner: str) -> None:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
         self.check(load, owner)
+        self.check_overload()
+
+    def check_overload(self) -> None:
+        """Raise OverLimitError during an overload, whatever a new request asks for."""
         with self.counting():
             self._overload.check(self.limits, self._use().callers + self._engine.others.callers)
 

@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -25,11 +25,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.errors import ConfigError
+from pagoda.common.errors import ConfigError, QueueFullError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.http.body import IGNORED_STATE, Ignored
 from pagoda.server.http.connections import (
@@ -473,6 +475,35 @@ class TraceContextMiddleware:
             return
         with self._tracer.within(Headers(scope=scope)):
             await self._app(scope, receive, send)
+
+
+class OverloadMiddleware:
+    """Answers requests that would be queued during an overload before they are routed, read and parsed: a refusal takes
+    time from those that run.
+
+    `check`: raises QueueFullError during an overload; `paths`: of requests that are queued; `answer`: returns the
+    response of an error.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        check: Callable[[], None],
+        paths: Container[str],
+        answer: Callable[[Request, Exception], Awaitable[Response]],
+    ) -> None:
+        self._app, self._check, self._paths, self._answer = app, check, paths, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope) in self._paths:
+            try:
+                self._check()
+            except QueueFullError as error:
+                response = await self._answer(Request(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class IgnoredPartsMiddleware:

@@ -158,6 +158,11 @@ def test_an_overloaded_server_refuses_further_requests(monkeypatch: pytest.Monke
         assert server.post("/v1/completions", SHORT)[0] == 429
         eventually(lambda: server.llm.stats.waiting == 3)  # as many were refused as waited above the limit
         assert rejections(server, "max_overload_seconds") == 2
+        connections += started(server, ENDLESS, {})  # the three that wait may
+        status, answer = server.post("/v1/messages", b"no JSON")  # refused before it is read
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        assert rejections(server, "max_overload_seconds") == 3
+        assert server.post("/tokenize", {"prompt": "a"})[0] == server.get("/v1/models")[0] == 200
         for connection in connections:
             connection.close()
         eventually(lambda: not server.llm.num_unfinished)
