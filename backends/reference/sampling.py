@@ -385,16 +385,16 @@ def _keep(values: Tensor, total: Tensor, rules: RowRules, known: Tensor | None =
 
     known int64 [R]: how many of them are the vocabulary's best, minus infinity follows; None: they are all of it.
 
-    top-k keeps ties of the k-th value; top-p keeps the fewest tokens whose mass within top-k reaches p, and ties of
-    the last; min-p compares with the best token. `total`: logsumexp over the vocabulary [R, 1].
+    min-p compares with the best token; top-k keeps ties of the k-th value; top-p keeps the fewest tokens whose mass
+    within both reaches p, and ties of the last. `total`: logsumexp over the vocabulary [R, 1].
     """
     n = values.shape[1]
-    unlimited = (rules.top_k <= 0)[:, None]
     top_k = torch.where(rules.top_k > 0, rules.top_k.clamp(max=n), n).long()
-    floor = values.gather(1, top_k[:, None] - 1)
-    keep = (values >= floor) | unlimited
+    kth = values.gather(1, top_k[:, None] - 1)
+    keep = ((values >= kth) | (rules.top_k <= 0)[:, None]) & (values >= values[:, :1] + rules.min_p[:, None].log())
     inside = torch.where(keep, values, -torch.inf)
-    mass = torch.where(unlimited, total, inside.logsumexp(-1, keepdim=True))
+    all_inside = (rules.top_k <= 0) & (rules.min_p <= 0)
+    mass = torch.where(all_inside[:, None], total, inside.logsumexp(-1, keepdim=True))
     probability = (inside - mass).exp()
     before = probability.cumsum(-1) - probability
     top_p = rules.top_p[:, None]
@@ -402,10 +402,11 @@ def _keep(values: Tensor, total: Tensor, rules: RowRules, known: Tensor | None =
     reaches[:, 0] = True
     last = torch.where(keep & reaches, values, torch.inf).amin(-1, keepdim=True)
     keep &= values >= last
-    keep &= values >= values[:, :1] + rules.min_p[:, None].log()
     if known is None:
         return keep, torch.ones(len(values), dtype=torch.bool)
-    goes_on = keep.gather(1, (known - 1).clamp(min=0)[:, None])[:, 0]  # what is not known may stay, too
+    # what is not known may stay, too, or belong to the mass that top-p is a part of
+    newest = (known - 1).clamp(min=0)[:, None]
+    goes_on = torch.where(all_inside[:, None], keep, inside > -torch.inf).gather(1, newest)[:, 0]
     return keep, ~goes_on & (rules.top_k <= known)
 
 

@@ -29,8 +29,9 @@ def top_k_top_p(
     logits: float32 [R, V].
     temperature: float32 [R], positive; the logits will be divided by it.
     top_k: int32 [R], 0 or less: no limit. Ties of the k-th value are kept.
-    top_p: float32 [R], 1 or more: no limit. Keeps the fewest tokens whose mass within top-k reaches p, and ties.
     min_p: float32 [R], 0: no limit. Keeps tokens at least that probable relative to the most probable one.
+    top_p: float32 [R], 1 or more: no limit. Keeps the fewest tokens whose mass within top-k and min-p reaches p, and
+    ties.
     The most probable token is always kept.
 
     Static: use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams); chip to compile for.
@@ -59,11 +60,12 @@ def reference(
     best = logits.max(-1)
     k = jnp.minimum(top_k, logits.shape[1])
     kth = jnp.where(top_k > 0, largest(lambda threshold: (order >= threshold[:, None]).sum(-1) >= k), 0)
-    inside = jnp.where(order >= kth[:, None], (logits - best[:, None]) / temperature[:, None], -jnp.inf)
+    min_p_threshold = jnp.where(min_p > 0, best + temperature * jnp.log(jnp.minimum(min_p, 1)), -jnp.inf)
+    floor = jnp.maximum(kth, ordered(min_p_threshold))
+    inside = jnp.where(order >= floor[:, None], (logits - best[:, None]) / temperature[:, None], -jnp.inf)
     probability = jax.nn.softmax(inside)
     nucleus = largest(lambda threshold: jnp.where(order >= threshold[:, None], probability, 0).sum(-1) >= top_p)
     nucleus = jnp.where(top_p < 1, jnp.minimum(nucleus, ordered(best)), 0)  # always keeps the best token
-    min_p_threshold = jnp.where(min_p > 0, best + temperature * jnp.log(jnp.minimum(min_p, 1)), -jnp.inf)
     kept = jnp.where(order >= jnp.maximum(kth, nucleus)[:, None], logits, jnp.inf).min(-1)
     limited = (top_k > 0) | (top_p < 1)
     return jnp.maximum(jnp.where(limited, kept, -jnp.inf), min_p_threshold)

@@ -85,11 +85,12 @@ class ThresholdKernelBody:
             self.copy_tail()
             peaks = self.fold(lambda _, x, peaks: jnp.maximum(peaks, x), full(-jnp.inf, CHUNK))
             best = spread(jnp.max(peaks, axis=1, keepdims=True))
-            kth = jax.lax.cond(limits & TOP_K > 0, lambda: self.kth(peaks, best), lambda: full(-jnp.inf))
-            top_p = jax.lax.cond(limits & TOP_P > 0, lambda: self.top_p_threshold(kth, best), lambda: kth)
             ratio = jnp.minimum(spread(self.min_p[...]), 1.0)
             min_p = jnp.where(ratio > 0, best + spread(self.temperature[...]) * jnp.log(ratio), -jnp.inf)
-            self.out[...] = jnp.maximum(top_p, min_p)[:, :1]
+            kth = jax.lax.cond(limits & TOP_K > 0, lambda: self.kth(peaks, best), lambda: full(-jnp.inf))
+            floor = jnp.maximum(kth, min_p)
+            top_p = jax.lax.cond(limits & TOP_P > 0, lambda: self.top_p_threshold(floor, best), lambda: floor)
+            self.out[...] = top_p[:, :1]
 
     def kth(self, peaks: jax.Array, best: jax.Array) -> jax.Array:
         """Return the k-th largest logit of each row [8, 128]; -inf without a limit. `peaks`: maxima of CHUNK groups."""
@@ -113,20 +114,20 @@ class ThresholdKernelBody:
         )
         return jnp.where(limited, threshold, -jnp.inf)
 
-    def top_p_threshold(self, kth: jax.Array, best: jax.Array) -> jax.Array:
-        """Return the largest threshold [8, 128] in [kth, best] that keeps top-p of the mass above `kth`."""
+    def top_p_threshold(self, floor: jax.Array, best: jax.Array) -> jax.Array:
+        """Return the largest threshold [8, 128] in [floor, best] that keeps top-p of the mass from `floor` on."""
         temperature, share = spread(self.temperature[...]), spread(self.top_p[...])
         inverse = 1.0 / temperature
 
         def weigh(columns: Any, x: jax.Array, total: jax.Array) -> jax.Array:
-            weight = jnp.where(x >= wide(kth), jnp.exp((x - wide(best)) * wide(inverse)), 0.0)
+            weight = jnp.where(x >= wide(floor), jnp.exp((x - wide(best)) * wide(inverse)), 0.0)
             self.weights[:, columns] = weight
             return total + weight
 
         mass = spread(jnp.sum(self.fold(weigh, full(0.0, CHUNK)), axis=1, keepdims=True))
         limited = share < 1
         target = jnp.where(limited, share * mass, 0.0)
-        low = jnp.maximum(kth, best - UNDERFLOW * temperature)
+        low = jnp.maximum(floor, best - UNDERFLOW * temperature)
         low = jnp.where(target <= 1, best, low)  # the weight of the best token is 1
         threshold = search(
             lambda t: measure(self.fold, lambda columns: self.weights[:, columns], t),
@@ -134,7 +135,7 @@ class ThresholdKernelBody:
             target,
             lambda low: jnp.exp((low - best) * inverse),
         )
-        return jnp.where(limited, threshold, kth)
+        return jnp.where(limited, threshold, floor)
 
     def fold(self, step: Step, start: Any) -> Any:
         """Run a step over all chunks of the row."""

@@ -41,11 +41,10 @@ def top_k_top_p_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, to
 
     count = torch.where(few, top_k, vocab).clamp(max=vocab).long()
     kth = values.gather(1, count[:, None] - 1)[:, 0]
-    inside = torch.where(values >= kth[:, None], (values - best[:, None]) / hot[:, None], -torch.inf)
+    least = torch.where(random & (min_p > 0), best + hot * min_p.clamp(max=1).log(), nothing)
+    start = torch.maximum(torch.where(few, kth, nothing), least)
+    inside = torch.where(values >= start[:, None], (values - best[:, None]) / hot[:, None], -torch.inf)
     mass = inside.double().softmax(-1).cumsum(-1)
     short = (mass < top_p[:, None]).sum(-1).clamp(max=vocab - 1)  # this many of the best tokens do not reach p
     reach = values.gather(1, short[:, None])[:, 0]
-    least = best + hot * min_p.clamp(max=1).log()
-
-    floor = torch.maximum(torch.where(few, kth, nothing), torch.where(nucleus, reach, nothing))
-    return torch.maximum(floor, torch.where(random & (min_p > 0), least, nothing))
+    return torch.maximum(start, torch.where(nucleus, reach, nothing))

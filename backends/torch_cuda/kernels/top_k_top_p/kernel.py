@@ -116,6 +116,7 @@ def search_row(
         peaks += row * GROUPS
         masses += row * GROUPS
         best = total_or_best(peaks, masses, floor, 0.0, False, GROUPS, LISTING)
+        least = tl.where(relative, best + hot * tl.log(tl.minimum(share, 1.0)), float("-inf"))
         if few | nucleus:
             logits += row * VOCAB
             listed += row * GROUPS
@@ -129,18 +130,22 @@ def search_row(
             lines: tl.constexpr = (GROUPS + GROUP - 1) // GROUP
             some = left_by(peaks, listed, lines, low, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
             low = search(peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
-            low = tl.where(by_mass, tl.maximum(low, nothing), low)
+            # Of what min-p leaves, top-p may keep less than of all: its groups are listed from there on.
+            low = tl.where(by_mass, tl.where(relative, least, tl.maximum(low, nothing)), low)
             count = list_groups(peaks, listed, low, GROUPS, LISTING)
             tl.debug_barrier()  # the list is read by other threads than those that wrote it
-            mass = left_by(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
-            floor = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
-            if few & nucleus:
+            floor = tl.maximum(low, least)
+            if few | (nucleus & (relative == 0)):
+                mass = left_by(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
+                floor = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
+            floor = tl.maximum(floor, least)
+            if nucleus & (few | relative):
                 mass = left_by(logits, listed, count, floor, True, best, cold, VOCAB, GROUP, BLOCK, True)
                 target = p * mass
                 low = tl.where(target <= 1, best, tl.maximum(floor, nothing))
                 floor = search(logits, listed, count, low, mass, target, True, best, cold, VOCAB, GROUP, BLOCK, True)
-        if relative:
-            floor = tl.maximum(floor, best + hot * tl.log(tl.minimum(share, 1.0)))
+        else:
+            floor = least
     tl.store(out + row, floor)
 
 
