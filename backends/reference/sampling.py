@@ -168,8 +168,6 @@ class Sampler:
     def _apply_rules(self, logits: Tensor, sampled: SampledRows, masks: TokenMasks | None) -> None:
         """Apply the rows' rules, the masks and the logits processors, in place."""
         seqs = len(logits)
-        if penalised := sampled.where("penalised"):
-            penalise(logits, self.history, torch.from_numpy(penalties(penalised, len(penalised))))
         if edited := sampled.where("edited"):
             for entries in additions(edited, seqs):
                 add(logits, torch.from_numpy(entries))
@@ -187,6 +185,12 @@ class Sampler:
             mask(logits, torch.from_numpy(masks.sequences), torch.from_numpy(masks.bits.view(np.int32)))
         if self.options.has_processors:
             self._process(logits, sampled)
+        if penalised := sampled.where("penalised"):
+            penalise(logits, self.history, torch.from_numpy(penalties(penalised, len(penalised))))
+        if self._batch is not None:
+            temperatures = torch.from_numpy(np.ascontiguousarray(sampled.columns["temperature"]))[:, None]
+            scaled, failed = self._batch.apply_scaled(logits, torch.where(temperatures > 0, temperatures, 1.0))
+            self._take_edited(logits, scaled, failed)
 
     def _process(self, logits: Tensor, sampled: SampledRows) -> None:
         """Run the logits processors: those of single rows, which numpy sees without a copy, then those of the batch."""
@@ -196,11 +200,14 @@ class Sampler:
         ]
         self.failed = edit_rows(self.options.processors, logits.numpy(), sequences)
         if self._batch is not None:
-            temperatures = torch.from_numpy(np.ascontiguousarray(sampled.columns["temperature"]))[:, None]
-            edited, failed = self._batch.apply(logits, sequences, torch.where(temperatures > 0, temperatures, 1.0))
-            self.failed |= failed
-            if edited is not logits:
-                logits.copy_(edited)
+            edited, failed = self._batch.apply(logits, sequences)
+            self._take_edited(logits, edited, failed)
+
+    def _take_edited(self, logits: Tensor, edited: Tensor, failed: Mapping[int, str]) -> None:
+        """Write what processors of the batch made of the logits; `failed`: see `LogitsBatch.apply`."""
+        self.failed |= failed
+        if edited is not logits:
+            logits.copy_(edited)
 
 
 def _by_row_of_logits(masks: TokenMasks, plan: StepPlan) -> TokenMasks:

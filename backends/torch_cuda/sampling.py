@@ -302,11 +302,6 @@ class CudaSampler:
             shift = self.newest.rejected[packed[7].long()]
             if width > 1 and self._reads_history[sampled.rows].any():
                 record_drafts(shifted_rules(packed, self.newest.rejected), self._drafts(packed), self.history)
-        if penalised:
-            columns = self._send(penalties(penalised, len(penalised)))
-            if shift is not None:
-                columns[3] -= shift[columns[0].long()]
-            edit_logits.penalise(logits, self.history, columns, use_kernel=use_kernel)
         if edited:
             for entries in additions(edited, seqs):
                 edit_logits.add(logits, self._send(entries), use_kernel=use_kernel)
@@ -323,6 +318,13 @@ class CudaSampler:
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
         if self.options.has_processors:
             self._process(logits, sampled)
+        if penalised:
+            columns = self._send(penalties(penalised, len(penalised)))
+            if shift is not None:
+                columns[3] -= shift[columns[0].long()]
+            edit_logits.penalise(logits, self.history, columns, use_kernel=use_kernel)
+        if self._batch is not None:
+            self._process_scaled(self._batch, logits, sampled)
 
     def _dense_values(self, edits: LogitEdits, vocab: int) -> Tensor:
         """Return the dense additions [V] on the device, where they are kept while a sequence has them."""
@@ -348,12 +350,17 @@ class CudaSampler:
             failed = edit_rows(self.options.processors, on_host.numpy(), sequences)
             edited = on_host.to(logits.device)
         if self._batch is not None:
-            temperatures = self._send(self.rows.columns["temperature"][sampled.rows])[:, None]
-            scale = torch.where(temperatures > 0, temperatures, 1.0)
-            edited, of_batch = self._batch.apply(edited, sequences, scale)
+            edited, of_batch = self._batch.apply(edited, sequences)
             failed |= of_batch
         logits[indices] = edited
         self.failed = {int(sampled.indices[row]): why for row, why in failed.items()}
+
+    def _process_scaled(self, batch: LogitsBatch, logits: Tensor, sampled: SampledRows) -> None:
+        """Run those processors of the batch that keep the best token, after the penalties."""
+        indices = self._send(sampled.indices)
+        temperatures = self._send(self.rows.columns["temperature"][sampled.rows])[:, None]
+        logits[indices], failed = batch.apply_scaled(logits[indices], torch.where(temperatures > 0, temperatures, 1.0))
+        self.failed |= {int(sampled.indices[row]): why for row, why in failed.items()}
 
     def _send(self, numbers: npt.ArrayLike) -> Tensor:
         """Copy to the device without blocking."""

@@ -180,35 +180,56 @@ class LogitsBatch:
         self._makers, self._params_of = makers, params_of
         self._processors = {name: make() for name, make in makers.items()}
         self._members: list[_Member] = []
+        self._order: list[int] = []  # of the latest step: for each member its index among the sequences
 
     def apply(
-        self, logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]], temperatures: Any
+        self, logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
     ) -> tuple[Any, dict[int, str]]:
-        """Edit logits [n, V] of n sequences, each with all its tokens; temperatures [n, 1], 1 for greedy ones.
+        """Edit logits [n, V] of n sequences, each with all its tokens, by the processors that may change which token is
+        the best. All of them are told what changed in the batch.
 
         Returns the logits, and for sequences whose processor failed the reason, by index.
         """
-        update, order = self._update(sequences)
+        update, self._order = self._update(sequences)
+
+        def run(processor: BatchLogitsProcessor, gathered: Any) -> Any:
+            processor.update_state(update)
+            return gathered if processor.is_argmax_invariant() else processor.apply(gathered)
+
+        return self._run(run, logits)
+
+    def apply_scaled(self, logits: Any, temperatures: Any) -> tuple[Any, dict[int, str]]:
+        """Edit the logits [n, V] of the same sequences, after the penalties, by the processors that keep the best token.
+
+        They get logits over temperature; temperatures [n, 1] have 1 for greedy sequences. Returns as `apply`.
+        """
+        scale = temperatures if self._in_order else temperatures[self._order]
+
+        def run(processor: BatchLogitsProcessor, gathered: Any) -> Any:
+            return processor.apply(gathered / scale) * scale if processor.is_argmax_invariant() else gathered
+
+        return self._run(run, logits)
+
+    @property
+    def _in_order(self) -> bool:
+        return self._order == list(range(len(self._order)))
+
+    def _run(self, run: Callable[[BatchLogitsProcessor, Any], Any], logits: Any) -> tuple[Any, dict[int, str]]:
+        """Run each processor on the logits in the batch's order."""
         failed: dict[int, str] = {}
-        gathered = logits if order == list(range(len(order))) else logits[order]
-        scale = temperatures if gathered is logits else temperatures[order]
+        gathered = logits if self._in_order else logits[self._order]
         for name, processor in self._processors.items():
             try:
-                processor.update_state(update)
-                gathered = (
-                    processor.apply(gathered / scale) * scale
-                    if processor.is_argmax_invariant()
-                    else processor.apply(gathered)
-                )
+                gathered = run(processor, gathered)
             except Exception as error:
-                failed |= dict.fromkeys(self._users(order), _failure(name, error))
+                failed |= dict.fromkeys(self._users(self._order), _failure(name, error))
         if failed:
             self._start_again()
             return logits, failed
-        if gathered is logits or order == list(range(len(order))):
+        if self._in_order:
             return gathered, {}
         edited = logits.clone()
-        edited[order] = gathered
+        edited[self._order] = gathered
         return edited, {}
 
     def _users(self, order: Sequence[int]) -> list[int]:

@@ -1,8 +1,9 @@
 """Sampling rules of one request, and the definition of sampling noise. Token ids only, no text.
 
-Every backend implements the same order: logits -> repetition, frequency and
-presence penalties -> logit_bias -> masks (allowed ids, bad words, min_tokens) -> logits processors -> temperature
--> top-k -> top-p -> min-p -> argmax(logits + gumbel). LogprobsMode selects from which end of it logprobs are taken.
+Every backend implements the same order, which is vLLM's: logits -> logit_bias and masks (grammar, allowed ids, bad
+words, min_tokens) -> logits processors that may change which token is the best -> repetition, frequency and presence
+penalties -> temperature -> logits processors that do not, min-p and top-k -> top-p of the mass that they leave
+-> argmax(logits + gumbel). LogprobsMode selects from which end of it logprobs are taken.
 
 The noise is counter-based: a 32-bit hash of (seed, position, token id), with the same integers in numpy, torch, Triton
 and JAX for any batch: two runs with one seed differ only where their logits do. In float32 that changes no token in

@@ -221,7 +221,7 @@ def test_what_a_processor_is_told() -> None:
 
     def step(names: str, grown: int) -> BatchUpdate | None:
         sequences = [(states[name], [1, 2, *range(grown)]) for name in names]
-        batch.apply(torch.zeros(len(names), 3), sequences, torch.ones(len(names), 1))
+        batch.apply(torch.zeros(len(names), 3), sequences)
         return made[0].update
 
     first = step("abc", 0)
@@ -246,7 +246,10 @@ def test_argmax_invariant_processors_get_logits_after_temperature() -> None:
     batch = LogitsBatch({"third": lambda: Third(None, None, False)}, lambda rules: None)
     states = [SamplingState(SamplingRules(), []) for _ in range(2)]
     logits = torch.tensor([[4.0, 2.5, 0.0], [4.0, 2.5, 0.0]])
-    edited, failed = batch.apply(logits, [(state, []) for state in states], torch.tensor([[1.0], [2.0]]))
+    edited, failed = batch.apply(logits, [(state, []) for state in states])
+    assert not failed
+    assert edited is logits
+    edited, failed = batch.apply_scaled(logits, torch.tensor([[1.0], [2.0]]))
     assert not failed
     assert edited.tolist() == [[4.0, -torch.inf, -torch.inf], [4.0, 2.5, -torch.inf]]
 

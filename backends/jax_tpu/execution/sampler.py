@@ -159,17 +159,13 @@ class JaxSampler:
     def _edit(
         self, logits: jax.Array, sampled: SampledRows, grammar: Mapping[int, TokenMasks], width: int, rules: Int32
     ) -> jax.Array:
-        """Apply penalties, bias, bans and token masks. `rules`: the input of the `Sample` program."""
+        """Apply bias, bans, token masks and penalties. `rules`: the input of the `Sample` program."""
         rows, programs = logits.shape[0], self._programs
         seqs = rows // self._shards
         penalised, edited = sampled.where("penalised"), sampled.where("edited")
         if width > 1 and (penalised or edited):
             self.history = programs[RecordDrafts(seqs)](self.history, rules)
         shift_rows = (rules[7],) if self.width > 1 else ()
-        if penalised:
-            packed = _penalties(penalised, rows, width, drafts=self.width > 1)
-            before = (self.history,) if self.width > 1 else ()
-            logits = programs[LogitsProgram("penalise", seqs)](logits, self._counts, packed, *before, *shift_rows)
         if edited:
             for entries in additions(edited, rows):
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
@@ -188,6 +184,10 @@ class JaxSampler:
                 own_bytes = own.view(np.uint8)[: bits.shape[1]]
                 bits[place, : len(own_bytes)], masked[place] = own_bytes, index
             logits = programs[LogitsProgram("mask", seqs, count)](logits, bits, masked)
+        if penalised:
+            packed = _penalties(penalised, rows, width, drafts=self.width > 1)
+            before = (self.history,) if self.width > 1 else ()
+            logits = programs[LogitsProgram("penalise", seqs)](logits, self._counts, packed, *before, *shift_rows)
         return logits
 
 
