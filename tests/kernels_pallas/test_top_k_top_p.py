@@ -55,12 +55,13 @@ def define(
     keep = np.ones(len(row), bool)
     if top_k > 0:
         keep &= row >= values[min(top_k, len(row)) - 1]
+    with np.errstate(divide="ignore"):
+        keep &= row >= values[0] + temperature * np.log(min_p)
     weights = np.where(keep[order], np.exp((values - values[0]) / temperature), 0)
     mass = np.cumsum(weights) / weights.sum()
     if top_p < 1:
         keep &= row >= values[min(np.searchsorted(mass, top_p + rounding), len(row) - 1)]
-    with np.errstate(divide="ignore"):
-        return keep & (row >= values[0] + temperature * np.log(min_p))
+    return keep
 
 
 RULES = st.tuples(

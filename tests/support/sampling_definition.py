@@ -17,10 +17,6 @@ def define(logits: np.ndarray, rules: SamplingRules, history: list[int], num_pro
     """The definition of common.engine.sampling, one row, no shortcuts."""
     x = logits.astype(np.float64)
     generated = history[num_prompt:]
-    for token in set(history):
-        x[token] = x[token] / rules.repetition_penalty if x[token] > 0 else x[token] * rules.repetition_penalty
-    for token, count in Counter(generated).items():
-        x[token] -= rules.frequency_penalty * count + rules.presence_penalty
     for token, bias in rules.logit_bias:
         x[token] += bias
     if rules.allowed_token_ids is not None:
@@ -31,6 +27,10 @@ def define(logits: np.ndarray, rules: SamplingRules, history: list[int], num_pro
             x[word[-1]] = -np.inf
     if len(generated) < rules.min_tokens:
         x[list(rules.stop_ids)] = -np.inf
+    for token in set(history):
+        x[token] = x[token] / rules.repetition_penalty if x[token] > 0 else x[token] * rules.repetition_penalty
+    for token, count in Counter(generated).items():
+        x[token] -= rules.frequency_penalty * count + rules.presence_penalty
     if not np.isfinite(x).any():
         return None  # the rules exclude every token: anything goes
     if rules.is_greedy:
@@ -39,13 +39,13 @@ def define(logits: np.ndarray, rules: SamplingRules, history: list[int], num_pro
     order = np.argsort(-x, kind="stable")
     keep = np.zeros(len(x), bool)
     keep[order[: rules.top_k or len(x)]] = True
+    keep &= x >= x.max() + np.log(max(rules.min_p, 1e-300))
     p = np.where(keep, np.exp(x - x.max()), 0)
     p /= p.sum()
     before = np.cumsum(p[order]) - p[order]
     inside = before < rules.top_p if rules.top_p < 1 else np.ones(len(x), bool)
     inside[0] = True
     keep[order[~inside]] = False
-    keep &= x >= x.max() + np.log(max(rules.min_p, 1e-300))
     key = noise_keys(np.array([rules.seed]), np.array([len(history)]))
     return int(np.where(keep, x + gumbel(key, np.arange(len(x), dtype=np.uint32))[0], -np.inf).argmax())
 

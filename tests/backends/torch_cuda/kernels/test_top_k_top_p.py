@@ -46,12 +46,13 @@ def define(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p:
     keep = np.ones(len(row), bool)
     if top_k > 0:
         keep &= row >= values[min(top_k, len(row)) - 1]
+    with np.errstate(divide="ignore"):
+        keep &= row >= values[0] + temperature * np.log(min_p)
     weights = np.where(keep[order], np.exp((values - values[0]) / temperature), 0)
     mass = np.cumsum(weights) / weights.sum()
     if top_p < 1:
         keep &= row >= values[min(np.searchsorted(mass, top_p - 1e-6), len(row) - 1)]
-    with np.errstate(divide="ignore"):
-        return keep & (row >= values[0] + temperature * np.log(min_p))
+    return keep
 
 
 CHOICES = (
