@@ -89,6 +89,42 @@ def apply_rules(
     _check_filled(rules, params, filled)
 
 
+def with_equal_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
+    """Yield the tensors of a model whose head is its embedding table, as its config.json states.
+
+    Raises WeightError after the later of the two if a head is stored whose values differ from the table's.
+    """
+    index = _index([rule for rule in _reading(rules) if not {"embed", "head"}.isdisjoint(_targets(rule))])
+    found: dict[str, tuple[str, Value]] = {}
+    for name, tensor in tensors:
+        yield name, tensor
+        for target in {target for rule in index.get(name, ()) for target in _targets(rule)} & {"embed", "head"}:
+            found[target] = (name, tensor)
+            if len(found) == 2:
+                _check_equal(embed=found["embed"], head=found["head"])
+                found.clear()
+
+
+_ROWS_COMPARED: Final = 1024  # at a time: no copy of a table of gigabytes
+
+
+def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
+    """Raise WeightError unless two tensors, each with its name, have the same values. Quantised ones never do."""
+    (embed_name, table), (head_name, values) = embed, head
+    dense = not isinstance(table, QuantizedTensor) and not isinstance(values, QuantizedTensor)
+    if dense and table.shape == values.shape and table.dtype == values.dtype:
+        starts = range(0, len(table), _ROWS_COMPARED)
+        if all(
+            np.array_equal(to_float32(table[row : row + _ROWS_COMPARED]), to_float32(values[row : row + _ROWS_COMPARED]))
+            for row in starts
+        ):
+            return
+    raise WeightError(
+        f"tensor {head_name} differs from {embed_name}, but config.json says with tie_word_embeddings that the head is "
+        "the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
+    )
+
+
 def check_names(
     rules: Sequence[Rule], params: Mapping[str, Param], names: Iterable[str], ignored: Sequence[str] = ()
 ) -> None:

@@ -25,7 +25,7 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.quantization.export import copy_other_files, write_quantized
-from pagoda.common.weights.rules import tensor_uses
+from pagoda.common.weights.rules import tensor_uses, with_equal_head
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
 from pagoda.server.settings.resolve import Resolved, model_config, open_model, resolve
@@ -96,6 +96,8 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
         _write_json(folder / "generation_config.json", generation)
     if (tokenizer := open_tokenizer(engine)) is not None and (is_gguf or model.tokenizer is not None):
         tokenizer.save(folder)
+    if spec.tied:
+        progress = with_equal_head(family.rules, progress)
     uses = tensor_uses(family.rules, parameters)
     exported = write_quantized(progress, uses, parameters, method, dtype, folder)
     named = {} if dtype is None else {"dtype": dtype}

@@ -27,7 +27,7 @@ from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weight
 from pagoda.common.weights.quantization.on_the_fly import quantized
 from pagoda.common.weights.quantization.read import join_scales
 from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
-from pagoda.common.weights.rules import apply_rules, check_names, merge_adapter, quantised_pieces, sources
+from pagoda.common.weights.rules import apply_rules, check_names, merge_adapter, quantised_pieces, sources, with_equal_head
 from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.drafter import ResolvedDrafter, open_drafter
@@ -112,6 +112,8 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     tensors = chain(tensors, side_tensors(checkpoint.folder, family.side_files))
     if family.adapter is not None:
         tensors = merge_adapter(tensors, family.adapter)
+    if resolved.spec.tied and resolved.spec.pooler is None:
+        tensors = with_equal_head(family.rules, tensors)
     weights = apply_rules(family.rules, shapes, tensors, family.ignored)
     if resolved.quantizes_on_host:
         return quantized(weights, resolved.schemes)

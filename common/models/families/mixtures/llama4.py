@@ -19,6 +19,8 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Attention, QueryGrowth
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import LongRopeScaling, YarnScaling
 from pagoda.common.models.spec import Ffn, ModelSpec, Moe, Router
 
 
@@ -46,14 +48,26 @@ def _mixers(config: HfConfig) -> list[Attention]:
         qkv_bias=bias,
         out_bias=bias,
     )
-    # The norm has no weights, so that it commutes with RoPE, after which it is applied.
-    normed = config.opt("use_qk_norm", bool, True)
-    rotary = replace(base, qk_norm=replace(rms_norm(config, 1e-5), scale=False)) if normed else base
+    rotary = _with_norms(base, rms_norm(config, 1e-5)) if config.opt("use_qk_norm", bool, True) else base
     plain = replace(base, rope=None, query_growth=growth if tuned else None)
     return [
         replace(rotary if rope else plain, chunk=chunk if kind == "chunked_attention" else None)
         for rope, kind in zip(with_rope, kinds)
     ]
+
+
+def _with_norms(base: Attention, norm: Norm) -> Attention:
+    """Return the attention with norms of queries and keys after RoPE, stated as norms before it.
+
+    They have no weights, so that they commute with RoPE's rotation. They undo its factor on cos and sin but for `eps`:
+    f x / sqrt(f^2 mean(x^2) + eps) = x / sqrt(mean(x^2) + eps / f^2).
+    """
+    assert base.rope is not None
+    rope, factor = base.rope, 1.0
+    if isinstance(rope.scaling, YarnScaling | LongRopeScaling):
+        factor = rope.scaling.attention_factor
+        rope = replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))
+    return replace(base, rope=rope, qk_norm=replace(norm, eps=norm.eps / factor**2, scale=False))
 
 
 def _ffns(config: HfConfig) -> list[Ffn]:

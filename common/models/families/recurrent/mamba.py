@@ -52,6 +52,7 @@ def _mamba(config: HfConfig, *, normed: bool) -> ModelSpec:
 def _jamba(config: HfConfig) -> ModelSpec:
     layers, width, norm = config.size("num_hidden_layers"), config.size("hidden_size"), rms_norm(config, 1e-6)
     config.expect("mamba_inner_layernorms", True)
+    config.expect("hidden_act", "silu")  # also the activation of the convolution
     config.expect("sliding_window", None)
     config.ignore("n_ctx", "calc_logits_for_entire_prompt", *TRAINING_KEYS)
     mamba = Mamba(

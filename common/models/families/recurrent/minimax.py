@@ -28,6 +28,7 @@ _FACTORS = {"full_attention": "full_attn", "linear_attention": "linear_attn", "m
 def _minimax(config: HfConfig) -> ModelSpec:
     layers, norm, width = config.size("num_hidden_layers"), rms_norm(config, 1e-5), config.size("hidden_size")
     config.expect("postnorm", True)
+    config.expect("hidden_act", "silu")  # also that of queries, keys and values of lightning attention
     config.expect("shared_intermediate_size", 0)
     config.ignore("block_size", "shared_moe_mode")
     first, rest, update = *_norms(config, norm), _update(config)

@@ -25,6 +25,7 @@ from pagoda.common.models.spec import Layer, ModelSpec, Norms
 
 def _olmo_hybrid(config: HfConfig) -> ModelSpec:
     layers, norm, ffn = config.size("num_hidden_layers"), rms_norm(config, 1e-6), gated_mlp(config)
+    config.expect("hidden_act", "silu")  # also the activation of the convolution
     config.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
     kinds = ["linear_attention" if layer % 4 != 3 else "full_attention" for layer in range(layers)]
     if "full_attention" not in kinds:
