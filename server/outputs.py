@@ -21,7 +21,7 @@ class Logprob:
 
     logprob: float  # natural log
     rank: int | None = None  # 1 is the best
-    decoded_token: str | None = None
+    decoded_token: str | None = None  # what it adds to the text: "" until a character of several tokens is whole
 
 
 LogprobsOnePosition = dict[int, Logprob]

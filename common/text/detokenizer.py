@@ -118,6 +118,34 @@ class TextStream(Protocol):
         """Return the text these tokens complete."""
         ...
 
+    def peek(self, token_id: int) -> str:
+        """Return the text that a token would complete if it were the next."""
+        ...
+
+
+class TokenPieces:
+    """The text that each token adds to a sequence, as log-probabilities show it.
+
+    A character of several tokens belongs to the token that completes it; those before it add "". Hence the tokens join
+    to the text, special tokens and an incomplete character at the very end apart.
+    """
+
+    __slots__ = ("_special", "_stream", "_text_of")
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """`before`: the tokens before the sequence, such as an answer's prompt."""
+        self._stream = open_stream(tokenizer, before)
+        self._special = tokenizer.special_ids
+        self._text_of = tokenizer.token_text
+
+    def push(self, token_id: int) -> str:
+        """Return what the next token adds."""
+        return self._text_of(token_id) if token_id in self._special else self._stream.push((token_id,))
+
+    def peek(self, token_id: int) -> str:
+        """Return what a token would add if it were the next."""
+        return self._text_of(token_id) if token_id in self._special else self._stream.peek(token_id)
+
 
 def open_stream(
     tokenizer: Tokenizer,
@@ -161,6 +189,17 @@ class ByteStream:
                 return text
         return self._decode(token_ids)
 
+    def peek(self, token_id: int) -> str:
+        """Return the text that a token would complete if it were the next."""
+        if not (self._incomplete or self._at_start):
+            text = self._texts[token_id]
+            if text is not None:
+                return text if token_id not in self._skipped else ""
+        data = b"" if token_id in self._skipped else self._table[token_id]
+        if self._at_start:
+            data = data.removeprefix(b" ")
+        return codecs.utf_8_decode(self._decoder.getstate()[0] + data, "replace", False)[0]
+
     def _decode(self, token_ids: Sequence[int]) -> str:
         table, skipped = self._table, self._skipped
         data = b"".join([table[token] for token in token_ids if token not in skipped])
@@ -191,6 +230,13 @@ class WindowStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text these tokens complete."""
         return "".join([self._push(token) for token in token_ids])
+
+    def peek(self, token_id: int) -> str:
+        """Return the text that a token would complete if it were the next."""
+        window, read = list(self._window), self._read
+        text = self._push(token_id)
+        self._window, self._read = window, read
+        return text
 
     def _push(self, token_id: int) -> str:
         if self._skip and token_id in self._tokenizer.special_ids:

@@ -131,6 +131,9 @@ class HfTokenizer:
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
         """Return the text of tokens as the vocabulary spells them."""
+        table = self._tokenizer.byte_table
+        if table is not None and table.has_literal:
+            return self.decode([id for id in self.convert_tokens_to_ids(tokens) if id is not None])
         decoder = self._tokenizer.backend.decoder
         return "".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
 

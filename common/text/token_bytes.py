@@ -7,7 +7,7 @@ decoders depend on neighbouring tokens; for them `token_bytes_of` returns None.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import tokenizers
@@ -19,11 +19,19 @@ SPACE_MARK: Final = "\u2581"
 class TokenBytes(dict[int, bytes]):
     """Token id -> bytes, filled lazily; b"" outside the vocabulary."""
 
-    def __init__(self, text_of: Callable[[int], str | None], spell: Callable[[str], bytes], strip: bool) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        text_of: Callable[[int], str | None],
+        spell: Callable[[str], bytes],
+        *,
+        strip: bool = False,
+        literal: Mapping[int, bytes] = {},
+    ) -> None:
+        super().__init__(literal)
         self._text_of = text_of
         self._spell = spell
         self.strip_first_space = strip  # decoding drops one space at the start of the whole text
+        self.has_literal = bool(literal)  # the package tokenizers decodes these tokens as other bytes
         self.texts = TokenTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
@@ -55,11 +63,11 @@ def token_bytes_of(backend: tokenizers.Tokenizer) -> TokenBytes | None:
     steps = _decoder_steps(backend)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return TokenBytes(backend.id_to_token, _spell_byte_level, strip=False)
+        return TokenBytes(backend.id_to_token, _spell_byte_level, literal=_literal(backend))
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or not _replaces_space_mark(steps[0]):
         return None
     if kinds[3:] == []:
-        return TokenBytes(backend.id_to_token, _spell_sentencepiece, strip=False)
+        return TokenBytes(backend.id_to_token, _spell_sentencepiece)
     if kinds[3:] == ["Strip"] and [steps[3].get(key) for key in ("content", "start", "stop")] == [" ", 1, 0]:
         return TokenBytes(backend.id_to_token, _spell_sentencepiece, strip=True)
     return None
@@ -78,7 +86,24 @@ def byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET: Final = byte_alphabet()
+_NOT_IN_UTF8: Final = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
+"""Bytes that no text has."""
 _BYTE_TOKENS: Final = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+
+
+def _literal(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """Return the added tokens that stand for their own characters, though the alphabet has these for bytes.
+
+    Added tokens are found in a text as they are written. DeepSeek-LLM adds those of the alphabet's characters whose
+    bytes no text has, such as "\u00fc". One that the vocabulary has, too, and whose bytes may occur, stands for these.
+    """
+    tokens = {}
+    for id, token in backend.get_added_tokens_decoder().items():
+        data, text = _spell_byte_level(token.content), token.content.encode()
+        known = backend.model.token_to_id(token.content) is not None
+        if data != text and not (known and _NOT_IN_UTF8.isdisjoint(data)):
+            tokens[id] = text
+    return tokens
 
 
 def _spell_byte_level(text: str) -> bytes:

@@ -209,6 +209,10 @@ class Tokenizer:
         sentencepiece) put between adjacent special tokens.
         """
         ids = list(ids)
+        table = self.byte_table
+        if table is not None and table.has_literal:
+            skipped = self.special_ids if skip_special_tokens else ()
+            return b"".join([table[token] for token in ids if token not in skipped]).decode("utf-8", "replace")
         if spaces_between_special_tokens or skip_special_tokens or not self._spaces_special_tokens:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         texts: list[str] = []

@@ -282,7 +282,7 @@ class CohereChatBuilder:
             return
         for position in completion.logprobs or ():
             token, sampled = next(iter(position.items()))
-            text, logprob = self._names.text(token), max(sampled.logprob, LOWEST)
+            text, logprob = self._names.text(token, sampled), max(sampled.logprob, LOWEST)
             self._logprobs.append({"text": text, "token_ids": [token], "logprobs": [logprob]})
 
     def _block_events(self, events: Iterable[BlockEvent]) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from pagoda.common.sampling_params import (
     StructuredOutputsParams,
 )
 from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kwargs_error
+from pagoda.common.text.detokenizer import TokenPieces
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.client_hints import ClientHints
@@ -507,17 +508,21 @@ LOWEST: Final = -9999.0
 
 
 class TokenNames:
-    """Token strings of log-probabilities: the token's text, or token_id:N with `as_ids` or without a tokenizer."""
+    """Token strings of log-probabilities: what the token adds to the text, or token_id:N with `as_ids` or without a
+    tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
-    def text(self, token: int) -> str:
-        """Return the token as a string."""
+    def text(self, token: int, logprob: Logprob | None = None) -> str:
+        """Return the token as a string; without its log-probability, which knows the tokens before it, by itself."""
         if self._tokenizer is None or self._as_ids:
             return f"token_id:{token}"
-        return self._tokenizer.token_text(token)
+        if logprob is None or logprob.decoded_token is None:
+            return TokenPieces(self._tokenizer).push(token)
+        return logprob.decoded_token
 
     def raw(self, token: int) -> list[int]:
         """Return the token's bytes, which may be part of a character."""
@@ -541,7 +546,7 @@ def chat_logprobs(positions: Sequence[LogprobsOnePosition], count: int, names: T
     """Return `logprobs.content`: one entry per generated token with its `count` best candidates."""
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
-        return {"token": names.text(token), "logprob": _finite(logprob.logprob), "bytes": names.raw(token)}
+        return {"token": names.text(token, logprob), "logprob": _finite(logprob.logprob), "bytes": names.raw(token)}
 
     return [
         entry(*next(iter(position.items()))) | {"top_logprobs": [entry(*item) for item in _ranked(position, count)]}
@@ -550,7 +555,10 @@ def chat_logprobs(positions: Sequence[LogprobsOnePosition], count: int, names: T
 
 
 class CompletionLogprobs:
-    """Builds `logprobs` of the completions API, whose text_offset continues from chunk to chunk."""
+    """Builds `logprobs` of the completions API, whose text_offset continues from chunk to chunk.
+
+    Tokens join to the text. Those of one character have the offset at which it begins, and all but the last are "".
+    """
 
     def __init__(self, count: int, names: TokenNames) -> None:
         self._count = count
@@ -561,11 +569,11 @@ class CompletionLogprobs:
         """Return the entries of the next tokens; null for a position without log-probabilities (a prompt's first)."""
         tokens, logprobs, tops, offsets = [], [], [], []
         for token, position in zip(token_ids, positions):
-            text = self._names.text(token)
+            chosen = None if position is None else position.get(token)
+            text = self._names.text(token, chosen)
             offsets.append(self._offset)
             self._offset += len(text)
             tokens.append(text)
-            chosen = None if position is None else position.get(token)
             logprobs.append(None if chosen is None else _finite(chosen.logprob))
             tops.append(None if position is None else self._top(token, position))
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
@@ -575,7 +583,7 @@ class CompletionLogprobs:
         candidates = ({token: position[token]} if token in position else {}) | dict(_ranked(position, self._count))
         top: dict[str, float] = {}
         for each, logprob in candidates.items():
-            top.setdefault(self._names.text(each), _finite(logprob.logprob))
+            top.setdefault(self._names.text(each, logprob), _finite(logprob.logprob))
         return top
 
 

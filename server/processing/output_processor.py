@@ -27,7 +27,7 @@ from pagoda.common.engine.pooling import Pooled
 from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from pagoda.common.text.detokenizer import Detokenizer
+from pagoda.common.text.detokenizer import Detokenizer, TokenPieces
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.outputs import (
     AnswerMetrics,
@@ -55,10 +55,9 @@ OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
 class PendingLogprobs:
     """The logprobs of a long prompt as the engine sent them. Converting them takes microseconds per candidate."""
 
-    def __init__(
-        self, entries: list[PositionLogprobs], position: Callable[[PositionLogprobs], LogprobsOnePosition]
-    ) -> None:
-        self._entries, self._position = entries, position
+    def __init__(self, entries: list[PositionLogprobs], prompt: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        """`prompt`: its token ids; `tokenizer`: None leaves the texts of tokens out."""
+        self._entries, self._prompt, self._tokenizer = entries, prompt, tokenizer
 
     @property
     def num_candidates(self) -> int:
@@ -67,7 +66,11 @@ class PendingLogprobs:
 
     def convert(self) -> PromptLogprobs:
         """Return them as callers read them."""
-        return [None, *map(self._position, self._entries)]
+        pieces = None if self._tokenizer is None else TokenPieces(self._tokenizer)
+        if pieces is not None:
+            for token in self._prompt[:1]:
+                pieces.push(token)
+        return [None, *(_position(entry, pieces) for entry in self._entries)]
 
 
 LONG_PROMPT: Final = 512
@@ -277,7 +280,9 @@ class OutputProcessor:
             return  # another sequence was first
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            pending = PendingLogprobs(output.prompt_logprobs, request.sequences[0].position)
+            pending = PendingLogprobs(
+                output.prompt_logprobs, request.prepared.prompt.known_ids, request.sequences[0].tokenizer
+            )
             if self._pending is not None and pending.num_candidates > LONG_PROMPT:
                 self._pending[request.prepared.request_id] = pending
             else:
@@ -542,12 +547,13 @@ class SequenceState:
         "min_tokens",
         "new_text",
         "new_token_ids",
+        "pieces",
         "repetition",
         "request",
         "stop_reason",
         "stops_between",
         "token_ids",
-        "token_text",
+        "tokenizer",
         "waits",
     )
 
@@ -560,9 +566,11 @@ class SequenceState:
         self.repetition = params.repetition_detection
         self.min_tokens = params.min_tokens
         self.detokenizer: Detokenizer | None = None
-        self.token_text = None
+        self.tokenizer = tokenizer if params.detokenize else None
+        self.pieces: TokenPieces | None = None  # of the tokens whose log-probabilities are reported
         if tokenizer is not None and params.detokenize:
-            self.token_text = tokenizer.token_text
+            if params.reports_logprobs:
+                self.pieces = TokenPieces(tokenizer, request.prepared.prompt.known_ids)
             self.detokenizer = Detokenizer(
                 tokenizer,
                 request.prepared.prompt.known_ids,
@@ -609,7 +617,7 @@ class SequenceState:
         if output.error is not None:
             self.stop_reason = output.error[1]
         if output.logprobs and self.logprobs is not None and self.cumulative_logprob is not None:
-            self.logprobs += [self.position(entry) for entry in output.logprobs]
+            self.logprobs += [_position(entry, self.pieces) for entry in output.logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
         repeats = self.repetition is not None and self._ends_by_repetition(self.repetition)
         return (self.detokenizer is not None and self._detokenize(self.detokenizer, output.new_token_ids)) or repeats
@@ -665,15 +673,20 @@ class SequenceState:
             self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
         )
 
-    def position(self, entry: PositionLogprobs) -> LogprobsOnePosition:
-        """Return one position's candidates by token id: the chosen token first, then the best in order."""
-        text_of = self.token_text
-        candidates: LogprobsOnePosition = {}
-        for index, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs)):
-            if token not in candidates:
-                rank = entry.rank if not index else index if entry.ranks is None else entry.ranks[index - 1]
-                candidates[token] = Logprob(logprob, rank, None if text_of is None else text_of(token))
-        return candidates
+
+def _position(entry: PositionLogprobs, pieces: TokenPieces | None) -> LogprobsOnePosition:
+    """Return one position's candidates by token id: the chosen token first, then the best in order.
+
+    `pieces`: the texts of the sequence's tokens up to this one, which is added.
+    """
+    candidates: LogprobsOnePosition = {}
+    for index, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs)):
+        if token not in candidates:
+            rank = entry.rank if not index else index if entry.ranks is None else entry.ranks[index - 1]
+            candidates[token] = Logprob(logprob, rank, None if pieces is None else pieces.peek(token))
+    if pieces is not None:
+        pieces.push(entry.token_ids[0])
+    return candidates
 
 
 def _split_tokens(output: EngineOutput) -> Iterator[EngineOutput]:
