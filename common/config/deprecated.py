@@ -75,12 +75,14 @@ class DeprecatedConfig:
         parse=json_object,
         deprecated="--hf-overrides.rope_scaling",
         maps_to=_json_key("hf_overrides", "rope_scaling"),
+        stands_for="hf_overrides",
     )
     rope_theta: float | None = option(
         None,
         "RoPE base frequency (theta).",
         deprecated="--hf-overrides.rope_theta",
         maps_to=_json_key("hf_overrides", "rope_theta"),
+        stands_for="hf_overrides",
     )
     override_pooler_config: Mapping[str, Any] = option(
         {},
@@ -88,6 +90,7 @@ class DeprecatedConfig:
         parse=json_object,
         deprecated="--pooler-config",
         maps_to=_renamed("pooler_config"),
+        stands_for="pooler_config",
     )
     disable_log_requests: bool | None = option(
         None,
@@ -102,60 +105,70 @@ class DeprecatedConfig:
         refused_values=dict.fromkeys(("lm-format-enforcer", "outlines"), _USE_GUIDANCE),
         deprecated="--structured-outputs-config.backend",
         maps_to=_json_key("structured_outputs_config", "backend"),
+        stands_for="structured_outputs_config",
     )
     guided_decoding_disable_fallback: bool | None = option(
         None,
         "Disable the fallback to another grammar backend.",
         deprecated="--structured-outputs-config.disable_fallback",
         maps_to=_json_key("structured_outputs_config", "disable_fallback"),
+        no_effect="there is no fallback backend",
     )
     guided_decoding_disable_any_whitespace: bool | None = option(
         None,
         "Generate JSON without white space.",
         deprecated="--structured-outputs-config.disable_any_whitespace",
         maps_to=_json_key("structured_outputs_config", "disable_any_whitespace"),
+        stands_for="structured_outputs_config",
     )
     guided_decoding_disable_additional_properties: bool | None = option(
         None,
         "Reject properties that are not in the JSON schema.",
         deprecated="--structured-outputs-config.disable_additional_properties",
         maps_to=_json_key("structured_outputs_config", "disable_additional_properties"),
+        stands_for="structured_outputs_config",
     )
     num_redundant_experts: int | None = option(
         None,
         "Number of redundant experts of EPLB.",
         deprecated="--eplb-config.num_redundant_experts",
         maps_to=_json_key("eplb_config", "num_redundant_experts"),
+        stands_for="eplb_config",
     )
     eplb_window_size: int | None = option(
         None,
         "Window size of EPLB load statistics, in steps.",
         deprecated="--eplb-config.window_size",
         maps_to=_json_key("eplb_config", "window_size"),
+        stands_for="eplb_config",
     )
     eplb_step_interval: int | None = option(
         None,
         "Interval between EPLB rebalancing, in steps.",
         deprecated="--eplb-config.step_interval",
         maps_to=_json_key("eplb_config", "step_interval"),
+        stands_for="eplb_config",
     )
     eplb_log_balancedness: bool | None = option(
         None,
         "Log the balancedness of experts in each step.",
         deprecated="--eplb-config.log_balancedness",
         maps_to=_json_key("eplb_config", "log_balancedness"),
+        stands_for="eplb_config",
     )
     enable_multimodal_encoder_data_parallel: bool | None = option(
         None,
         "Use data parallelism for multimodal encoders.",
         deprecated="--mm-encoder-tp-mode",
         maps_to=_if_on({"mm_encoder_tp_mode": "data"}),
+        stands_for="mm_encoder_tp_mode",
     )
     disable_mm_preprocessor_cache: bool | None = option(
         None,
         "Disable the multimodal processor cache.",
         deprecated="--mm-processor-cache-gb 0",
         maps_to=_if_on({"mm_processor_cache_gb": 0.0}),
+        stands_for="mm_processor_cache_gb",
     )
     cuda_graph_sizes: tuple[int, ...] = option(
         (),

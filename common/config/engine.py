@@ -78,7 +78,7 @@ class ExtensionConfig:
     aggregate_engine_logging: bool = option(
         False,
         "Log aggregate statistics of all data-parallel engines instead of one line per engine.",
-        no_effect="one engine drives all replicas, so its statistics are already aggregated",
+        no_effect="the server logs the sums over all replicas in one line",
     )
     tokens_only: bool = option(
         False,

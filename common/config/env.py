@@ -92,9 +92,9 @@ def shown(name: str, value: str) -> str:
 _NO_BUILD: Final = "pagoda has no build step; kernels are compiled when they are first used"
 _NO_USAGE_DATA: Final = "no usage data is collected or sent"
 _OWN_ADDRESSES: Final = "processes of a machine use Unix sockets and free ports, Ray's ranks the node's address in Ray"
-_NO_DP_RANKS: Final = "one engine drives all data-parallel replicas; there are no data-parallel ranks"
+_NO_DP_RANKS: Final = "one server drives all --data-parallel-size replicas; there are no data-parallel ranks"
 _ONE_ENGINE: Final = (
-    "one engine drives all data-parallel replicas; use --data-parallel-size, or start several servers behind a load "
+    "one server drives all data-parallel replicas; use --data-parallel-size, or start several servers behind a load "
     "balancer"
 )
 _OWN_KERNELS: Final = "quantised matrices are multiplied by pagoda's own Triton kernels, none of them Marlin's"

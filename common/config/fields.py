@@ -32,6 +32,7 @@ class Option:
     same_values: Mapping[str, str]  # other name of a value -> the value
     deprecated: str | None
     maps_to: MapsTo | None
+    stands_for: str
     optional_value: Any
 
 
@@ -50,6 +51,7 @@ def option(
     same_values: Mapping[str, str] | None = None,
     deprecated: str | None = None,
     maps_to: MapsTo | None = None,
+    stands_for: str = "",
     optional_value: Any = None,
 ) -> Any:
     """Return a dataclass field with its command-line metadata.
@@ -61,6 +63,7 @@ def option(
     `refused_values`: values of vLLM's that are not supported here -> the reason and the remedy; not among the choices.
     `same_values`: other names of values -> the value.
     `deprecated`: the replacement named in a warning; `maps_to` converts the value to the replacing settings.
+    `stands_for`: the setting that `maps_to` sets, whose status it has.
     `optional_value`: value of the flag when given without an argument.
     """
     assert not (no_effect and refused), "a setting is refused or has no effect, not both"
@@ -78,6 +81,7 @@ def option(
         same_values=same_values or {},
         deprecated=deprecated,
         maps_to=maps_to,
+        stands_for=stands_for,
         optional_value=optional_value,
     )
     if isinstance(default, (list, dict)):

@@ -189,7 +189,8 @@ class Setting:
         """Return the warning to log for a converted value, or None. Raise ConfigError if the value is refused."""
         option = self.option
         if option.deprecated is not None:
-            return f"{self.flag} is deprecated; use {option.deprecated}"
+            effect = f"; it has no effect: {option.reason}" if option.reason and not option.stands_for else ""
+            return f"{self.flag} is deprecated; use {option.deprecated}{effect}"
         if option.status == "implemented" or value == self.default:
             return None
         if option.status == "no effect":
@@ -230,7 +231,7 @@ def settings_of(config: type[Any]) -> Iterator[Setting]:
     """Yield the settings of a configuration dataclass."""
     hints = get_type_hints(config)
     for each in dataclasses.fields(config):
-        option: Option = each.metadata["option"]
+        option = _with_status(each.metadata["option"])
         yield Setting(
             config=config,
             field=each.name,
@@ -239,6 +240,15 @@ def settings_of(config: type[Any]) -> Iterator[Setting]:
             default=each.default if each.default_factory is dataclasses.MISSING else each.default_factory(),
             option=option,
         )
+
+
+def _with_status(option: Option) -> Option:
+    """Return the option, with the status of the setting that it stands for."""
+    if not option.stands_for:
+        return option
+    fields = (each for group in ENGINE_GROUPS.values() for each in dataclasses.fields(group))
+    target: Option = next(each for each in fields if each.name == option.stands_for).metadata["option"]
+    return dataclasses.replace(option, status=target.status, reason=target.reason)
 
 
 def table(*configs: type[Any]) -> dict[str, Setting]:

@@ -15,7 +15,7 @@ _WEIGHTS: Final = dict.fromkeys(
     _TRANSFER,
 )
 _KV_MEMORY: Final = {"release_kv_cache_memory": "use sleep(), which frees the KV cache and the weights"}
-_RANKS: Final = "data-parallel replicas run in one engine, which needs no vote of its ranks"
+_RANKS: Final = "one engine object drives all data-parallel replicas, which need no vote of ranks"
 
 MISSING_METHODS: Final[Mapping[str, Mapping[str, str]]] = {
     "LLM": {**_WEIGHTS, **_KV_MEMORY},
