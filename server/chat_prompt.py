@@ -93,6 +93,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     ignored = (
         *_ignored_tools(state, conversation, variables),
         *_ignored_effort(state, conversation, variables),
+        *_ignored_documents(state, conversation, variables),
     )
     if conversation.reasoning_budget is not None:
         if state.reasoning_format is None:
@@ -101,6 +102,8 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
             params = _with_values(params, thinking_token_budget=conversation.reasoning_budget)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
+    if any(each.path == "documents" for each in ignored):
+        conversation = replace(conversation, documents=None)
     rendered, token_ids = await _render_text(state, conversation, params)
     text = rendered.text
     formats = _OutputFormats(state.reasoning_format, _format_of_calls(state, conversation) if tools else None)
@@ -287,9 +290,11 @@ def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
 
 
 async def _variables_of(state: ServerState, conversation: Conversation) -> frozenset[str]:
-    """Return the names that the chat template reads, if tools or the reasoning effort depend on it; else none."""
+    """Return the names that the chat template reads, if tools, documents or the reasoning effort depend on it; else
+    none.
+    """
     by_tools = bool(conversation.tools) and conversation.tool_choice == "auto"
-    if not by_tools and conversation.reasoning_effort is None:
+    if not (by_tools or conversation.documents) and conversation.reasoning_effort is None:
         return frozenset()
     tokenizer = state.tokenizer()
     template = None if tokenizer is None else _template_of(tokenizer, conversation, state)
@@ -315,6 +320,16 @@ def _ignored_tools(state: ServerState, conversation: Conversation, variables: fr
         "that shows them (chatml_tools for ChatML models)"
     )
     return (Ignored("tools", "hint", reason),)
+
+
+def _ignored_documents(
+    state: ServerState, conversation: Conversation, variables: frozenset[str]
+) -> tuple[Ignored, ...]:
+    """Return the documents as an ignored hint if the chat template does not show them."""
+    if not conversation.documents or state.tokenizer() is None or "documents" in variables:
+        return ()
+    reason = "documents are not shown to the model by its chat template; put their text into a message"
+    return (Ignored("documents", "hint", reason),)
 
 
 def _effort_variables(effort: str | None, known: frozenset[str]) -> dict[str, Any]:

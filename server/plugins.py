@@ -41,6 +41,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.batch_logits import BatchLogitsProcessor
 from pagoda.common.engine.core import MakeScheduler
+from pagoda.common.engine.extra_samplers import EXTRA_SAMPLERS
 from pagoda.common.engine.sampling import LogitsProcessor, SamplerOptions
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.engine.speculative.proposer import DraftPlanner
@@ -116,6 +117,13 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
     return SamplerOptions(config.model.logprobs_mode, tuple(processors), tuple(of_batch))
 
 
+def reads_extra_args(model: ModelConfig, name: str) -> bool:
+    """Return whether one of the --logits-processors may read an entry of `extra_args`. Raise ConfigError."""
+    classes = [load(_PROCESSORS, each, LOGITS_PROCESSORS) for each in model.logits_processors]
+    own = tuple(EXTRA_SAMPLERS.values())
+    return any(each not in own or name in each.arguments for each in classes)
+
+
 def param_checks(model: ModelConfig) -> list[Callable[[SamplingParams], object]]:
     """Return validate_params of the --logits-processors that have one. Raise ConfigError."""
     classes = [load(_PROCESSORS, name, LOGITS_PROCESSORS) for name in model.logits_processors]
@@ -167,6 +175,8 @@ def scheduler_of(config: EngineConfig, make_drafter: Callable[[], DraftPlanner] 
 
 def load(flag: str, name: str, group: str | None = None) -> Any:
     """Import a qualified name or an entry point of `group`. Raise ConfigError naming `flag`."""
+    if group == LOGITS_PROCESSORS and name in EXTRA_SAMPLERS:
+        return EXTRA_SAMPLERS[name]
     if group is not None and "." not in name and ":" not in name:
         points = {**installed(group.replace("pagoda.", "vllm.")), **installed(group)}
         if name not in points:

@@ -483,7 +483,7 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
     mm_payload: Any = unsupported("tensors", harmless=("none",))
     return_mm_kwargs: Any = unsupported()
     watermarking: Any = unsupported()
-    kv_transfer_params: Any = unsupported()
+    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers", idle=True)
     ec_transfer_params: Any = unsupported()
 
     @property

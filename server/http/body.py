@@ -347,24 +347,25 @@ class RequestBody(BaseModel):
 
 _UNSUPPORTED: Final = "unsupported"
 _HINT: Final = "hint"
+_IDLE: Final = "idle"
 _WITHOUT_EFFECT: Final[tuple[Any, ...]] = (None, False, [], {})
 
 
-def unsupported(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "") -> Any:
+def unsupported(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "", idle: bool = False) -> Any:
     """Declare a field of another server's API that is refused unless it is the default, null or in `harmless`.
 
-    `why` is part of the error message and of the API reference.
+    `why` is part of the error message and of the API reference. `idle`: an object whose values are all null, false or 0
+    asks for nothing, and is a hint.
     """
-    return Field(
-        default, json_schema_extra={_UNSUPPORTED: True}, examples=list(harmless) or None, description=why or None
-    )
+    marks: dict[str, Any] = {_UNSUPPORTED: True} | ({_IDLE: True} if idle else {})
+    return Field(default, json_schema_extra=marks, examples=list(harmless) or None, description=why or None)
 
 
 def hint(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "") -> Any:
     """Declare a field that is accepted without effect, because ignoring it cannot make a response wrong.
 
-    A value other than the default, null, an empty one or `harmless` is reported as ignored, and refused by strict
-    servers. `why` is part of their error message and of the API reference.
+    A value other than the default, null, false (unless the default is true), an empty one or `harmless` is reported as
+    ignored, and refused by strict servers. `why` is part of their error message and of the API reference.
     """
     return Field(default, json_schema_extra={_HINT: True}, examples=list(harmless) or None, description=why or None)
 
@@ -388,6 +389,8 @@ def harmless_values(field: FieldInfo) -> list[Any]:
     """Return the accepted values of an unsupported field, or the values of a hint that are not reported."""
     values: list[Any] = []
     for value in (*_WITHOUT_EFFECT, field.default, *(field.examples or ())):
+        if value is False and field.default is True:
+            continue  # it switches off what is on by default
         if not any(type(value) is type(each) and value == each for each in values):
             values.append(value)
     return values
@@ -443,13 +446,18 @@ def _unsupported_fields(body_type: type[RequestBody]) -> frozenset[str]:
 def _examined_fields(body_type: type[RequestBody]) -> tuple[tuple[str, FieldInfo], ...]:
     """Return the fields that are hints or may contain request bodies."""
     fields = body_type.model_fields.items()
-    return tuple((name, field) for name, field in fields if is_hint(field) or _may_hold_bodies(field.annotation))
+    marked = (_HINT, _IDLE)
+    return tuple(
+        (name, field)
+        for name, field in fields
+        if any(_is_marked(field, mark) for mark in marked) or _may_hold_bodies(field.annotation)
+    )
 
 
 def _ignored_within(value: Any, field: FieldInfo, path: str) -> Iterator[Ignored]:
     if isinstance(value, RequestBody):
         yield from value.ignored(path)
-    elif is_hint(field):
+    elif is_hint(field) or _is_marked(field, _IDLE):
         if not _is_harmless(value, field):
             yield Ignored(path, "hint", _unsupported_message(path, field))
     elif isinstance(value, list):
@@ -475,8 +483,10 @@ def _refusal(body_type: type[RequestBody], ignored: Ignored) -> RequestError:
 
 
 def _refuse_unsupported(body: RequestBody, name: str) -> None:
-    field = type(body).model_fields[name]
-    if not _is_harmless(getattr(body, name), field):
+    field, value = type(body).model_fields[name], getattr(body, name)
+    if _is_marked(field, _IDLE) and isinstance(value, dict) and not any(value.values()):
+        return
+    if not _is_harmless(value, field):
         raise RequestError(name, _unsupported_message(name, field))
 
 

@@ -1,27 +1,50 @@
-"""Fields that clients of other servers send with generation requests and that have no effect here.
+"""Fields of other servers, which their clients send with generation requests.
 
-Each is a hint, because a response is correct without it, or refused, because a response would be wrong without it.
-Undeclared fields are accepted like hints; declaring one documents the reason.
+Another name of a field here is honoured. What would change the answer and is not supported is refused. All else is a
+hint: accepted and named in `x-pagoda-ignored`, as undeclared fields are; declaring one documents the reason.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from pagoda.server.http.body import RequestBody, hint, unsupported
+from pydantic import Field
+
+from pagoda.common.engine.extra_samplers import EXTRA_SAMPLERS
+from pagoda.common.errors import RequestError
+from pagoda.server.http.body import Int64, RequestBody, hint, unsupported
 
 _BOOKKEEPING: Final = "the client's own bookkeeping"
 _ROUTING: Final = "a router of several providers acts on it"
 _LOADING: Final = "the model stays loaded; set at server start"
 _CACHING: Final = "prompt prefixes are cached automatically"
-_SAMPLER: Final = "a sampler that is not implemented; the other sampling fields apply"
-_ALIAS: Final = "another server's name; use the standard field"
+_SAMPLER: Final = "a sampler that is not implemented"
+_OF_SAMPLER: Final = "it belongs to a sampler that is not implemented"
+_AS_MAX_TOKENS: Final = "As max_tokens; -1: unlimited."
+_AS_REPETITION: Final = "As repetition_penalty."
 _REPORT: Final = "not reported"
 _SLOTS: Final = "requests are scheduled automatically"
 
 
+def _carried(sampler: str) -> str:
+    return f"Needs --logits-processors {sampler}, else refused unless without effect."
+
+
+OTHER_NAMES: Final = {
+    "max_tokens": ("n_predict", "max_new_tokens", "max_length"),
+    "repetition_penalty": ("repeat_penalty", "rep_pen"),
+}
+"""Field -> its names in other servers."""
+
+_UNTIL_CONTEXT: Final = -2
+"""n_predict of llama.cpp: until the context is full, which ends an answer here, too."""
+
+_UNSET: Final = {"n_predict": -1, "repeat_penalty": 1.0, "rep_pen": 1.0}
+"""Values that clients send beside another name's."""
+
+
 class ClientHints(RequestBody):
-    """Fields of other servers and clients without effect on a generated text."""
+    """Fields of other servers and clients."""
 
     # Chat applications and agents
     client_metadata: Any = hint(why=_BOOKKEEPING)
@@ -53,7 +76,7 @@ class ClientHints(RequestBody):
 
     # llama.cpp
     cache_prompt: Any = hint(True, why=_CACHING)
-    n_predict: Any = hint(-1, why=_ALIAS)
+    n_predict: Int64 | None = Field(None, description=_AS_MAX_TOKENS)
     n_keep: Any = hint(0, why="prompts are not shifted")
     n_discard: Any = hint(0, why="prompts are not shifted")
     n_indent: Any = hint(0, why="infill of lines is not supported")
@@ -62,23 +85,23 @@ class ClientHints(RequestBody):
     id_slot: Any = hint(-1, why=_SLOTS)
     slot_id: Any = hint(-1, why=_SLOTS)
     samplers: Any = hint(why="the order of samplers is fixed")
-    min_keep: Any = hint(0, why=_SAMPLER)
-    typical_p: Any = hint(1.0, harmless=(1, 0), why=_SAMPLER)
-    tfs_z: Any = hint(1.0, harmless=(1,), why=_SAMPLER)
-    top_n_sigma: Any = hint(-1.0, harmless=(-1, 0, 0.0), why=_SAMPLER)
-    xtc_probability: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    xtc_threshold: Any = hint(why=_SAMPLER)
-    mirostat: Any = hint(0, why=_SAMPLER)
-    mirostat_tau: Any = hint(why=_SAMPLER)
-    mirostat_eta: Any = hint(why=_SAMPLER)
-    dynatemp_range: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    dynatemp_exponent: Any = hint(why=_SAMPLER)
-    dry_multiplier: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    dry_base: Any = hint(why=_SAMPLER)
-    dry_allowed_length: Any = hint(why=_SAMPLER)
-    dry_penalty_last_n: Any = hint(0, why=_SAMPLER)
-    dry_sequence_breakers: Any = hint(why=_SAMPLER)
-    repeat_penalty: Any = hint(1.0, harmless=(1,), why="use repetition_penalty")
+    min_keep: Any = hint(0, why=_OF_SAMPLER)
+    typical_p: float | None = Field(None, description=_carried("typical_p"))
+    tfs_z: Any = unsupported(1.0, harmless=(1,), why=_SAMPLER)
+    top_n_sigma: Any = unsupported(-1.0, harmless=(-1, 0, 0.0), why=_SAMPLER)
+    xtc_probability: float | None = Field(None, description=_carried("xtc"))
+    xtc_threshold: float | None = Field(None, description="Of xtc_probability; default 0.1.")
+    mirostat: Any = unsupported(0, why=_SAMPLER)
+    mirostat_tau: Any = hint(why=_OF_SAMPLER)
+    mirostat_eta: Any = hint(why=_OF_SAMPLER)
+    dynatemp_range: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    dynatemp_exponent: Any = hint(why=_OF_SAMPLER)
+    dry_multiplier: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    dry_base: Any = hint(why=_OF_SAMPLER)
+    dry_allowed_length: Any = hint(why=_OF_SAMPLER)
+    dry_penalty_last_n: Any = hint(0, why=_OF_SAMPLER)
+    dry_sequence_breakers: Any = hint(why=_OF_SAMPLER)
+    repeat_penalty: float | None = Field(None, description=_AS_REPETITION)
     repeat_last_n: Any = hint(why="penalties consider the whole sequence")
     timings_per_token: Any = hint(why=_REPORT)
     return_progress: Any = hint(why=_REPORT)
@@ -89,35 +112,36 @@ class ClientHints(RequestBody):
     lora: Any = unsupported(why="adapters are chosen by model name")
 
     # text-generation-webui and servers with its fields
-    max_new_tokens: Any = hint(why=_ALIAS)
-    do_sample: Any = hint(True, why="temperature 0 is greedy")
-    add_bos_token: Any = hint(True, why="use add_special_tokens")
-    rep_pen: Any = hint(1.0, harmless=(1,), why="use repetition_penalty")
+    max_new_tokens: Int64 | None = Field(None, description=_AS_MAX_TOKENS)
+    max_length: Int64 | None = Field(None, description="As max_tokens, as in KoboldAI: the prompt does not count.")
+    do_sample: bool | None = Field(None, description="False: as temperature 0.")
+    add_bos_token: bool | None = Field(None, description="As add_special_tokens; chat templates add their own.")
+    rep_pen: float | None = Field(None, description=_AS_REPETITION)
     rep_pen_range: Any = hint(0, why="penalties consider the whole sequence")
     repetition_penalty_range: Any = hint(0, why="penalties consider the whole sequence")
-    repetition_decay: Any = hint(0, why=_SAMPLER)
-    encoder_repetition_penalty: Any = hint(1.0, harmless=(1,), why=_SAMPLER)
-    no_repeat_ngram_size: Any = hint(0, why=_SAMPLER)
-    penalty_alpha: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    epsilon_cutoff: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    eta_cutoff: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    top_a: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    typical: Any = hint(1.0, harmless=(1,), why=_SAMPLER)
-    tfs: Any = hint(1.0, harmless=(1,), why=_SAMPLER)
-    skew: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    smoothing_factor: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    smoothing_curve: Any = hint(1.0, harmless=(1,), why=_SAMPLER)
-    nsigma: Any = hint(0.0, harmless=(0,), why=_SAMPLER)
-    dynamic_temperature: Any = hint(why=_SAMPLER)
-    dynatemp_low: Any = hint(why=_SAMPLER)
-    dynatemp_high: Any = hint(why=_SAMPLER)
-    mirostat_mode: Any = hint(0, why=_SAMPLER)
+    repetition_decay: Any = unsupported(0, why=_SAMPLER)
+    encoder_repetition_penalty: Any = unsupported(1.0, harmless=(1,), why=_SAMPLER)
+    no_repeat_ngram_size: Int64 | None = Field(None, description=_carried("no_repeat_ngram_size"))
+    penalty_alpha: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    epsilon_cutoff: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    eta_cutoff: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    top_a: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    typical: Any = unsupported(1.0, harmless=(1,), why="use typical_p")
+    tfs: Any = unsupported(1.0, harmless=(1,), why=_SAMPLER)
+    skew: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    smoothing_factor: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    smoothing_curve: Any = hint(1.0, harmless=(1,), why=_OF_SAMPLER)
+    nsigma: Any = unsupported(0.0, harmless=(0,), why=_SAMPLER)
+    dynamic_temperature: Any = unsupported(why=_SAMPLER)
+    dynatemp_low: Any = hint(why=_OF_SAMPLER)
+    dynatemp_high: Any = hint(why=_OF_SAMPLER)
+    mirostat_mode: Any = unsupported(0, why=_SAMPLER)
     temperature_last: Any = hint(why="the order of samplers is fixed")
     temp_last: Any = hint(why="the order of samplers is fixed")
     sampler_priority: Any = hint(why="the order of samplers is fixed")
     sampler_order: Any = hint(why="the order of samplers is fixed")
     truncation_length: Any = hint(why="set at server start by --max-model-len")
-    token_healing: Any = hint(why=_SAMPLER)
+    token_healing: Any = unsupported(why=_SAMPLER)
     speculative_ngram: Any = hint(why="set at server start by --speculative-config")
     ban_eos_token: Any = unsupported(why="use ignore_eos")
     banned_tokens: Any = unsupported(harmless=("",), why="use bad_words")
@@ -126,3 +150,36 @@ class ClientHints(RequestBody):
     grammar_string: Any = unsupported(harmless=("",), why="use grammar")
     guidance_scale: Any = unsupported(1.0, harmless=(1,), why="there is no classifier-free guidance")
     negative_prompt: Any = unsupported(harmless=("",), why="there is no classifier-free guidance")
+
+    def either(self, name: str, own: Any) -> Any:
+        """Return the value of a field, given under its own name (None: not) or one of OTHER_NAMES.
+
+        Raise RequestError for two values.
+        """
+        given = {} if own is None else {name: own}
+        given |= {each: value for each in OTHER_NAMES[name] if (value := getattr(self, each)) is not None}
+        if len(given) > 1:
+            given = {each: value for each, value in given.items() if value != _UNSET.get(each)} or given
+        if len(set(given.values())) > 1:
+            first, second = list(given)[:2]
+            raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
+        return next(iter(given.values()), None)
+
+    def token_limit(self, own: int | None) -> int | None:
+        """Return max_tokens, given under one of its names; None: not given, -1: unlimited. Raise as `either` does."""
+        limit: int | None = self.either("max_tokens", own)
+        return -1 if limit == self.n_predict == _UNTIL_CONTEXT else limit
+
+    def other_name(self, name: str) -> str:
+        """Return the name under which the client gives a field."""
+        return next((each for each in OTHER_NAMES.get(name, ()) if getattr(self, each) is not None), name)
+
+    def of_extra_samplers(self) -> dict[str, float]:
+        """Return the arguments of EXTRA_SAMPLERS that are set."""
+        arguments: dict[str, float] = {}
+        for sampler in EXTRA_SAMPLERS.values():
+            given = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
+            switch = next(iter(sampler.arguments))
+            if given.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
+                arguments |= given
+        return arguments

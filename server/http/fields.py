@@ -154,7 +154,7 @@ class StructuredFields(RequestBody):
     guided_whitespace_pattern: str | None = None
     grammar: str | None = Field(None, description="GBNF or Lark grammar, as structured_outputs.grammar.")
     json_schema: dict[str, Any] | None = Field(None, description="JSON schema, as structured_outputs.json.")
-    guided_decoding_backend: Any = unsupported(
+    guided_decoding_backend: Any = hint(
         harmless=("auto", "guidance"), why="the backend is chosen by --structured-outputs-config"
     )
 
@@ -294,6 +294,11 @@ _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "rep_pen": (1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    "no_repeat_ngram_size": (0,),
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
@@ -358,7 +363,7 @@ class SamplingFields(StructuredFields, ClientHints):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = Field(
-        None, description="Arguments of custom logits processors; refused if the server has none."
+        None, description="Arguments of custom logits processors; a hint if the server has none."
     )
 
     truncation_side: Literal["left", "right"] | None = None
@@ -391,8 +396,8 @@ class SamplingFields(StructuredFields, ClientHints):
     routed_experts_prompt_start: Any = unsupported(0, why="routed experts are not reported")
     mm_payload: Any = unsupported("tensors", harmless=("none",), why="this version serves text only")
     return_mm_kwargs: Any = unsupported(why="this version serves text only")
-    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers")
-    ec_transfer_params: Any = unsupported(why="this version serves text only")
+    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers", idle=True)
+    ec_transfer_params: Any = unsupported(why="this version serves text only", idle=True)
     return_token_offsets: bool | None = Field(
         False, description="Return each token's character offsets in the prompt; render endpoints only."
     )
@@ -427,7 +432,7 @@ class SamplingFields(StructuredFields, ClientHints):
             "extra_args": "vllm_xargs",
             "beam_width": "n",
             "structured_outputs": self.structure_field,
-        }.get(field, field)
+        }.get(field, self.other_name(field))
 
     @property
     def selects_best(self) -> bool:
@@ -487,7 +492,11 @@ class SamplingFields(StructuredFields, ClientHints):
         RequestError naming a field outside its bounds.
         """
         self._check_beams()
-        values = {name: getattr(self, name) for name in _PASSED_ON} | {"extra_args": self.vllm_xargs} | own
+        values = {name: getattr(self, name) for name in _PASSED_ON} | own
+        values["repetition_penalty"] = self.either("repetition_penalty", self.repetition_penalty)
+        values["extra_args"] = {**(self.vllm_xargs or {}), **self.of_extra_samplers()} or None
+        if self.do_sample is False:
+            values["temperature"] = 0.0
         if self.repetition_detection is not None:
             values["repetition_detection"] = RepetitionDetectionParams(**self.repetition_detection.model_dump())
         if self.logprob_token_ids and values.get("logprobs") is None:

@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
+from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
@@ -20,8 +21,10 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_N
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
+from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
+from pagoda.server.plugins import reads_extra_args
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
@@ -187,6 +190,16 @@ class PromptBatch:
             raise self._timeout_error() from None
 
 
+def _unread(model: ModelConfig, params: SamplingParams, *, strict: bool) -> tuple[Ignored, ...]:
+    """Return extra_args as ignored if no logits processor reads any of them. Raise RequestError if `strict`."""
+    if not params.extra_args or any(reads_extra_args(model, name) for name in params.extra_args):
+        return ()
+    reason = "vllm_xargs has no effect: no logits processor reads it (--logits-processors); leave it out"
+    if strict:
+        raise RequestError("extra_args", reason.replace("vllm_xargs", "extra_args", 1))
+    return (Ignored("vllm_xargs", "hint", reason),)
+
+
 class Generation(PromptBatch):
     """The prompts of a request to generate. `accepted` is set once the engine has all prompts. `model`: the name in the
     request, which may be a LoRA adapter's.
@@ -217,6 +230,7 @@ class Generation(PromptBatch):
         if stops > limit:
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user, began)
+        self.ignored = _unread(self._llm.config.model, params, strict=state.config.strict_requests)
         self._prompts, self._sequences = prompts, sequences
         self._origin = replace(self._origin, prompts=len(prompts))
         self._params, self._adapter = params, state.adapter(model)

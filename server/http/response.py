@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import PagodaError
+from pagoda.server.http.body import Ignored, note_ignored
 from pagoda.server.http.errors import LOST, ClientDisconnectedError, UnavailableError, http_error
 from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.http.state import ServerState, StopSignal
@@ -48,6 +49,7 @@ class OutputSource(Protocol):
     """Produces the outputs of one HTTP request: a Generation or a beam search."""
 
     request_id: str
+    ignored: tuple[Ignored, ...]
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output)."""
@@ -214,6 +216,8 @@ async def respond(
 ) -> Response:
     """Run the request and return its response. Errors before the first output are raised."""
     config = state.config
+    if source.ignored:
+        note_ignored(request, source.ignored)
     headers = dict(headers or {})
     if config.enable_request_id_headers:
         headers |= id_header(source.request_id)

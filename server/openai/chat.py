@@ -214,7 +214,8 @@ class ChatFields(SamplingFields):
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        own = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limit = self.token_limit(own)
         limit = None if limit == -1 else limit  # unlimited
         try:
             return self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit)

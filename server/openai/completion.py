@@ -107,13 +107,21 @@ class CompletionRequest(SamplingFields):
     @property
     def shows_prompt_only(self) -> bool:
         """Whether nothing generated is returned: echo with max_tokens 0."""
-        return bool(self.echo) and self.max_tokens == 0
+        return bool(self.echo) and self._limit() == 0
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether a text gets the tokenizer's special tokens, such as that of the beginning."""
+        return self.add_special_tokens is not False and self.add_bos_token is not False
+
+    def _limit(self) -> int | None:
+        """Return the number of tokens that the client names; None: none."""
+        return self.token_limit(self.max_tokens if "max_tokens" in self.model_fields_set else None)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
-        max_tokens: int | None = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        if max_tokens == -1:
-            max_tokens = None  # unlimited
+        limit = self._limit()
+        max_tokens = DEFAULT_MAX_TOKENS if limit is None else None if limit == -1 else limit
         own: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             own["prompt_logprobs"] = self.logprobs
@@ -308,12 +316,12 @@ async def prompt_of(
     if not isinstance(prompt, str):
         body.check_context(len(prompt))
         return {"prompt_token_ids": prompt} | salt
-    if body.add_special_tokens is not False and not body.limits_context:
+    if body.adds_special_tokens and not body.limits_context:
         return {"prompt": prompt} | salt
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError("prompt", "the tokenizer is disabled (--skip-tokenizer-init); give token ids")
-    special = body.add_special_tokens is not False
+    special = body.adds_special_tokens
     context = max_prompt_tokens(state.llm().info)
     ids = await state.engine.text_threads.run(len(prompt), encode_kept, tokenizer, prompt, params, context, special)
     body.check_context(len(ids))
@@ -333,7 +341,7 @@ def _fill_prompt(
         raise RequestError(
             "suffix", "suffix is not supported: the model's tokenizer has no fill-in-the-middle tokens; leave it out"
         )
-    adds_bos = body.add_special_tokens is not False
+    adds_bos = body.adds_special_tokens
     ids = fill_prompt(tokenizer, form, prompt, body.suffix or "", adds_bos=adds_bos)
     body.check_context(len(ids))
     ends = fill_ends(tokenizer, form)

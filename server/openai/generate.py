@@ -58,7 +58,7 @@ class GenerateRequest(RequestBody):
     reasoning_parser_kwargs: Any = hint(why="the prompt's reasoning is read from its tokens")
     features: Any = unsupported(why="this version serves text only")
     content_parts: Any = unsupported(why="this version serves text only")
-    kv_transfer_params: Any = unsupported(why="the cache is not transferred by request")
+    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers", idle=True)
     ec_transfer_params: Any = unsupported(why="this version serves text only")
 
     def check(self) -> None:

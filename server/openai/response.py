@@ -135,6 +135,8 @@ class BeamGeneration:
     Each step generates one token for every live beam, whose prefix is in the prefix cache.
     """
 
+    ignored = ()
+
     def __init__(
         self,
         state: ServerState,

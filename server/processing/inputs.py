@@ -6,6 +6,7 @@ refusal is a RequestError that names the field.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -16,6 +17,7 @@ from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
+from pagoda.common.engine.extra_samplers import sampler_of
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling import SamplingRules
@@ -40,12 +42,14 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
-from pagoda.server.plugins import param_checks
+from pagoda.server.plugins import param_checks, reads_extra_args
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.processing.queue_use import Load
 from pagoda.server.processing.template_renderer import TemplateRenderer
+
+logger = logging.getLogger(__name__)
 
 LISTED_PER_TOKEN: Final = 65_536
 """Biased, banned and allowed tokens that cost as much as a generated token, in each of its steps."""
@@ -234,7 +238,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
-        self._reads_extra_args = bool(config.logits_processors)
+        self._model, self._named_unread = config, False
         self._param_checks = param_checks(config)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
         self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
@@ -451,8 +455,7 @@ class InputProcessor:
                 )
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "prompt_logprobs need tokens, which prompt_embeds replace; drop one")
-        if params.extra_args and not self._reads_extra_args:
-            raise RequestError("extra_args", "extra_args have no effect without --logits-processors; drop them")
+        self._check_extra_args(params.extra_args or {})
         for check in self._param_checks:
             try:
                 check(params)
@@ -461,6 +464,19 @@ class InputProcessor:
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
             if words and self._tokenizer is None:
                 raise RequestError(name, f"{name} needs a tokenizer, which is switched off (skip_tokenizer_init)")
+
+    def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
+        unread = [name for name in extra_args if not reads_extra_args(self._model, name)]
+        for name in unread:
+            if (sampler := sampler_of(name)) is not None:
+                raise RequestError(
+                    name,
+                    f"{name} is not supported: no logits processor reads it; leave it out, or start the server with "
+                    f"--logits-processors {sampler}",
+                )
+        if unread and not self._named_unread:
+            self._named_unread = True
+            logger.warning("extra_args have no effect, no logits processor reads them: %s", ", ".join(unread)[:200])
 
     def _children(
         self,

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from pagoda.common.errors import RequestError
 from pagoda.server.http.body import Ignored, RequestBody, hint
@@ -145,12 +145,23 @@ class LocalShellCallItem(RequestBody):
         return json.dumps(self.action.model_dump(exclude={"type"}, exclude_none=True), ensure_ascii=False)
 
 
+def _as_text(output: Any) -> Any:
+    """Return an object, which older versions of Codex send, as its text `content`, or as JSON."""
+    if not isinstance(output, dict):
+        return output
+    content = output.get("content")
+    return content if isinstance(content, str) else json.dumps(output, ensure_ascii=False)
+
+
+CallOutput = Annotated[Content, BeforeValidator(_as_text)]
+
+
 class CallOutputItem(RequestBody):
     """The result of a call of a function or custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Content
+    output: CallOutput
     id: str | None = None
     status: str | None = None
     name: str | None = None
@@ -164,7 +175,7 @@ class LocalShellCallOutputItem(RequestBody):
     type: Literal["local_shell_call_output"]
     id: str | None = None
     call_id: str | None = None
-    output: Content
+    output: CallOutput
     status: str | None = None
 
 

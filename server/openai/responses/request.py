@@ -180,7 +180,7 @@ class ResponsesRequest(RequestBody):
     return_mm_kwargs: Any = unsupported()
     enable_response_messages: Any = unsupported(False)
     previous_input_messages: Any = unsupported()
-    kv_transfer_params: Any = unsupported()
+    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers", idle=True)
     ec_transfer_params: Any = unsupported()
 
     client_metadata: Any = hint(why="metadata of the client")
