@@ -114,10 +114,11 @@ PEERS ?= transformers
 bench-peers: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL) --peer-model $(or $(PEER_MODEL),$(MODEL)) --peer $(PEERS) --only offline
 
-# What benchmarks/gpu.sh needs on a GPU machine without a network. CACHE: triton-cache.tar.xz of an earlier GPU run.
+# What benchmarks/gpu.sh needs on a GPU machine without a network. CACHE: triton-cache.tar.xz of an earlier GPU run;
+# CARRIED_MODEL: a GGUF file, such as $(MODEL).
 CARRY ?= build/gpu-carry
-gpu-carry: $(VENV)/.dev $(MODEL)
-	$(BIN)/python tools/gpu_carry.py $(CARRY) --model $(MODEL) $(if $(CACHE),--cache $(CACHE))
+gpu-carry: $(VENV)/.dev
+	$(BIN)/python tools/gpu_carry.py $(CARRY) $(if $(CARRIED_MODEL),--model $(CARRIED_MODEL)) $(if $(CACHE),--cache $(CACHE))
 
 # Measures the expected figures of tests/performance and writes their tables; the diff is for a reviewer. KINDS: some of them.
 performance-table: $(VENV)/.dev

@@ -1,11 +1,11 @@
 """Build what a GPU machine without network access needs besides the checkout: wheels, Triton cache, a small model.
 
-usage: python tools/gpu_carry.py FOLDER --model MODEL.gguf [--cache triton-cache.tar.xz]
+usage: python tools/gpu_carry.py FOLDER [--model MODEL.gguf] [--cache triton-cache.tar.xz]
 
 For Linux on x86-64, Python 3.12, Triton 3.6.0 and sm_90. The cache contains the kernels of all stages of
-benchmarks/gpu.sh but those of trials, under the keys of Triton's Python 3.12 wheel. If python3.12 and its headers are
+benchmarks/gpu.sh but trials, under the keys of Triton's Python 3.12 wheel. If python3.12 and its headers are
 installed here, it also contains the kernel launchers, so that the GPU machine needs no C compiler. --cache: cache of
-an earlier GPU run, whose entries are added. The folder and the checkout's tracked files may take 64 MiB together.
+an earlier GPU run, whose entries are added. --model: for the part of `parity` that answers a question. The folder and the checkout's tracked files may take 64 MiB together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WHEELS: Final = (
 PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")
 """Packages that the GPU machine has: torch, transformers and their dependencies."""
 STAGES: Final = (
-    *("smoke", "decode", "prefill", "throughput", "serving", "invariance", "peers", "kernels", "mixers"),
+    *("short", "second", "smoke", "decode", "prefill", "throughput", "serving", "invariance", "peers", "kernels", "mixers"),
     "experts",
 )
 LAUNCHER, UTILS = "__triton_launcher", "cuda_utils"
@@ -55,7 +55,7 @@ MACHINES: Final = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct, a GGUF file")
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct, a GGUF file, to be carried, too")
     parser.add_argument("--cache", type=Path, help="Triton cache of an earlier GPU run")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
@@ -63,7 +63,10 @@ def main() -> None:
     store = args.folder.with_name(f"{args.folder.name}-store")
     store.mkdir(exist_ok=True)
     wheels(args.folder / "wheels")
-    pack_model(args.model, args.folder / "model.bin", store)
+    if args.model is None:
+        (args.folder / "model.bin").unlink(missing_ok=True)
+    else:
+        pack_model(args.model, args.folder / "model.bin", store)
     contents = cache(args.folder / "triton-cache.tar.xz", store, args.cache, args.processes)
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     (args.folder / "carry.json").write_text(json.dumps({"commit": commit, **contents}, indent=1) + "\n")

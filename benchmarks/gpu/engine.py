@@ -1,6 +1,7 @@
 """The whole engine on a GPU: graphs against eager steps; decode, prefill and throughput with Llama-3.1-8B's shapes.
 
-`graph_checks`, `decode`, `prefill` and `throughput` yield numbers; an engine starts with the first one that runs.
+`graph_checks`, `decode`, `prefill`, `throughput`, `short` and `fp8` yield numbers; an engine starts with the first one
+that runs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -300,15 +301,57 @@ LOADS = {
 
 def throughput(bench: Bench) -> Iterator[Number]:
     """Yield output tokens per second with all requests submitted at once."""
+    yield from _throughputs(bench, list(LOADS)[: bench.choose(None, 2)])
+
+
+def fp8(bench: Bench) -> Iterator[Number]:
+    """Yield the throughputs of 8-bit weights and caches."""
+    yield from _throughputs(bench, [name for name, load in LOADS.items() if load[3]])
+
+
+def _throughputs(bench: Bench, names: list[str]) -> Iterator[Number]:
     config = bench.choose(model.CONFIG, model.TINY)
-    for name, (requests, input_len, output_len, settings) in list(LOADS.items())[: bench.choose(None, 2)]:
+    for name in names:
+        requests, input_len, output_len, settings = LOADS[name]
         load = bench.choose((requests, input_len, output_len), (4, 12, 6))
         yield Number(name, partial(throughput_of, bench, config, load, settings), START_SECONDS)
+
+
+def short(bench: Bench) -> Iterator[Number]:
+    """Yield decode steps, a prefill and a throughput of one engine, which starts once: for a GPU of few minutes."""
+    config = bench.choose(model.CONFIG, model.TINY)
+    context, steps, batches = bench.choose((CONTEXT, 24, (1, 64, 256)), (24, 3, (1, 3)))
+    length, load = bench.choose((8192, (256, 1024, 256)), (24, (3, 12, 6)))
+    longest = max(length, context + answer_length(steps), sum(load[1:])) + 16
+    tokens = bench.choose(length, 64)
+    engine = Engine(bench, config, max_model_len=longest, max_num_batched_tokens=tokens, max_num_seqs=max(batches))
+    for batch in batches:
+        step = partial(decode_step, bench, engine, config, batch, context, steps)
+        yield Number(f"decode_{batch}", partial(_after_rates, bench, step), START_SECONDS)
+    yield Number(f"prefill_{length}", partial(prefill_step, bench, engine, config, length, 1), START_SECONDS)
+    name = "throughput_" + "x".join(map(str, load[:2])) + f"/{load[2]}"
+    yield Number(name, partial(throughput_with, engine, config, load), START_SECONDS)
+    engine.close()
+
+
+def _after_rates(bench: Bench, run: Callable[[], dict]) -> dict:
+    """Return a number that is measured after the machine's rates, for which an engine leaves no memory."""
+    copy_bandwidth(bench)
+    matmul_rate(bench)
+    return run()
 
 
 def throughput_of(bench: Bench, config: dict, load: tuple[int, int, int], settings: dict) -> dict:
     requests, input_len, output_len = load
     engine = Engine(bench, config, max_model_len=input_len + output_len + 16, max_num_seqs=requests, **settings)
+    result = throughput_with(engine, config, load)
+    engine.close()
+    return result
+
+
+def throughput_with(engine: Engine, config: dict, load: tuple[int, int, int]) -> dict:
+    """Return output tokens per second of an engine; `load`: requests, input and output tokens of each."""
+    requests, input_len, output_len = load
     llm = engine.llm
     llm.generate(prompts(config, 2, input_len), answer(4), use_tqdm=False)
     inputs = prompts(config, requests, input_len)
@@ -317,7 +360,6 @@ def throughput_of(bench: Bench, config: dict, load: tuple[int, int, int], settin
     seconds = time.perf_counter() - begin
     tokens = sum(len(one.outputs[0].token_ids) for one in done)
     recompiles, info = engine.recompiles, llm.llm_engine.info
-    engine.close()
     return {
         "right": tokens == requests * output_len and recompiles == 0,
         "recompiles": recompiles,

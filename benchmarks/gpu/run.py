@@ -2,7 +2,7 @@
 
 usage: gpu.sh --output DIR [--carry DIR] [--previous DIR] [--budget SECONDS] [--only PART] STAGE
 
-STAGE is smoke, decode, prefill, throughput, serving, invariance, peers, kernels, mixers, experts, tune, tune_mixers or
+STAGE is short, second, smoke, decode, prefill, throughput, serving, invariance, peers, kernels, mixers, experts, tune, tune_mixers or
 tune_experts. `DIR/STAGE.json` is written after every number.
 Numbers of the same code on the same machine, there or in the folder of --previous, are not measured again, so an
 interrupted stage resumes. Needs no network and no git; missing Python packages come from --carry.
@@ -34,6 +34,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG, NOTHING, UNFINISHED = 1, 2, 3
 BUDGET = 470.0
 """Seconds per stage: 8 minutes, less 10 s to finish."""
+BUDGETS = {"short": 330.0, "second": 330.0}
+"""Seconds of the stages for a GPU that can be had for 15 minutes in all, its start included."""
 MIN_REMAINING = 5.0
 """Remaining seconds below which no number is started, at most a fifth of the budget."""
 FAILURES = 3
@@ -242,7 +244,7 @@ class Stage:
         self.results.numbers.setdefault(part, {})[number] = result
         self.results.failed.pop(f"{part}/{number}", None)
         self.write()
-        print(f"{part}/{number} {json.dumps(result)[:600]}", flush=True)
+        print(f"{part}/{number} {result['took_s']} s {json.dumps(result)[:600]}", flush=True)
 
     def _failed(self, part: str, number: str, why: str) -> tuple[str, str]:
         """Record a failure. A number is retried once in a new process if this one had measured others before."""
@@ -312,7 +314,7 @@ def main() -> int:
     parser.add_argument("--carry", type=Path, help="folder that make gpu-carry built")
     parser.add_argument("--previous", type=Path, help="folder of an earlier run's JSON files")
     parser.add_argument("--work", type=Path, help="folder for unpacked files, kept (default: in the temporary folder)")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that the stage may take")
+    parser.add_argument("--budget", type=float, help=f"seconds that the stage may take (default: {BUDGETS}, {BUDGET})")
     parser.add_argument("--only", action="append", help="a part of the stage, such as gemm.checks")
     parser.add_argument("--model", type=Path, help="a GGUF file in place of the carried one")
     parser.add_argument("--commit", help="commit named in the JSON (default: recorded by make gpu-carry)")
@@ -327,7 +329,8 @@ def main() -> int:
         "--spoil", type=float, default=0.0, help="relative error added to results: every check must detect it"
     )
     args = parser.parse_args()
-    until = time.monotonic() + args.budget
+    budget = BUDGETS.get(args.stage, BUDGET) if args.budget is None else args.budget
+    until = time.monotonic() + budget
     unknown = set(args.only or ()) - set(STAGES[args.stage])
     if unknown:
         parser.error(f"--only: {unknown.pop()} is not of {args.stage}; its parts are {', '.join(STAGES[args.stage])}")
@@ -353,9 +356,11 @@ def main() -> int:
         environment["PAGODA_TORCH_CUDA_DEVICE"] = "cpu"
     if args.precompile or (args.stage in TRIALS and args.device == "cuda"):
         results.head["precompile_s"] = precompile(args.stage, environment, until)
+    parts = tuple(args.only or STAGES[args.stage])
+    print(f"{args.stage}, at most {budget:.0f} s, in this order: {', '.join(parts)}", flush=True)
     stage = Stage(results, options(args, args.model or files.model), environment, work, until)
     try:
-        results.complete = stage.run(tuple(args.only or STAGES[args.stage]))
+        results.complete = stage.run(parts)
     except NoGpuError:
         print("gpu.sh: no GPU found; nothing was measured", file=sys.stderr)
         return NOTHING

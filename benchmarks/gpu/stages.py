@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 PACKAGE = "pagoda.benchmarks.gpu"
 
 STAGES: dict[str, tuple[str, ...]] = {
+    "short": ("packed.checks", "experts.checks", "gemm.checks", "engine.short", "sanitizer.checks", "packed.trials"),
+    "second": ("parity.checks", "engine.fp8", "peers.attention", "attention_backends.speeds", "peers.engines"),
     "smoke": (
         "facts.checks",
         "elementwise.checks",
@@ -53,7 +55,9 @@ STAGES: dict[str, tuple[str, ...]] = {
     "tune_mixers": ("latent_attention.trials", "invariant.trials"),
     "tune_experts": ("experts.trials",),
 }
-"""In the recommended order: correctness, the engine, the comparison, then the details."""
+"""In the recommended order. The first two are for a GPU of 15 minutes: what no interpreter can check and one engine, then
+the comparisons. The others measure all: correctness, the engine, the comparison, then the details.
+"""
 
 TRIALS = ("tune", "tune_mixers", "tune_experts")
 """Stages that try settings for tuning.json."""
