@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -91,6 +93,8 @@ class LLMEngine(ExplainsMissingMethods):
         self.info: EngineInfo = self._built.info
         if tokenizer is not None:
             tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(max_prompt_tokens(self.info))
+        if self._built.hosts is not None:  # a script need not call shutdown: the other hosts end with it
+            atexit.register(weakref.finalize(self, self._built.backend.close))
         self._text = tokenizer
         self._core = self._built.core
         self._sleeper = self._built.sleeper

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from support.rows import each_row
 import pagoda
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
-from pagoda.common.config.settings import Setting
+from pagoda.common.config.settings import ENGINE_SETTINGS, Setting
+from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.main import MODULES, main
 from pagoda.server.settings.flags import resolve_settings
@@ -177,6 +178,55 @@ def test_a_refusal_says_what_to_do_instead() -> None:
     assert [
         f"{name}: {why}" for name, status, why in rows_with_status() if status == "refused" and not REMEDY.search(why)
     ] == []
+
+
+def test_an_alias_has_the_status_of_what_it_stands_for() -> None:
+    """By what it maps to: a setting without effect gives its aliases none either."""
+    checked = set()
+    for setting in ENGINE_SETTINGS.values():
+        option = setting.option
+        if option.maps_to is None or option.status == "no effect":
+            continue
+        choices = [each for each in setting.choices or () if each not in ("auto", "default")]
+        sample = choices[0] if choices else True if setting.is_switch else {} if setting.is_json else (1,)
+        targets = option.maps_to(sample)
+        checked.add(setting.name)
+        assert any(ENGINE_SETTINGS[name].option.status == "implemented" for name in targets), setting.flag
+    assert len(checked) > 10
+    without_effect = ("num_redundant_experts", "eplb_window_size", "eplb_step_interval", "eplb_log_balancedness")
+    assert {ENGINE_SETTINGS[name].option.status for name in without_effect} == {"no effect"}
+    assert ENGINE_SETTINGS["disable_mm_preprocessor_cache"].option.status == "no effect"
+
+
+ABSENT: Mapping[str, str] = {
+    "expert parallelism": "enable_expert_parallel",
+    "context parallelism": "decode_context_parallel_size",
+    "dual batch overlap": "enable_dbo",
+    "text only": "mm_processor_cache_gb",
+    "text-only": "mm_processor_cache_gb",
+    "prompt adapters are not": "enable_prompt_adapter",
+    "worker classes are not": "worker_cls",
+    "worker extensions are not": "worker_extension_cls",
+    "biases of LoRA adapters are not": "enable_lora_bias",
+    "sharded by --tensor-parallel-size only": "pipeline_parallel_size",
+}
+"""Words of a reason that name the absence of a feature -> the setting that would have it."""
+
+
+def test_reasons_name_no_feature_that_is_there() -> None:
+    statuses = {setting.name: setting.option.status for setting in SETTINGS}
+    for words, name in ABSENT.items():
+        assert statuses[name] != "implemented", f"{name} is there: reasons that say {words!r} are wrong"
+    reasons = [(name, why) for name, _, why in rows_with_status() if why]
+    reasons += [(name, why) for name, why in FLAGS_WITHOUT_SETTING.items()]
+    absent = re.compile(r"(is|are) not in this version")
+    for name, why in reasons:
+        assert "one engine drives" not in why, f"{name}: replicas may have engines of their own"
+        assert not absent.search(why) or any(words in why for words in (*ABSENT, *NOT_SETTINGS)), f"{name}: {why}"
+
+
+NOT_SETTINGS = ("this option of LoRA adapters",)
+"""Subjects of reasons that no setting has."""
 
 
 def test_most_flags_are_not_refused() -> None:

@@ -33,6 +33,8 @@ output channels where they are sharded, P cache pages, R rows of a step's arrays
 other axes are replicated.
 """
 
+PLATFORMS: Final = ("tpu", "cpu")
+
 _DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -135,13 +137,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def platform() -> str:
     """Return `tpu` or `cpu`; JAX_PLATFORMS takes precedence.
 
-    Raise ConfigError on a TPU host without libtpu, or with chips that are not supported.
+    Raise ConfigError for another platform there, on a TPU host without libtpu, or with chips that are not supported.
 
     No device is touched, because jax.distributed must be initialised first. Without a TPU chip libtpu is not loaded: it
     would log errors and retry for a while.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
-        return platforms.split(",")[0]
+        first = platforms.split(",")[0].strip()
+        if first not in PLATFORMS:
+            raise ConfigError(
+                "--backend",
+                f"JAX_PLATFORMS is {platforms!r}; jax_tpu runs on {' and '.join(PLATFORMS)}: set it to tpu,cpu, or unset it",
+            )
+        return first
     chips = tpu_chips()
     check_chips(chips)
     if chips and importlib.util.find_spec("libtpu") is None:
@@ -158,9 +166,16 @@ def dtype(name: str, flag: str = "--dtype") -> jnp.dtype:
 
 
 def device_memory(device: jax.Device) -> tuple[int, int]:
-    """Return a device's total and used bytes; for a CPU, those of the machine."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats is not None:
-        return int(stats["bytes_limit"]), int(stats["bytes_in_use"])
-    total = total_bytes()
-    return total, total - available_bytes()
+    """Return a device's total and used bytes; for a CPU, those of the machine.
+
+    Raise ConfigError for another device that does not report them.
+    """
+    if device.platform == "cpu":
+        total = total_bytes()
+        return total, total - available_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats or "bytes_in_use" not in stats:
+        raise ConfigError(
+            "--kv-cache-memory-bytes", f"{device.device_kind} does not report its memory; state the bytes of the KV cache"
+        )
+    return int(stats["bytes_limit"]), int(stats["bytes_in_use"])

@@ -103,6 +103,8 @@ def backends(config: DoctorConfig) -> Findings:
 
 def _chosen_backend(entry: Entry) -> Finding:
     """Return the finding of the chosen backend, from its framework where that knows more than the device files."""
+    if not entry.has_device() and entry.ranks is None:
+        return Finding("warn", "backend", f"{entry.name}, on this machine's CPU, for tests: there is no {entry.device}")
     if entry.ranks is None:
         return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
     runtime = load_rank_runtime(entry.name)

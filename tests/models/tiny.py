@@ -959,6 +959,12 @@ TINY = (
         {"attention_chunk_size": 64, "floor_scale": 64, "interleave_moe_layer_step": 1},
         SMALL_LLAMA4,
     ),
+    Tiny(
+        "llama4-yarn",
+        "Llama4ForCausalLM",
+        {"no_rope_layers": [1, 0, 1, 1], "rope_parameters": {**YARN, "rope_theta": 1e3, "attention_factor": 1.7}},
+        SMALL_LLAMA4,
+    ),
     Tiny("apertus-biased", "ApertusForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     Tiny(
         "hunyuan-moe",

@@ -7,6 +7,7 @@ features do not multiply the number of large programs.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ SCORE_TOKENS: Final = 64
 """Prompt tokens per call of the `ScorePrompt` program."""
 
 _VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
+_STATED_OPTION: Final = re.compile(r"--(\w+)=")
 _TALL_TILES: Final = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 _OVERLAP: Final = {
     "xla_enable_async_all_gather": "true",
@@ -189,17 +191,19 @@ def compiler_options(kernel: KernelChoice, *, overlaps: bool = False) -> dict[st
 
     XLA gives the windows of one operation an eighth to a quarter of VMEM; half (in KiB) allows larger tiles, which
     raises the matrix units of a v6e from 65-80 % to 92 % of peak. Three quarters leave too little for what XLA keeps in
-    VMEM between operations (benchmarks/LOG.md). A limit set in LIBTPU_INIT_ARGS takes precedence. Where XLA prefers
-    tiles of 16 rows, it would copy all weights in every step: those of arguments have 8.
+    VMEM between operations (benchmarks/LOG.md). Where XLA prefers tiles of 16 rows, it would copy all weights in every
+    step: those of arguments have 8. An option set in LIBTPU_INIT_ARGS takes precedence.
 
     `overlaps`: its tokens are exchanged in pieces. XLA then sends a piece while it multiplies another one, and sums
     on the sparse cores.
     """
-    if not kernel.use_kernel or kernel.interpret or _VMEM_LIMIT in os.environ.get("LIBTPU_INIT_ARGS", ""):
+    if not kernel.use_kernel or kernel.interpret:
         return None
     options = {_VMEM_LIMIT: str(kernel.chip.vmem_bytes // 2 // 1024)}
     options |= {_TALL_TILES: "false"} if kernel.chip.tall_tiles else {}
-    return options | (_OVERLAP if overlaps else {})
+    options |= _OVERLAP if overlaps else {}
+    stated = set(_STATED_OPTION.findall(os.environ.get("LIBTPU_INIT_ARGS", "")))
+    return {name: value for name, value in options.items() if name not in stated}
 
 
 @dataclass(frozen=True, slots=True)

@@ -424,6 +424,14 @@ def test_a_head_beside_a_tied_embedding_is_ignored():
     assert "head" not in load(llama_tensors(), tie_word_embeddings=True)
 
 
+@pytest.mark.parametrize("architecture", ["JambaForCausalLM", "MiniMaxForCausalLM", "OlmoHybridForCausalLM"])
+def test_an_activation_that_mixers_read_too_is_refused(architecture: str):
+    """Their convolutions, or queries, keys and values, have the activation of the MLP in transformers."""
+    case = next(case for case in read_cases().values() if case.architecture == architecture)
+    with pytest.raises(ModelError, match="hidden_act is 'gelu'"):
+        spec_from_config({**case.config, "hidden_act": "gelu"})
+
+
 def test_missing_extra_and_misshapen_tensors_are_named():
     tensors = llama_tensors()
     del tensors["model.layers.1.mlp.up_proj.weight"]

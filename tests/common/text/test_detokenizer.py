@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from pagoda.common.text.detokenizer import ByteStream, Detokenizer, WindowStream, open_stream
+from pagoda.common.text.detokenizer import ByteStream, Detokenizer, TokenPieces, WindowStream, open_stream
 from pagoda.common.text.token_bytes import byte_alphabet
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -139,6 +139,34 @@ def test_invalid_bytes_become_replacement_characters():
     ids = byte_tokens(b"\xff\x80")
     pieces, _ = streamed(BYTES, [], [[i] for i in ids])
     assert "".join(pieces) == "\ufffd\ufffd" == BYTES.decode(ids)
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 270), max_size=30), prompt=st.lists(st.integers(0, 255), max_size=3))
+def test_pieces_of_tokens_join_to_the_text(name, ids, prompt):
+    tokenizer = TOKENIZERS[name]
+    ids = [token for token in ids if token not in tokenizer.special_ids]
+    pieces, got = TokenPieces(tokenizer, prompt), []
+    for token in ids:
+        peeked = pieces.peek(token)
+        assert peeked == pieces.peek(token)
+        got.append(pieces.push(token))
+        assert got[-1] == peeked
+    text, _ = streamed(tokenizer, prompt, [ids])
+    assert "".join(got) == "".join(text)
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
+def test_a_character_belongs_to_the_token_that_completes_it(name):
+    tokenizer = TOKENIZERS[name]
+    pieces = TokenPieces(tokenizer)
+    assert [pieces.push(token) for token in byte_tokens("é🙂a".encode(), tokenizer)] == ["", "é", "", "", "", "🙂", "a"]
+    pieces.push(byte_tokens("é".encode(), tokenizer)[0])
+    special, *others = (tokenizer.backend.token_to_id("<s>"), *byte_tokens("éa".encode(), tokenizer)[1:])
+    assert [pieces.peek(token) for token in (special, *others)] == ["<s>", "é", "\ufffda"]
+    assert pieces.push(special) == "<s>"
+    assert pieces.push(others[0]) == "é"
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "metaspace"])

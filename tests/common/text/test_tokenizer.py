@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text import tokenizer
+from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
 
@@ -188,6 +189,43 @@ def test_tokens_one_by_one(folder):
     assert ours.token_text(ours.backend.token_to_id("</s>")) == "</s>"
     assert ours.token_text(ours.backend.token_to_id("Ã")) == "\ufffd"
     assert ours.token_bytes(10**6) == ours.token_bytes(-1) == ours.token_bytes(10**30) == b""
+
+
+LETTERS = "ÀÁõö÷øùúûüýþÿ"
+"""Characters that byte-level vocabularies have for bytes which no text has; DeepSeek-LLM adds them as tokens."""
+
+
+@pytest.mark.parametrize("in_vocabulary", [True, False])
+def test_added_letters_stand_for_themselves(backend, tmp_path, in_vocabulary):
+    made = tokenizers.Tokenizer.from_str(backend.to_str())
+    if not in_vocabulary:
+        state = json.loads(made.to_str())
+        vocab = {token: id for token, id in state["model"]["vocab"].items() if token not in LETTERS}
+        state["model"] |= {"vocab": {token: number for number, token in enumerate(vocab)}, "merges": []}
+        state["added_tokens"] = []
+        made = tokenizers.Tokenizer.from_str(json.dumps(state))
+        made.add_special_tokens(["<s>", "</s>"])
+    made.add_tokens([AddedToken(letter, normalized=False) for letter in LETTERS])
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    text = "für schön über, À la ø"
+    ids = ours.encode(text)
+    assert {made.token_to_id(letter) for letter in "üöÀø"} <= set(ids)
+    assert ours.decode(ids) == text
+    assert "".join(map(ours.token_text, ids)) == text
+    hf = HfTokenizer(ours)
+    assert hf.decode(ids) == hf.convert_tokens_to_string(hf.tokenize(text)) == text
+    assert "ü" in ours.byte_table.texts[made.token_to_id("ü")]
+
+
+def test_added_tokens_that_the_vocabulary_has_stand_for_its_bytes(backend, tmp_path):
+    """Such as "\u0120" for a space: the model's own tokens have them, too."""
+    made = tokenizers.Tokenizer.from_str(backend.to_str())
+    made.add_tokens([AddedToken("Ġ"), AddedToken("Ã")])
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert ours.token_bytes(made.token_to_id("Ġ")) == b" "
+    assert ours.token_bytes(made.token_to_id("Ã")) == b"\xc3"
 
 
 def test_lone_surrogates_raise_request_error(folder):

@@ -130,6 +130,21 @@ def test_echo_shows_special_tokens_of_a_prompt(client: openai.OpenAI) -> None:
     assert [choice.text[offset:][:1] for offset in choice.logprobs.text_offset] == ["a", "<", "b", "c"]
 
 
+def test_tokens_of_one_character_join_to_it(client: openai.OpenAI) -> None:
+    text = "é 界 🙂 x"
+    for stream in (False, True):
+        asked = client.completions.create(
+            model="fake", prompt=text, max_tokens=1, echo=True, logprobs=1, **({"stream": True} if stream else {})
+        )
+        choices = [choice for chunk in asked for choice in chunk.choices] if stream else asked.choices
+        parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        tokens, offsets = ([each for part in parts for each in getattr(part, name)] for name in ("tokens", "text_offset"))
+        assert "".join(tokens) == text + "y"
+        assert tokens[:7] == ["", "é", " ", "", "", "界", " "]
+        assert offsets == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6, 7]
+        assert all((text + "y")[offset:].startswith(token) for token, offset in zip(tokens, offsets))
+
+
 def test_echo_with_max_tokens_0(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=[97, 98], max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "ab"

@@ -112,6 +112,27 @@ def test_two_hosts_generate_as_one_and_end_together(folder: Path, monkeypatch: p
         assert second.wait(PATIENCE) == 0
 
 
+OFFLINE = """
+import json, sys
+from pagoda import LLM, SamplingParams
+settings, prompt = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+llm = LLM(sys.argv[1], backend="jax_tpu", tensor_parallel_size=2, nnodes=2, **settings)
+rules = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+print(len(llm.generate([{"prompt_token_ids": prompt}], rules, use_tqdm=False)[0].outputs[0].token_ids))
+"""
+
+
+def test_other_hosts_end_when_an_offline_script_on_host_0_ends(folder: Path) -> None:
+    port, model = own_port(), folder / "tiny"
+    hosts = {"master_addr": OWN_ADDRESS, "master_port": port, "xla_cache_path": str(folder / "xla")}
+    words = [sys.executable, "-c", OFFLINE, str(model), json.dumps(SMALL | hosts), json.dumps(PROMPTS[0])]
+    with follower(model, *shared_flags(folder, port)) as second:
+        script = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=PATIENCE)
+        assert (script.returncode, script.stdout.strip()) == (0, "6"), script.stderr
+        _, log = second.communicate(timeout=PATIENCE)
+        assert second.returncode == 0, log
+
+
 def test_host_0_names_the_host_that_died(folder: Path) -> None:
     with pair(folder) as (first, second, _):
         os.kill(engine_of(second), signal.SIGKILL)
