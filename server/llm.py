@@ -66,8 +66,10 @@ ContentFormat = Literal["auto", "openai", "string"]
 class LLM(ExplainsMissingMethods):
     """A model for offline use: `LLM(model="...").generate(["Hello"], SamplingParams(max_tokens=32))`.
 
-    Keywords are those of EngineArgs; None means that a setting is not given. `chat_template`: the jinja template of
-    chat(), or its file. Raises ConfigError, ModelError or WeightError when the model cannot be served.
+    Keywords are those of EngineArgs; None means that a setting is not given. It drives one engine in this process, so
+    that `data_parallel_size` above 1 is refused where each replica has an engine of its own: on all backends but
+    jax_tpu. `chat_template`: the jinja template of chat(), or its file. Raises ConfigError, ModelError or WeightError
+    when the model cannot be served.
 
     The methods for pooling models, `encode` to `score`, raise RequestError before any prompt runs. Their
     `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults; their

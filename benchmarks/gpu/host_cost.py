@@ -48,13 +48,15 @@ from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 ROWS = (1, 32, 256)
 KINDS = {"greedy": SamplingRules(), "filtered": SamplingRules(temperature=0.8, top_k=40, top_p=0.95)}
 BLOCK = 16
+WIDTH = 64
+"""Of the small model."""
 
 
 def small_backend(context: int) -> TorchCudaBackend:
     """Return a backend with one layer and few tokens: the host cost does not depend on the model."""
     norm = Norm(1e-5)
     layer = Layer((Attention(4, 2, 64, 0.125, Rope(1e4, 64)),), Mlp(64, "silu", True), Norms(norm, None, norm, None))
-    spec = ModelSpec(vocab=512, width=64, layers=(layer,), final_norm=norm, tied=True, max_positions=2 * context)
+    spec = ModelSpec(vocab=512, width=WIDTH, layers=(layer,), final_norm=norm, tied=True, max_positions=2 * context)
     limits = Limits(max_model_len=2 * context, max_num_batched_tokens=512, max_num_seqs=max(ROWS), block_size=BLOCK)
     device = find_device() if torch.cuda.is_available() else CPU
     layout = kv_layout(spec, BLOCK)
@@ -104,6 +106,9 @@ def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan)
     backend.execute(first).result()
     programs, size = runner.programs, backend.config.graph_sizes.bucket_for(plan.num_seqs)
     programs._forward[size, 1, False] = programs._sample[size, 1] = lambda: None
+    programs._left_hidden = {
+        size: torch.zeros(size, WIDTH, device=backend.config.device.torch) for size in programs._hidden
+    }
     programs._hidden = dict.fromkeys(programs._hidden, lambda: None)
 
     def pack() -> None:

@@ -20,6 +20,7 @@ from pagoda.backends.registry import (
     Entry,
     choose_backend,
     device_env,
+    load_host_runtime,
     load_rank_runtime,
     num_engines,
     parallel_sizes,
@@ -103,12 +104,15 @@ def backends(config: DoctorConfig) -> Findings:
 
 def _chosen_backend(entry: Entry) -> Finding:
     """Return the finding of the chosen backend, from its framework where that knows more than the device files."""
-    if not entry.has_device() and entry.ranks is None:
-        return Finding("warn", "backend", f"{entry.name}, on this machine's CPU, for tests: there is no {entry.device}")
-    if entry.ranks is None:
-        return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
-    runtime = load_rank_runtime(entry.name)
     try:
+        if entry.hosts is not None:
+            _, kind = load_host_runtime(entry.name).devices()
+            if kind == "cpu":
+                why = "JAX_PLATFORMS names it first" if entry.has_device() else f"there is no {entry.device}"
+                return Finding("warn", "backend", f"{entry.name}, on this machine's CPU, which is for tests: {why}")
+        if entry.ranks is None:
+            return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
+        runtime = load_rank_runtime(entry.name)
         runtime.check_devices(1)
     except (ConfigError, ImportError, OSError) as error:
         return Finding("fail", "backend", str(error))

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, Launch
 
-TARGETS: Final = ("sm_80", "sm_90", "sm_100")
+TARGETS: Final = tuple(CHIPS)
 _HERE: Final = Path(__file__).parent
 FOLDERS: Final = tuple(sorted(".".join(path.parent.relative_to(_HERE).parts) for path in _HERE.glob("**/kernel.py")))
 _WARP: Final = 32
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="aot", description="Compile Triton kernels for any GPU, without one.")
     parser.add_argument("folders", nargs="*", default=FOLDERS, metavar="folder", help=", ".join(FOLDERS))
-    parser.add_argument("--chip", action="append", choices=tuple(CHIPS), help="default: sm_80, sm_90 and sm_100")
+    parser.add_argument("--chip", action="append", choices=tuple(CHIPS), help="default: all")
     parser.add_argument("--most", type=int, help="specialisations of each folder, hot ones first; default: all")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args: Any = parser.parse_args(arguments)

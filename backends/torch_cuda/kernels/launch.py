@@ -93,14 +93,22 @@ def arguments_of(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings(path: Path, chip: Chip, key: str) -> Settings:
-    """Return the settings of `key` on the chip or the nearest older listed one; else the default in the same order."""
-    older = [name for name, known in CHIPS.items() if known.capability <= chip.capability and name in table(path)]
-    for name in reversed(older):
-        if (tuned := table(path)[name].get(key)) is not None:
-            return tuned
-    for name in reversed(older):
-        if (default := table(path)[name].get(DEFAULT)) is not None:
-            return default
+    """Return the settings of `key` on the chip or the nearest older listed one, which has no more shared memory; else
+    the default in the same order.
+
+    The first listed chip's are for those that have no such row; what does not fit them has a row of its own.
+    """
+    listed = table(path)
+    older = [
+        name
+        for name, known in CHIPS.items()
+        if name in listed and known.capability <= chip.capability and known.shared_bytes <= chip.shared_bytes
+    ]
+    names = [*reversed(older), next(iter(listed))]
+    for wanted in (key, DEFAULT):
+        for name in names:
+            if (found := listed[name].get(wanted)) is not None:
+                return found
     raise KeyError(f"{path.parent.name}: no settings for {key} on {chip.name}")
 
 

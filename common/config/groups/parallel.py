@@ -41,7 +41,10 @@ class ParallelConfig:
         1, "Prefill context-parallel size.", aliases=("-pcp",), refused=_TENSOR_ONLY
     )
     data_parallel_size: int = option(
-        1, "Data-parallel size: number of model replicas that requests are distributed over.", aliases=("-dp",)
+        1,
+        "Data-parallel size: number of model replicas that requests are distributed over. LLM, and benchmarks without a "
+        "server, drive one engine: they have replicas on jax_tpu in mode program only, elsewhere use serve or AsyncLLM.",
+        aliases=("-dp",),
     )
     data_parallel_mode: Literal["auto", "program", "engines"] = option(
         "auto",

@@ -13,7 +13,7 @@ import itertools
 
 import support.jax_devices  # noqa: F401
 
-from pagoda.backends.jax_tpu.parallel import make_mesh, torus_order
+from pagoda.backends.jax_tpu.parallel import device_memory, make_mesh, platform, torus_order
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,26 @@ def test_devices_without_a_grid_keep_their_order() -> None:
     assert torus_order(grid(2, 3), parts=4) == grid(2, 3)
     mesh = make_mesh(2, 2)
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("stated", "first"), [("tpu,cpu", "tpu"), ("cpu", "cpu"), (" cpu ", "cpu")])
+def test_the_platform_that_jax_is_told(stated: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", stated)
+    assert platform() == first
+
+
+@pytest.mark.parametrize("stated", ["proxy", "cuda,cpu", "TPU"])
+def test_another_platform_is_refused(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of its programs would have kernels."""
+    monkeypatch.setenv("JAX_PLATFORMS", stated)
+    with pytest.raises(ConfigError, match=f"^--backend: JAX_PLATFORMS is '{stated}'; jax_tpu runs on tpu and cpu"):
+        platform()
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5}])
+def test_a_device_that_does_not_report_its_memory(stats: dict[str, int] | None) -> None:
+    device: Any = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite", memory_stats=lambda: stats)
+    with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: TPU v6 lite does not report its memory; state"):
+        device_memory(device)
+    device.memory_stats = lambda: {"bytes_limit": 7, "bytes_in_use": 5}
+    assert device_memory(device) == (7, 5)

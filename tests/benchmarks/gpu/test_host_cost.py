@@ -11,6 +11,14 @@ from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
 from pagoda.benchmarks.gpu import host_cost
 
 
+def test_steps_with_and_without_a_prompt() -> None:
+    backend = host_cost.small_backend(64)
+    for prompt in (0, 20):
+        planned = host_cost.plans(32, 64, host_cost.KINDS["filtered"], prompt)
+        cost = host_cost.cost(backend, 1, *planned)
+        assert 0 < cost["pack_us"] < cost["step_us"]
+
+
 def test_an_eager_step_launches_up_to_the_driver(monkeypatch) -> None:
     """A norm before and after the mixer, the head's, rope and cache, attention, activation; the sampler's are more."""
     names: Counter[str] = Counter()

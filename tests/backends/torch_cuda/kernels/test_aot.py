@@ -83,6 +83,14 @@ def test_settings_fall_back(tmp_path: Path):
     assert settings(path, CHIPS["sm_90"], "y")["A"] == 1
 
 
+def test_settings_come_from_chips_with_no_more_shared_memory(tmp_path: Path):
+    path = tmp_path / "tuning.json"
+    table = {"sm_80": {"x": {"A": 1}, "y": {"A": 2}}, "sm_86": {"x": {"A": 3}}, "sm_100": {"x": {"A": 4}}}
+    path.write_text(json.dumps(table))
+    assert [settings(path, CHIPS[chip], "x")["A"] for chip in ("sm_80", "sm_89", "sm_100", "sm_120")] == [1, 3, 4, 3]
+    assert [settings(path, CHIPS[chip], "y")["A"] for chip in ("sm_86", "sm_90", "sm_120")] == [2, 2, 2]
+
+
 def test_chips():
     assert find_chip((9, 0), 114) == Chip((9, 0), CHIPS["sm_90"].shared_bytes, 114, True)
     assert find_chip((8, 7), 16).shared_bytes == CHIPS["sm_86"].shared_bytes
