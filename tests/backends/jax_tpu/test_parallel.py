@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ import itertools
 import support.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu.parallel import device_memory, make_mesh, platform, torus_order
+from pagoda.common.errors import ConfigError
 
 
 @dataclass(frozen=True)
