@@ -5,7 +5,8 @@ usage: python tools/gpu_carry.py FOLDER [--model MODEL.gguf] [--cache triton-cac
 For Linux on x86-64, Python 3.12, Triton 3.6.0 and sm_90. The cache contains the kernels of all stages of
 benchmarks/gpu.sh but trials, under the keys of Triton's Python 3.12 wheel. If python3.12 and its headers are
 installed here, it also contains the kernel launchers, so that the GPU machine needs no C compiler. --cache: cache of
-an earlier GPU run, whose entries are added. --model: for the part of `parity` that answers a question. The folder and the checkout's tracked files may take 64 MiB together.
+an earlier GPU run, whose entries are added. --model: for the part of `parity` that answers a question. The folder and
+the checkout's tracked files may take 64 MiB together.
 """
 
 from __future__ import annotations
@@ -43,7 +44,19 @@ WHEELS: Final = (
 PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")
 """Packages that the GPU machine has: torch, transformers and their dependencies."""
 STAGES: Final = (
-    *("short", "second", "smoke", "decode", "prefill", "throughput", "serving", "invariance", "peers", "kernels", "mixers"),
+    *(
+        "short",
+        "second",
+        "smoke",
+        "decode",
+        "prefill",
+        "throughput",
+        "serving",
+        "invariance",
+        "peers",
+        "kernels",
+        "mixers",
+    ),
     "experts",
 )
 LAUNCHER, UTILS = "__triton_launcher", "cuda_utils"

@@ -147,7 +147,7 @@ def platform() -> str:
         if first not in PLATFORMS:
             raise ConfigError(
                 "--backend",
-                f"JAX_PLATFORMS is {platforms!r}; jax_tpu runs on {' and '.join(PLATFORMS)}: set it to tpu,cpu, or unset it",
+                f"JAX_PLATFORMS is {platforms!r}; jax_tpu runs on {' and '.join(PLATFORMS)}: set tpu,cpu, or unset it",
             )
         return first
     chips = tpu_chips()
@@ -176,6 +176,7 @@ def device_memory(device: jax.Device) -> tuple[int, int]:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats or "bytes_in_use" not in stats:
         raise ConfigError(
-            "--kv-cache-memory-bytes", f"{device.device_kind} does not report its memory; state the bytes of the KV cache"
+            "--kv-cache-memory-bytes",
+            f"{device.device_kind} does not report its memory; state the bytes of the KV cache",
         )
     return int(stats["bytes_limit"]), int(stats["bytes_in_use"])

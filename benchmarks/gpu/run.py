@@ -2,8 +2,8 @@
 
 usage: gpu.sh --output DIR [--carry DIR] [--previous DIR] [--budget SECONDS] [--only PART] STAGE
 
-STAGE is short, second, smoke, decode, prefill, throughput, serving, invariance, peers, kernels, mixers, experts, tune, tune_mixers or
-tune_experts. `DIR/STAGE.json` is written after every number.
+STAGE is short, second, smoke, decode, prefill, throughput, serving, invariance, peers, kernels, mixers, experts, tune,
+tune_mixers or tune_experts. `DIR/STAGE.json` is written after every number.
 Numbers of the same code on the same machine, there or in the folder of --previous, are not measured again, so an
 interrupted stage resumes. Needs no network and no git; missing Python packages come from --carry.
 

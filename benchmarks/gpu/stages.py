@@ -55,8 +55,8 @@ STAGES: dict[str, tuple[str, ...]] = {
     "tune_mixers": ("latent_attention.trials", "invariant.trials"),
     "tune_experts": ("experts.trials",),
 }
-"""In the recommended order. The first two are for a GPU of 15 minutes: what no interpreter can check and one engine, then
-the comparisons. The others measure all: correctness, the engine, the comparison, then the details.
+"""In the recommended order. The first two are for a GPU of 15 minutes: what no interpreter can check and one engine,
+then the comparisons. The others measure all: correctness, the engine, the comparison, then the details.
 """
 
 TRIALS = ("tune", "tune_mixers", "tune_experts")

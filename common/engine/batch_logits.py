@@ -185,8 +185,8 @@ class LogitsBatch:
     def apply(
         self, logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
     ) -> tuple[Any, dict[int, str]]:
-        """Edit logits [n, V] of n sequences, each with all its tokens, by the processors that may change which token is
-        the best. All of them are told what changed in the batch.
+        """Edit logits [n, V] of n sequences, each with all its tokens, by the processors that may change which token
+        is the best. All of them are told what changed in the batch.
 
         Returns the logits, and for sequences whose processor failed the reason, by index.
         """
@@ -199,7 +199,7 @@ class LogitsBatch:
         return self._run(run, logits)
 
     def apply_scaled(self, logits: Any, temperatures: Any) -> tuple[Any, dict[int, str]]:
-        """Edit the logits [n, V] of the same sequences, after the penalties, by the processors that keep the best token.
+        """Edit the logits [n, V] of the same sequences, after penalties, by the processors that keep the best token.
 
         They get logits over temperature; temperatures [n, 1] have 1 for greedy sequences. Returns as `apply`.
         """

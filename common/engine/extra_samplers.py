@@ -56,7 +56,9 @@ class ExtraSampler(AdapterLogitsProcessor):
 class NoRepeatNgram(ExtraSampler):
     """Excludes the tokens that would complete n tokens in a row which the prompt or the output has already."""
 
-    arguments = {"no_repeat_ngram_size": Argument(low=0, high=1 << 20, neutral=0, whole=True)}
+    arguments: ClassVar[Mapping[str, Argument]] = {
+        "no_repeat_ngram_size": Argument(low=0, high=1 << 20, neutral=0, whole=True)
+    }
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
         size = self.value(params, "no_repeat_ngram_size")
@@ -88,7 +90,7 @@ class TypicalP(ExtraSampler):
     Source: Meister et al., "Locally Typical Sampling" (2022).
     """
 
-    arguments = {"typical_p": Argument(low=0, high=1, neutral=1)}
+    arguments: ClassVar[Mapping[str, Argument]] = {"typical_p": Argument(low=0, high=1, neutral=1)}
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
         p = self.value(params, "typical_p")
@@ -112,7 +114,7 @@ class Xtc(ExtraSampler):
     Whether it does is drawn from the seed and the position. Source: llama.cpp's sampler of that name.
     """
 
-    arguments = {
+    arguments: ClassVar[Mapping[str, Argument]] = {
         "xtc_probability": Argument(low=0, high=1, neutral=0),
         "xtc_threshold": Argument(low=0, high=1, neutral=0.1),
     }

@@ -111,18 +111,22 @@ _ROWS_COMPARED: Final = 1024  # at a time: no copy of a table of gigabytes
 def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
     """Raise WeightError unless two tensors, each with its name, have the same values. Quantised ones never do."""
     (embed_name, table), (head_name, values) = embed, head
-    dense = not isinstance(table, QuantizedTensor) and not isinstance(values, QuantizedTensor)
-    if dense and table.shape == values.shape and table.dtype == values.dtype:
-        starts = range(0, len(table), _ROWS_COMPARED)
-        if all(
-            np.array_equal(to_float32(table[row : row + _ROWS_COMPARED]), to_float32(values[row : row + _ROWS_COMPARED]))
-            for row in starts
-        ):
-            return
+    if _equal(table, values):
+        return
     raise WeightError(
         f"tensor {head_name} differs from {embed_name}, but config.json says with tie_word_embeddings that the head is "
         "the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
     )
+
+
+def _equal(one: Value, other: Value) -> bool:
+    """Whether two dense tensors have the same dtype and values, compared in pieces."""
+    if isinstance(one, QuantizedTensor) or isinstance(other, QuantizedTensor):
+        return False
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pieces = (slice(row, row + _ROWS_COMPARED) for row in range(0, len(one), _ROWS_COMPARED))
+    return all(np.array_equal(to_float32(one[piece]), to_float32(other[piece])) for piece in pieces)
 
 
 def check_names(

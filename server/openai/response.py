@@ -15,6 +15,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.http.body import Ignored
 from pagoda.server.http.fields import SamplingFields, TokenNames
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.response import OutputSource, ResponseBuilder, Usage, encode_json
@@ -135,7 +136,7 @@ class BeamGeneration:
     Each step generates one token for every live beam, whose prefix is in the prefix cache.
     """
 
-    ignored = ()
+    ignored: tuple[Ignored, ...] = ()
 
     def __init__(
         self,

@@ -27,7 +27,14 @@ from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weight
 from pagoda.common.weights.quantization.on_the_fly import quantized
 from pagoda.common.weights.quantization.read import join_scales
 from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
-from pagoda.common.weights.rules import apply_rules, check_names, merge_adapter, quantised_pieces, sources, with_equal_head
+from pagoda.common.weights.rules import (
+    apply_rules,
+    check_names,
+    merge_adapter,
+    quantised_pieces,
+    sources,
+    with_equal_head,
+)
 from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.drafter import ResolvedDrafter, open_drafter

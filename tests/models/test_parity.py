@@ -6,13 +6,16 @@ With `slow_matrix` on the other backends, too: `make test` runs their model code
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
 from models.implementations import ACCELERATED, IMPLEMENTATIONS
 from models.kept_logits import GREEDY, POSITIONS, TOKENS, Kept, read_cases, read_logits
 
-from pagoda.common.models.registry import ARCHITECTURES
+from pagoda.common.errors import ModelError
+from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
 
 TOLERANCE = 3e-5
 """Rounding to float32 on both sides."""
@@ -51,6 +54,23 @@ def test_logits_and_greedy_tokens(case: Kept, implementation: str, kept: Mapping
     tolerance = TOLERANCE_OF_ACCELERATED if implementation in ACCELERATED else TOLERANCE
     torch.testing.assert_close(ours[list(POSITIONS)], expected, atol=tolerance, rtol=0)
     assert ours[TOKENS - 1 : -1].argmax(1).tolist() == case.token_ids[TOKENS:]
+
+
+MLP_ALONE = {"Zamba2ForCausalLM", "BailingMoeV3ForCausalLM", "BailingMoeV2_5ForCausalLM"}
+"""Recurrent families whose `hidden_act` is the activation of the MLP alone: their convolutions have SiLU, or none."""
+
+
+def test_an_activation_that_mixers_have_too_is_refused() -> None:
+    """In transformers that of the convolution, or of queries, keys and values, is `hidden_act`; here it is SiLU."""
+    recurrent = [case for case in CASES.values() if not all(isinstance(each, _ATTENTION) for each in case.spec.mixers)]
+    assert len(recurrent) > 20
+    for case in recurrent:
+        refused = pytest.raises(ModelError, match="hidden_act")
+        with nullcontext() if case.architecture in MLP_ALONE else refused:
+            spec_from_config({**case.config, "hidden_act": "gelu"})
+
+
+_ATTENTION = Attention | LatentAttention
 
 
 def test_every_family_is_covered() -> None:

@@ -42,8 +42,8 @@ class ParallelConfig:
     )
     data_parallel_size: int = option(
         1,
-        "Data-parallel size: number of model replicas that requests are distributed over. LLM, and benchmarks without a "
-        "server, drive one engine: they have replicas on jax_tpu in mode program only, elsewhere use serve or AsyncLLM.",
+        "Data-parallel size: number of model replicas that requests are distributed over. LLM, and benchmarks without "
+        "a server, drive one engine: they have replicas on jax_tpu in mode program only; else use serve or AsyncLLM.",
         aliases=("-dp",),
     )
     data_parallel_mode: Literal["auto", "program", "engines"] = option(

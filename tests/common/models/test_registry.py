@@ -16,7 +16,7 @@ from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_confi
 from pagoda.common.models.rope import Llama3Scaling, LongRopeScaling, Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe
-from pagoda.common.weights.rules import apply_rules
+from pagoda.common.weights.rules import apply_rules, with_equal_head
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -424,12 +424,21 @@ def test_a_head_beside_a_tied_embedding_is_ignored():
     assert "head" not in load(llama_tensors(), tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("architecture", ["JambaForCausalLM", "MiniMaxForCausalLM", "OlmoHybridForCausalLM"])
-def test_an_activation_that_mixers_read_too_is_refused(architecture: str):
-    """Their convolutions, or queries, keys and values, have the activation of the MLP in transformers."""
-    case = next(case for case in read_cases().values() if case.architecture == architecture)
-    with pytest.raises(ModelError, match="hidden_act is 'gelu'"):
-        spec_from_config({**case.config, "hidden_act": "gelu"})
+@pytest.mark.parametrize("first", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_head_of_other_values_than_a_tied_embedding_is_refused(first: str):
+    """transformers uses it then; nothing must drop it in silence."""
+    _, llama = spec_from_config({**LLAMA, "tie_word_embeddings": True})
+    tensors = llama_tensors()
+    ordered = {first: tensors[first], **tensors}
+    assert dict(with_equal_head(llama.rules, ordered.items())).keys() == tensors.keys()
+    ordered["lm_head.weight"] = ordered["lm_head.weight"].copy()
+    ordered["lm_head.weight"][10, 7] = 1
+    message = r"^tensor lm_head.weight differs from model.embed_tokens.weight, .*pass --hf-overrides '\{.*: false\}'$"
+    with pytest.raises(WeightError, match=message):
+        dict(with_equal_head(llama.rules, ordered.items()))
+    for other in (np.zeros((12, 8), np.float32), np.zeros((11, 8), np.float16)):
+        with pytest.raises(WeightError, match=r"lm_head\.weight differs"):
+            dict(with_equal_head(llama.rules, {**ordered, "lm_head.weight": other}.items()))
 
 
 def test_missing_extra_and_misshapen_tensors_are_named():

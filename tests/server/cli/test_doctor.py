@@ -116,9 +116,7 @@ def test_an_unavailable_backend() -> None:
 def test_without_a_tpu_jax_tpu_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     finding = findings_of(doctor.backends, backend="jax_tpu")[0]
-    assert finding == Finding(
-        "warn", "backend", "jax_tpu, on this machine's CPU, which is for tests: there is no TPU"
-    )
+    assert finding == Finding("warn", "backend", "jax_tpu, on this machine's CPU, which is for tests: there is no TPU")
     monkeypatch.setenv("JAX_PLATFORMS", "proxy")
     finding = findings_of(doctor.backends, backend="jax_tpu")[0]
     assert finding.level == "fail"

@@ -102,7 +102,9 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 """Sampler -> a value that changes the answer, and one without effect."""
 
 
-@pytest.mark.field("CompletionRequest|ChatCompletionRequest.typical_p|xtc_probability|xtc_threshold|no_repeat_ngram_size")
+@pytest.mark.field(
+    "CompletionRequest|ChatCompletionRequest.typical_p|xtc_probability|xtc_threshold|no_repeat_ngram_size"
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_samplers_that_are_not_there_are_refused(server: LiveServer, name: str) -> None:
     changing, neutral = REFUSED[name]

@@ -138,7 +138,9 @@ def test_tokens_of_one_character_join_to_it(client: openai.OpenAI) -> None:
         )
         choices = [choice for chunk in asked for choice in chunk.choices] if stream else asked.choices
         parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
-        tokens, offsets = ([each for part in parts for each in getattr(part, name)] for name in ("tokens", "text_offset"))
+        tokens, offsets = (
+            [each for part in parts for each in getattr(part, name)] for name in ("tokens", "text_offset")
+        )
         assert "".join(tokens) == text + "y"
         assert tokens[:7] == ["", "é", " ", "", "", "界", " "]
         assert offsets == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6, 7]
