@@ -224,6 +224,25 @@ def choose(samplers: Samplers, logits: Mapping[int, float], history: list[int], 
     return token
 
 
+def test_biases_come_before_penalties(samplers: Samplers) -> None:
+    """As in vLLM: (3 + 3) / 1.5 is below 4.2, 3 / 1.5 + 3 would not be; likewise a token whose bias makes it negative."""
+    assert choose(samplers, {9: 3.0, 5: 4.2}, [9], 1, repetition_penalty=1.5, logit_bias=((9, 3.0),)) == 5
+    assert choose(samplers, {9: 3.0, 5: -3.5}, [9], 1, repetition_penalty=1.5, logit_bias=((9, -6.0),)) == 5
+
+
+def test_min_p_comes_before_top_p(samplers: Samplers) -> None:
+    """Of 0.40 and 0.17, which min-p leaves, the first has 70 %; of all tokens 40 %."""
+    row = np.full((ROOM, VOCAB), -50.0, np.float32)
+    row[:, :5] = np.log([0.40, 0.17, 0.15, 0.14, 0.14])
+    rules = [SamplingRules(temperature=1.0, min_p=0.4, top_p=0.5, seed=seed) for seed in range(2 * ROOM)]
+    drawn: set[int] = set()
+    for start in (0, ROOM):
+        sampler = samplers.make()
+        started(sampler, [(each, [1], 1) for each in rules[start : start + ROOM]])
+        drawn |= set(sampler.sample(row, decode_step([1] * ROOM)))
+    assert drawn == {0}
+
+
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 3.0}, {"frequency_penalty": 3.0}])
 def test_presence_and_frequency_penalties_leave_out_the_prompt(samplers: Samplers, penalty: dict[str, float]) -> None:
     logits = {5: 9.0, 6: 8.0}

@@ -399,6 +399,44 @@ def test_logprobs_by_mode(mode: str) -> None:
     np.testing.assert_allclose(last.logprobs, values[1:, last.token_ids[0].tolist()], rtol=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_kept_tokens_have_the_probabilities_of_the_definition(seed: int) -> None:
+    """In float64, in vLLM's order: bias, penalties, temperature, min-p and top-k, then top-p of what they leave."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal(VOCAB).astype(np.float32) * 3
+    prompt = rng.integers(VOCAB, size=4).astype(np.int32)
+    bias = {int(token): float(value) for token, value in zip(rng.integers(VOCAB, size=5), rng.normal(0, 3, 5))}
+    penalty, temperature = 1.0 + seed % 3 / 2, 0.5 + seed / 10
+    top_k, top_p, min_p = [(0, 0.6, 0.2), (9, 0.7, 0.0), (30, 0.9, 0.05)][seed % 3]
+    x = logits.astype(np.float64)
+    x[list(bias)] += list(bias.values())
+    seen = sorted(set(prompt.tolist()))
+    x[seen] = np.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
+    x /= temperature
+    keep = (x >= x.max() + np.log(max(min_p, 1e-300))) & (x >= np.sort(x)[-(top_k or VOCAB)])
+    probabilities = np.where(keep, np.exp(x - x.max()), 0)
+    probabilities /= probabilities.sum()
+    order = np.argsort(-x, kind="stable")
+    keep[order[np.cumsum(probabilities[order]) - probabilities[order] >= top_p]] = False
+    kept = np.where(keep, probabilities, 0) / probabilities[keep].sum()
+    rules = SamplingRules(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=penalty,
+        logit_bias=tuple(bias.items()),
+        logprobs=-1,
+    )
+    sampler = Sampler(VOCAB, 1, 8, SamplerOptions("processed_logprobs"))
+    sampler.start(RowStart(0, prompt, len(prompt), rules))
+    _, logprobs = sampler.sample(torch.from_numpy(logits[None].copy()), decode_step([len(prompt)]))
+    got = np.zeros(VOCAB)
+    got[logprobs[0].token_ids[0]] = np.exp(logprobs[0].logprobs[0])
+    assert 1 <= np.count_nonzero(kept) < VOCAB
+    np.testing.assert_allclose(got, kept, atol=1e-6)
+
+
 def test_without_filters_every_token_stays() -> None:
     """However little is left of its probability."""
     sampler = Sampler(VOCAB, 1, 5, SamplerOptions("processed_logprobs"))
