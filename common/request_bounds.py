@@ -58,7 +58,9 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "best_of": _sampled(1, MAX_N, total=_SEQUENCES),
     "presence_penalty": _sampled(-2.0, 2.0),
     "frequency_penalty": _sampled(-2.0, 2.0),
-    "repetition_penalty": _sampled(0.0, float(INT32_MAX), above=True),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "rep_pen"), _sampled(0.0, float(INT32_MAX), above=True)),
+    **dict.fromkeys(("typical_p", "xtc_probability", "xtc_threshold"), Bound(low=0.0, high=1.0)),
+    "no_repeat_ngram_size": Bound(low=0, high=1 << 20),
     "temperature": Bound(low=0.0, high=2.0),
     "SamplingParams.temperature": _sampled(0.0, 100.0),
     "AnthropicMessagesRequest.temperature": Bound(low=0.0, high=2.0),
@@ -69,7 +71,10 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "min_p": _sampled(0.0, 1.0),
     "seed": Bound(low=INT64_MIN, high=INT64_MAX),
     "SamplingParams.max_tokens": _sampled(1, INT32_MAX, total=_CONTEXT),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _OUTPUT),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length"), _OUTPUT
+    ),
+    "n_predict": _sampled(-2, INT32_MAX, total=_CONTEXT),
     "RoutedReasoning.max_tokens": _INT64,
     "CohereEmbedRequest.max_tokens": Bound(low=1, high=INT64_MAX, total="at most the context length"),
     "AnthropicMessagesRequest.max_tokens": _sampled(1, INT32_MAX, total=_CONTEXT),

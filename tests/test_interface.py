@@ -208,6 +208,9 @@ ABSENT: Mapping[str, str] = {
     "worker classes are not": "worker_cls",
     "worker extensions are not": "worker_extension_cls",
     "biases of LoRA adapters are not": "enable_lora_bias",
+    "prefill/decode disaggregation": "kv_transfer_config",
+    "KV cache offloading": "kv_offloading_size",
+    "IO processor plugins": "io_processor_plugin",
     "sharded by --tensor-parallel-size only": "pipeline_parallel_size",
 }
 """Words of a reason that name the absence of a feature -> the setting that would have it."""

@@ -332,8 +332,10 @@ def _known_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-_MAY_BE_EMPTY: Final = ("assistant", "tool", "function")
-"""Roles whose content may be null: an assistant's message may consist of calls, a tool may return nothing."""
+_MAY_BE_ABSENT: Final = ("assistant", "tool", "function")
+"""Roles whose content may be absent: an assistant's message may consist of calls, a tool may return nothing. That of
+others may be null, as in vLLM.
+"""
 
 
 def check_messages(where: str, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -347,7 +349,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role", f"{where}.role must be a string such as 'user'")
     if content is None:
-        if role not in _MAY_BE_EMPTY:
+        if role not in _MAY_BE_ABSENT and "content" not in message:
             raise RequestError(f"{where}.content", f"{where}.content is missing")
     elif not isinstance(content, str | list):
         raise RequestError(f"{where}.content", f"{where}.content must be a string or a list of parts")

@@ -114,13 +114,6 @@ def test_template_kwargs_and_documents() -> None:
         assert answer_of(server, "/v1/chat/completions", body)["prompt_token_ids"] == list(b"mpq")
 
 
-def test_documents_unused_by_the_template_are_refused() -> None:
-    with live_server(chat_template="{{ messages[0].content }}") as server:
-        status, answer = server.post("/v1/chat/completions", CHAT | {"documents": [{"text": "pq"}]})
-        assert (status, answer["error"]["param"]) == (400, "documents")
-        answer_of(server, "/v1/chat/completions", CHAT | {"documents": []})
-
-
 def test_logprobs_of_the_whole_vocabulary_are_refused(server: LiveServer) -> None:
     status, answer = server.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1})
     assert status == 400

@@ -198,7 +198,7 @@ def test_cache_salt_priority_and_logprobs(server: LiveServer) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, "messages[0]"),
         ({"messages": [[{"role": "user", "content": "a"}]] * 1025}, "messages"),
         (batch("x", stream=True), "stream"),
-        (batch("x", guided_decoding_backend="outlines"), "guided_decoding_backend"),
+        (batch("x", typical_p=0.5), "typical_p"),
         (batch("x", temperature=-1.0), "temperature"),
     ],
 )

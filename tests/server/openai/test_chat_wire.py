@@ -164,7 +164,7 @@ def test_logprobs_have_openai_format(server: LiveServer) -> None:
     entries = answer["choices"][0]["logprobs"]
     assert set(entries) == {"content", "refusal"}
     last = entries["content"][-2]
-    assert (last["bytes"], last["token"], set(last)) == ([0xA9], "�", {"token", "logprob", "bytes", "top_logprobs"})
+    assert (last["bytes"], last["token"], set(last)) == ([0xA9], "é", {"token", "logprob", "bytes", "top_logprobs"})
     assert [set(top) for top in last["top_logprobs"]] == [{"token", "logprob", "bytes"}]
     parts = [event["choices"][0]["logprobs"] for event in events_of(server, body)]
     assert [entry for part in parts if part for entry in part["content"]] == entries["content"]

@@ -156,7 +156,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "("}, "guided_regex", "unclosed"),
     ({"guided_choice": []}, "guided_choice", "empty"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
-    ({"guided_choice": ["a"], "guided_decoding_backend": "outlines"}, "guided_decoding_backend", "not supported"),
     ({"thinking_token_budget": 3}, "thinking_token_budget", "--reasoning-parser"),
 ]
 

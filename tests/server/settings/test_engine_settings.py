@@ -145,18 +145,30 @@ def test_logits_processors_run_in_order_on_every_token(folder: Path, temperature
         assert asked.outputs[0].token_ids == [20, 21, 21]
 
 
-@pytest.mark.field("CompletionRequest|ChatCompletionRequest.vllm_xargs")
-def test_extra_args_without_a_processor_are_refused(folder: Path) -> None:
-    with Tiny(folder) as tiny, pytest.raises(RequestError) as error:
-        tiny.answer(extra_args={"token": 20})
-    assert error.value.field == "extra_args"
-    with live_server() as server:
-        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
-            status, answer = server.post(f"/v1/{path}", body | {"vllm_xargs": {"token": 1}})
-            assert (status, answer["error"]["param"]) == (400, "vllm_xargs")
+def test_extra_args_that_no_processor_reads_are_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Tiny(folder) as tiny:
+        for _ in range(2):
+            tiny.answer(extra_args={"token": 20})
+        with pytest.raises(RequestError, match="--logits-processors typical_p$") as error:
+            tiny.answer(extra_args={"typical_p": 0.5})
+    assert error.value.field == "typical_p"
+    assert [each.getMessage() for each in caplog.records if "extra_args" in each.getMessage()] == [
+        "extra_args have no effect, no logits processor reads them: token"
+    ]
 
 
-MESSAGES = [{"role": "user", "content": "a"}]
+@pytest.mark.setting("--logits-processors")
+def test_extra_samplers_are_loaded_by_name(folder: Path) -> None:
+    with Tiny(folder, logits_processors=["no_repeat_ngram_size", "typical_p"]) as tiny:
+        plain = tiny.answer(temperature=0.0, max_tokens=12).outputs[0].token_ids
+        varied = (
+            tiny.answer(temperature=0.0, max_tokens=12, extra_args={"no_repeat_ngram_size": 1}).outputs[0].token_ids
+        )
+        assert len(set(varied)) == 12 > len(set(plain))
+        with pytest.raises(RequestError, match=r"^typical_p is 2; it must be from 0 to 1$"):
+            tiny.answer(extra_args={"typical_p": 2})
+        with pytest.raises(RequestError, match=r"--logits-processors xtc$"):
+            tiny.answer(extra_args={"xtc_probability": 0.5})
 
 
 class Doorkeeper(Scheduler):
