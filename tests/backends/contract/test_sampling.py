@@ -225,7 +225,7 @@ def choose(samplers: Samplers, logits: Mapping[int, float], history: list[int], 
 
 
 def test_biases_come_before_penalties(samplers: Samplers) -> None:
-    """As in vLLM: (3 + 3) / 1.5 is below 4.2, 3 / 1.5 + 3 would not be; likewise a token whose bias makes it negative."""
+    """As in vLLM: (3 + 3) / 1.5 is below 4.2, 3 / 1.5 + 3 would not be; likewise if the bias makes it negative."""
     assert choose(samplers, {9: 3.0, 5: 4.2}, [9], 1, repetition_penalty=1.5, logit_bias=((9, 3.0),)) == 5
     assert choose(samplers, {9: 3.0, 5: -3.5}, [9], 1, repetition_penalty=1.5, logit_bias=((9, -6.0),)) == 5
 

@@ -149,7 +149,7 @@ def test_extra_args_that_no_processor_reads_are_logged_once(folder: Path, caplog
     with Tiny(folder) as tiny:
         for _ in range(2):
             tiny.answer(extra_args={"token": 20})
-        with pytest.raises(RequestError, match="--logits-processors typical_p$") as error:
+        with pytest.raises(RequestError, match=r"--logits-processors typical_p$") as error:
             tiny.answer(extra_args={"typical_p": 0.5})
     assert error.value.field == "typical_p"
     assert [each.getMessage() for each in caplog.records if "extra_args" in each.getMessage()] == [
