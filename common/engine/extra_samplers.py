@@ -20,7 +20,7 @@ _MINUS_INFINITY: Final = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class SamplerArgument:
     """A number of `extra_args`: its bounds, and its value without effect."""
 
     low: float
@@ -32,7 +32,7 @@ class Argument:
 class ExtraSampler(AdapterLogitsProcessor):
     """A sampler whose arguments are numbers."""
 
-    arguments: ClassVar[Mapping[str, Argument]]
+    arguments: ClassVar[Mapping[str, SamplerArgument]]
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -56,8 +56,8 @@ class ExtraSampler(AdapterLogitsProcessor):
 class NoRepeatNgram(ExtraSampler):
     """Excludes the tokens that would complete n tokens in a row which the prompt or the output has already."""
 
-    arguments: ClassVar[Mapping[str, Argument]] = {
-        "no_repeat_ngram_size": Argument(low=0, high=1 << 20, neutral=0, whole=True)
+    arguments: ClassVar[Mapping[str, SamplerArgument]] = {
+        "no_repeat_ngram_size": SamplerArgument(low=0, high=1 << 20, neutral=0, whole=True)
     }
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
@@ -90,7 +90,7 @@ class TypicalP(ExtraSampler):
     Source: Meister et al., "Locally Typical Sampling" (2022).
     """
 
-    arguments: ClassVar[Mapping[str, Argument]] = {"typical_p": Argument(low=0, high=1, neutral=1)}
+    arguments: ClassVar[Mapping[str, SamplerArgument]] = {"typical_p": SamplerArgument(low=0, high=1, neutral=1)}
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
         p = self.value(params, "typical_p")
@@ -114,9 +114,9 @@ class Xtc(ExtraSampler):
     Whether it does is drawn from the seed and the position. Source: llama.cpp's sampler of that name.
     """
 
-    arguments: ClassVar[Mapping[str, Argument]] = {
-        "xtc_probability": Argument(low=0, high=1, neutral=0),
-        "xtc_threshold": Argument(low=0, high=1, neutral=0.1),
+    arguments: ClassVar[Mapping[str, SamplerArgument]] = {
+        "xtc_probability": SamplerArgument(low=0, high=1, neutral=0),
+        "xtc_threshold": SamplerArgument(low=0, high=1, neutral=0.1),
     }
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from pagoda.common.engine.extra_samplers import EXTRA_SAMPLERS
-from pagoda.common.errors import RequestError
 from pagoda.server.http.body import Int64, RequestBody, hint, unsupported
 
 _BOOKKEEPING: Final = "the client's own bookkeeping"
@@ -35,12 +33,6 @@ OTHER_NAMES: Final = {
     "repetition_penalty": ("repeat_penalty", "rep_pen"),
 }
 """Field -> its names in other servers."""
-
-_UNTIL_CONTEXT: Final = -2
-"""n_predict of llama.cpp: until the context is full, which ends an answer here, too."""
-
-_UNSET: Final = {"n_predict": -1, "repeat_penalty": 1.0, "rep_pen": 1.0}
-"""Values that clients send beside another name's."""
 
 
 class ClientHints(RequestBody):
@@ -150,36 +142,3 @@ class ClientHints(RequestBody):
     grammar_string: Any = unsupported(harmless=("",), why="use grammar")
     guidance_scale: Any = unsupported(1.0, harmless=(1,), why="there is no classifier-free guidance")
     negative_prompt: Any = unsupported(harmless=("",), why="there is no classifier-free guidance")
-
-    def either(self, name: str, own: Any) -> Any:
-        """Return the value of a field, given under its own name (None: not) or one of OTHER_NAMES.
-
-        Raise RequestError for two values.
-        """
-        given = {} if own is None else {name: own}
-        given |= {each: value for each in OTHER_NAMES[name] if (value := getattr(self, each)) is not None}
-        if len(given) > 1:
-            given = {each: value for each, value in given.items() if value != _UNSET.get(each)} or given
-        if len(set(given.values())) > 1:
-            first, second = list(given)[:2]
-            raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
-        return next(iter(given.values()), None)
-
-    def token_limit(self, own: int | None) -> int | None:
-        """Return max_tokens, given under one of its names; None: not given, -1: unlimited. Raise as `either` does."""
-        limit: int | None = self.either("max_tokens", own)
-        return -1 if limit == self.n_predict == _UNTIL_CONTEXT else limit
-
-    def other_name(self, name: str) -> str:
-        """Return the name under which the client gives a field."""
-        return next((each for each in OTHER_NAMES.get(name, ()) if getattr(self, each) is not None), name)
-
-    def of_extra_samplers(self) -> dict[str, float]:
-        """Return the arguments of EXTRA_SAMPLERS that are set."""
-        arguments: dict[str, float] = {}
-        for sampler in EXTRA_SAMPLERS.values():
-            given = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
-            switch = next(iter(sampler.arguments))
-            if given.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
-                arguments |= given
-        return arguments

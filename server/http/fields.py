@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, WithJsonSchema, mode
 from pydantic_core import PydanticCustomError
 
 from pagoda.common.beam_search import BeamSearchParams
+from pagoda.common.engine.extra_samplers import EXTRA_SAMPLERS
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (
     RepetitionDetectionParams,
@@ -23,7 +24,7 @@ from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kw
 from pagoda.common.text.detokenizer import TokenPieces
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
-from pagoda.server.http.client_hints import ClientHints
+from pagoda.server.http.client_hints import OTHER_NAMES, ClientHints
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
 
 # Prompts and chat templates.
@@ -318,6 +319,13 @@ _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
 """Fields that beam search does not support -> their values without effect."""
 
 
+_UNTIL_CONTEXT: Final = -2
+"""n_predict of llama.cpp: until the context is full, which ends an answer here, too."""
+
+_NOT_GIVEN: Final = {"n_predict": -1, "repeat_penalty": 1.0, "rep_pen": 1.0}
+"""Values that clients send beside another name's."""
+
+
 class RepetitionDetection(RequestBody):
     """RepetitionDetectionParams: when a repetitive output ends."""
 
@@ -484,6 +492,39 @@ class SamplingFields(StructuredFields, ClientHints):
             raise RequestError("early_stopping", "early_stopping needs use_beam_search")
         elif self.length_penalty not in (None, 1.0):
             raise RequestError("length_penalty", "length_penalty needs use_beam_search")
+
+    def either(self, name: str, own: Any) -> Any:
+        """Return the value of a field, given under its own name (None: not) or one of OTHER_NAMES.
+
+        Raise RequestError for two values.
+        """
+        given = {} if own is None else {name: own}
+        given |= {each: value for each in OTHER_NAMES[name] if (value := getattr(self, each)) is not None}
+        if len(given) > 1:
+            given = {each: value for each, value in given.items() if value != _NOT_GIVEN.get(each)} or given
+        if len(set(given.values())) > 1:
+            first, second = list(given)[:2]
+            raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
+        return next(iter(given.values()), None)
+
+    def token_limit(self, own: int | None) -> int | None:
+        """Return max_tokens, given under one of its names; None: not given, -1: unlimited. Raise as `either` does."""
+        limit: int | None = self.either("max_tokens", own)
+        return -1 if limit == self.n_predict == _UNTIL_CONTEXT else limit
+
+    def other_name(self, name: str) -> str:
+        """Return the name under which the client gives a field."""
+        return next((each for each in OTHER_NAMES.get(name, ()) if getattr(self, each) is not None), name)
+
+    def of_extra_samplers(self) -> dict[str, float]:
+        """Return the arguments of EXTRA_SAMPLERS that are set."""
+        arguments: dict[str, float] = {}
+        for sampler in EXTRA_SAMPLERS.values():
+            given = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
+            switch = next(iter(sampler.arguments))
+            if given.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
+                arguments |= given
+        return arguments
 
     def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
         """Return the verified SamplingParams: delta outputs for a stream, else a single final output.

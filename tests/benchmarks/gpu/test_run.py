@@ -175,6 +175,19 @@ def test_smoke(machine: Machine) -> None:
     assert all(one["recompiles"] == [0, 0] and one["equal"] == one["of"] for one in graphs)
 
 
+def test_short_measures_one_engine_in_order(machine: Machine) -> None:
+    """A dry run of what a GPU of 15 minutes is used for: the order is printed, and the time of each number."""
+    status, printed, report = machine.run("short")
+    assert (status, report["failed"], report["wrong"]) == (0, {}, []), printed
+    assert printed.startswith(f"short, at most 330 s, in this order: {', '.join(STAGES['short'])}\n")
+    assert list(report["numbers"]) == list(STAGES["short"])
+    assert list(report["numbers"]["engine.short"]) == ["decode_1", "decode_3", "prefill_24", "throughput_3x12/6"]
+    assert {one["recompiles"] for one in report["numbers"]["engine.short"].values()} == {0}
+    for part, numbers in report["numbers"].items():
+        for name, number in numbers.items():
+            assert f"\n{part}/{name} {number['took_s']} s {{" in printed
+
+
 @pytest.mark.slow_matrix
 def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
     status, printed, report = machine.run("--spoil", "0.1", "smoke", output="spoiled")
@@ -190,7 +203,7 @@ def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "stage",
     some(
-        ["decode", "prefill", "throughput", "serving", "invariance", "mixers", "experts", *TRIALS],
+        ["second", "decode", "prefill", "throughput", "serving", "invariance", "mixers", "experts", *TRIALS],
         usual=["experts"],
     ),
 )
