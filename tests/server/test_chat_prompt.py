@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from support.live_server import LiveServer, live_server
 from support.rows import each_row
 from support.slow_matrix import some
 
-from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.server import chat_prompt
 from pagoda.server.chat_prompt import ChatPrompt, Conversation, NamedTool, prepare
@@ -103,7 +101,7 @@ def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None
         assert prompt_of(bare, params).params is params
 
 
-@each_row("long", ["content", "tool_calls", "tools", "documents", "keywords"])
+@each_row("long", ["content", "tool_calls", "tools", "keywords"])
 def test_long_conversations_are_rendered_among_long_ones_and_tokenised_in_a_thread(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,16 +121,15 @@ def test_long_conversations_are_rendered_among_long_ones_and_tokenised_in_a_thre
         message["tool_calls"] = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
     fields: dict[str, Any] = {
         "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": text}}]},
-        "documents": {"documents": [{"text": text}]},
         "keywords": {"keywords": {"word": text}},
     }.get(long, {})
     for conversation in (
         Conversation(messages=[message], tool_choice="none", **fields),
         Conversation(messages=[SHORT]),
     ):
-        with suppress(RequestError):  # this template shows no documents
-            server.call(prepare(server.state, conversation, SamplingParams()))
+        server.call(prepare(server.state, conversation, SamplingParams()))
     assert lanes == ["long", "short"]
+    assert chat_prompt._lane(Conversation(messages=[SHORT], documents=[{"text": text}])) == "long"
     assert threads[-1] is loop
     assert long != "content" or threads[0] is not loop
 
