@@ -60,7 +60,7 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "frequency_penalty": _sampled(-2.0, 2.0),
     **dict.fromkeys(("repetition_penalty", "repeat_penalty", "rep_pen"), _sampled(0.0, float(INT32_MAX), above=True)),
     **dict.fromkeys(("typical_p", "xtc_probability", "xtc_threshold"), Bound(low=0.0, high=1.0)),
-    "no_repeat_ngram_size": Bound(low=0, high=1 << 20),
+    "no_repeat_ngram_size": Bound(low=0, high=64),
     "temperature": Bound(low=0.0, high=2.0),
     "SamplingParams.temperature": _sampled(0.0, 100.0),
     "AnthropicMessagesRequest.temperature": Bound(low=0.0, high=2.0),

@@ -592,6 +592,10 @@ class AsyncLLM(ExplainsMissingMethods):
         """As check_admission, for all that an owner's new request asks for; none is accepted during an overload."""
         self._admission.check_new(load, owner)
 
+    def unread_extra_args(self, extra_args: Mapping[str, Any]) -> list[str]:
+        """Return the entries of SamplingParams.extra_args that no logits processor reads."""
+        return self._ready().inputs.processor.unread(extra_args)
+
     def check_overload(self) -> None:
         """Raise QueueFullError during an overload, in which no new request is accepted whatever it asks for."""
         if self._warm is not None:

@@ -117,11 +117,11 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
     return SamplerOptions(config.model.logprobs_mode, tuple(processors), tuple(of_batch))
 
 
-def reads_extra_args(model: ModelConfig, name: str) -> bool:
-    """Return whether one of the --logits-processors may read an entry of `extra_args`. Raise ConfigError."""
+def read_arguments(model: ModelConfig) -> frozenset[str] | None:
+    """Return the entries of `extra_args` that the --logits-processors read; None: any. Raise ConfigError."""
     classes = [load(_PROCESSORS, each, LOGITS_PROCESSORS) for each in model.logits_processors]
-    own = tuple(EXTRA_SAMPLERS.values())
-    return any(each not in own or name in each.arguments for each in classes)
+    own = [each for each in EXTRA_SAMPLERS.values() if each in classes]
+    return frozenset(name for each in own for name in each.arguments) if len(own) == len(set(classes)) else None
 
 
 def param_checks(model: ModelConfig) -> list[Callable[[SamplingParams], object]]:
@@ -175,10 +175,10 @@ def scheduler_of(config: EngineConfig, make_drafter: Callable[[], DraftPlanner] 
 
 def load(flag: str, name: str, group: str | None = None) -> Any:
     """Import a qualified name or an entry point of `group`. Raise ConfigError naming `flag`."""
-    if group == LOGITS_PROCESSORS and name in EXTRA_SAMPLERS:
-        return EXTRA_SAMPLERS[name]
     if group is not None and "." not in name and ":" not in name:
         points = {**installed(group.replace("pagoda.", "vllm.")), **installed(group)}
+        if group == LOGITS_PROCESSORS and name not in points and name in EXTRA_SAMPLERS:
+            return EXTRA_SAMPLERS[name]
         if name not in points:
             raise ConfigError(
                 flag, f"no {group} entry point {name!r}; installed: {_names(points)}; or use package.module.Name"

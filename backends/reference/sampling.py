@@ -187,7 +187,7 @@ class Sampler:
             self._process(logits, sampled)
         if penalised := sampled.where("penalised"):
             penalise(logits, self.history, torch.from_numpy(penalties(penalised, len(penalised))))
-        if self._batch is not None:
+        if self._batch is not None and self._batch.edits_scaled:
             temperatures = torch.from_numpy(np.ascontiguousarray(sampled.columns["temperature"]))[:, None]
             scaled, failed = self._batch.apply_scaled(logits, torch.where(temperatures > 0, temperatures, 1.0))
             self._take_edited(logits, scaled, failed)

@@ -323,7 +323,7 @@ class CudaSampler:
             if shift is not None:
                 columns[3] -= shift[columns[0].long()]
             edit_logits.penalise(logits, self.history, columns, use_kernel=use_kernel)
-        if self._batch is not None:
+        if self._batch is not None and self._batch.edits_scaled:
             self._process_scaled(self._batch, logits, sampled)
 
     def _dense_values(self, edits: LogitEdits, vocab: int) -> Tensor:

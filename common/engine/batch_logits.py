@@ -178,9 +178,15 @@ class LogitsBatch:
     ) -> None:
         """`makers`: by name, what makes each processor. `params_of`: returns the SamplingParams of rules."""
         self._makers, self._params_of = makers, params_of
-        self._processors = {name: make() for name, make in makers.items()}
         self._members: list[_Member] = []
         self._order: list[int] = []  # of the latest step: for each member its index among the sequences
+        self._has_failed = False  # in the latest step
+        self._make_processors()
+
+    @property
+    def edits_scaled(self) -> bool:
+        """Whether a processor edits logits over temperature, so that `apply_scaled` is needed."""
+        return bool(self._keeping)
 
     def apply(
         self, logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
@@ -191,46 +197,62 @@ class LogitsBatch:
         Returns the logits, and for sequences whose processor failed the reason, by index.
         """
         update, self._order = self._update(sequences)
-
-        def run(processor: BatchLogitsProcessor, gathered: Any) -> Any:
-            processor.update_state(update)
-            return gathered if processor.is_argmax_invariant() else processor.apply(gathered)
-
-        return self._run(run, logits)
+        reason = ""
+        for name, processor in (self._changing | self._keeping).items():
+            try:
+                processor.update_state(update)
+            except Exception as error:
+                reason = reason or _failure(name, error)
+        edited, later = self._run(self._changing, logits, lambda processor, rows: processor.apply(rows))
+        return self._outcome(logits, edited, reason or later)
 
     def apply_scaled(self, logits: Any, temperatures: Any) -> tuple[Any, dict[int, str]]:
         """Edit the logits [n, V] of the same sequences, after penalties, by the processors that keep the best token.
 
-        They get logits over temperature; temperatures [n, 1] have 1 for greedy sequences. Returns as `apply`.
+        They get logits over temperature; temperatures [n, 1] have 1 for greedy sequences. Nothing is done if a
+        processor has failed in `apply`: they know no sequence then. Returns as `apply`.
         """
+        if self._has_failed:
+            return logits, {}
         scale = temperatures if self._in_order else temperatures[self._order]
-
-        def run(processor: BatchLogitsProcessor, gathered: Any) -> Any:
-            return processor.apply(gathered / scale) * scale if processor.is_argmax_invariant() else gathered
-
-        return self._run(run, logits)
+        edited, reason = self._run(self._keeping, logits, lambda processor, rows: processor.apply(rows / scale) * scale)
+        return self._outcome(logits, edited, reason)
 
     @property
     def _in_order(self) -> bool:
         return self._order == list(range(len(self._order)))
 
-    def _run(self, run: Callable[[BatchLogitsProcessor, Any], Any], logits: Any) -> tuple[Any, dict[int, str]]:
-        """Run each processor on the logits in the batch's order."""
-        failed: dict[int, str] = {}
-        gathered = logits if self._in_order else logits[self._order]
-        for name, processor in self._processors.items():
+    def _run(
+        self,
+        processors: Mapping[str, BatchLogitsProcessor],
+        logits: Any,
+        run: Callable[[BatchLogitsProcessor, Any], Any],
+    ) -> tuple[Any, str]:
+        """Run processors on the logits in the batch's order. Return them in that of the sequences, and why one failed,
+        the first one; "" if none did.
+        """
+        if not processors:
+            return logits, ""
+        gathered, reason = logits if self._in_order else logits[self._order], ""
+        for name, processor in processors.items():
             try:
                 gathered = run(processor, gathered)
             except Exception as error:
-                failed |= dict.fromkeys(self._users(self._order), _failure(name, error))
-        if failed:
-            self._start_again()
-            return logits, failed
+                reason = reason or _failure(name, error)
         if self._in_order:
-            return gathered, {}
+            return gathered, reason
         edited = logits.clone()
         edited[self._order] = gathered
-        return edited, {}
+        return edited, reason
+
+    def _outcome(self, logits: Any, edited: Any, reason: str) -> tuple[Any, dict[int, str]]:
+        """Return the edited logits, or after a failure the given ones, with its reason for the sequences concerned."""
+        self._has_failed = bool(reason)
+        if not reason:
+            return edited, {}
+        failed = dict.fromkeys(self._users(self._order), reason)
+        self._start_again()
+        return logits, failed
 
     def _users(self, order: Sequence[int]) -> list[int]:
         """Return the sequences with extra_args, which are those that processors edit; all if none has any."""
@@ -240,7 +262,12 @@ class LogitsBatch:
     def _start_again(self) -> None:
         """Replace the processors by new ones, to which every sequence is added again in the next step."""
         self._members = []
-        self._processors = {name: make() for name, make in self._makers.items()}
+        self._make_processors()
+
+    def _make_processors(self) -> None:
+        made = {name: make() for name, make in self._makers.items()}
+        self._keeping = {name: each for name, each in made.items() if each.is_argmax_invariant()}
+        self._changing = {name: each for name, each in made.items() if name not in self._keeping}
 
     def _update(
         self, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]

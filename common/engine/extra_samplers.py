@@ -54,10 +54,13 @@ class ExtraSampler(AdapterLogitsProcessor):
 
 
 class NoRepeatNgram(ExtraSampler):
-    """Excludes the tokens that would complete n tokens in a row which the prompt or the output has already."""
+    """Excludes the tokens that would complete n tokens in a row which the prompt or the output has already.
+
+    If biases and masks, such as a grammar's, leave no other token, none is excluded.
+    """
 
     arguments: ClassVar[Mapping[str, SamplerArgument]] = {
-        "no_repeat_ngram_size": SamplerArgument(low=0, high=1 << 20, neutral=0, whole=True)
+        "no_repeat_ngram_size": SamplerArgument(low=0, high=64, neutral=0, whole=True)
     }
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
@@ -70,18 +73,30 @@ class _Ngrams:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._read = 0  # n-grams that begin before this token are known
+        self._tokens: list[int] = []
+        self._prompt: int | None = None  # how many of them are the prompt
         self._following: dict[tuple[int, ...], set[int]] = defaultdict(set)
 
     def __call__(self, prompt_ids: Sequence[int], output_ids: Sequence[int], logits: Any) -> Any:
-        tokens, before = [*prompt_ids, *output_ids], self._size - 1
-        for start in range(self._read, len(tokens) - before):
-            self._following[tuple(tokens[start : start + before])].add(tokens[start + before])
-        self._read = max(self._read, len(tokens) - before)
-        latest = tuple(tokens[len(tokens) - before :])
-        if len(latest) == before and (excluded := self._following.get(latest)):
-            logits[sorted(token for token in excluded if 0 <= token < len(logits))] = _MINUS_INFINITY
-        return logits
+        if self._prompt is None:
+            self._prompt = len(prompt_ids)
+            self._add(prompt_ids)
+        self._add(output_ids[len(self._tokens) - self._prompt :])
+        before = self._size - 1
+        latest = tuple(self._tokens[len(self._tokens) - before :])
+        excluded = self._following.get(latest) if len(latest) == before else None
+        if not excluded:
+            return logits
+        edited = logits.clone()
+        edited[sorted(token for token in excluded if 0 <= token < len(logits))] = _MINUS_INFINITY
+        return edited if bool((edited > _MINUS_INFINITY).any()) else logits
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._tokens.append(token)
+            start = len(self._tokens) - self._size
+            if start >= 0:
+                self._following[tuple(self._tokens[start:-1])].add(token)
 
 
 class TypicalP(ExtraSampler):
@@ -121,7 +136,7 @@ class Xtc(ExtraSampler):
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
         probability, threshold = self.value(params, "xtc_probability"), self.value(params, "xtc_threshold")
-        seed = np.array([params.seed ^ _XTC_SEEDS])
+        seed = np.array([(params.seed or 0) ^ _XTC_SEEDS])
 
         def edit(prompt_ids: Sequence[int], output_ids: Sequence[int], logits: Any) -> Any:
             position = np.array([len(prompt_ids) + len(output_ids)])

@@ -122,6 +122,10 @@ class TextStream(Protocol):
         """Return the text that a token would complete if it were the next."""
         ...
 
+    def finish(self) -> str:
+        """Return what stands for an incomplete character at the end."""
+        ...
+
 
 class TokenPieces:
     """The text that each token adds to a sequence, as log-probabilities show it.
@@ -141,6 +145,10 @@ class TokenPieces:
     def push(self, token_id: int) -> str:
         """Return what the next token adds."""
         return self._text_of(token_id) if token_id in self._special else self._stream.push((token_id,))
+
+    def finish(self) -> str:
+        """Return what stands for an incomplete character at the end, where the text shows one."""
+        return self._stream.finish()
 
     def peek(self, token_id: int) -> str:
         """Return what a token would add if it were the next."""
@@ -200,6 +208,10 @@ class ByteStream:
             data = data.removeprefix(b" ")
         return codecs.utf_8_decode(self._decoder.getstate()[0] + data, "replace", False)[0]
 
+    def finish(self) -> str:
+        """Return what stands for an incomplete character at the end."""
+        return self._decoder.decode(b"", True)
+
     def _decode(self, token_ids: Sequence[int]) -> str:
         table, skipped = self._table, self._skipped
         data = b"".join([table[token] for token in token_ids if token not in skipped])
@@ -237,6 +249,10 @@ class WindowStream:
         text = self._push(token_id)
         self._window, self._read = window, read
         return text
+
+    def finish(self) -> str:
+        """Return what stands for an incomplete character at the end."""
+        return self._text(self._window)[len(self._text(self._window[: self._read])) :]
 
     def _push(self, token_id: int) -> str:
         if self._skip and token_id in self._tokenizer.special_ids:

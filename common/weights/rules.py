@@ -89,11 +89,19 @@ def apply_rules(
     _check_filled(rules, params, filled)
 
 
-def with_equal_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
-    """Yield the tensors of a model whose head is its embedding table, as its config.json states.
+def with_equal_head(
+    rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]], names: Collection[str]
+) -> Iterator[tuple[str, Value]]:
+    """Return the tensors of a model whose head is its embedding table, as its config.json states. `names`: of all
+    tensors, as far as they are known.
 
-    Raises WeightError after the later of the two if a head is stored whose values differ from the table's.
+    Raises WeightError, after the later of the two was read, if a head is stored whose values differ from the table's.
     """
+    heads = _index([rule for rule in _reading(rules) if "head" in _targets(rule)])
+    return iter(tensors) if names and heads.keys().isdisjoint(names) else _checked_head(rules, tensors)
+
+
+def _checked_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
     index = _index([rule for rule in _reading(rules) if not {"embed", "head"}.isdisjoint(_targets(rule))])
     found: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors:
@@ -109,24 +117,28 @@ _ROWS_COMPARED: Final = 1024  # at a time: no copy of a table of gigabytes
 
 
 def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
-    """Raise WeightError unless two tensors, each with its name, have the same values. Quantised ones never do."""
+    """Raise WeightError unless two tensors, each with its name, have the same values. Rows of zeros may follow."""
     (embed_name, table), (head_name, values) = embed, head
-    if _equal(table, values):
-        return
+    how = "is quantised apart"
+    if not isinstance(table, QuantizedTensor) and not isinstance(values, QuantizedTensor):
+        if _equal(table, values):
+            return
+        how = "differs"
     raise WeightError(
-        f"tensor {head_name} differs from {embed_name}, but config.json says with tie_word_embeddings that the head is "
+        f"tensor {head_name} {how} from {embed_name}, but config.json says with tie_word_embeddings that the head is "
         "the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
     )
 
 
-def _equal(one: Value, other: Value) -> bool:
-    """Whether two dense tensors have the same dtype and values, compared in pieces."""
-    if isinstance(one, QuantizedTensor) or isinstance(other, QuantizedTensor):
+def _equal(one: Array, other: Array) -> bool:
+    """Whether two tables have the same rows, compared in pieces; what only the longer one has is zero."""
+    if one.shape[1:] != other.shape[1:]:
         return False
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    pieces = (slice(row, row + _ROWS_COMPARED) for row in range(0, len(one), _ROWS_COMPARED))
-    return all(np.array_equal(to_float32(one[piece]), to_float32(other[piece])) for piece in pieces)
+    common = min(len(one), len(other))
+    pieces = [slice(row, min(row + _ROWS_COMPARED, common)) for row in range(0, common, _ROWS_COMPARED)]
+    return all(
+        np.array_equal(to_float32(one[piece]), to_float32(other[piece]), equal_nan=True) for piece in pieces
+    ) and not any(to_float32(table[common:]).any() for table in (one, other))
 
 
 def check_names(

@@ -97,7 +97,7 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
     if (tokenizer := open_tokenizer(engine)) is not None and (is_gguf or model.tokenizer is not None):
         tokenizer.save(folder)
     if spec.tied:
-        progress = with_equal_head(family.rules, progress)
+        progress = with_equal_head(family.rules, progress, checkpoint.names)
     uses = tensor_uses(family.rules, parameters)
     exported = write_quantized(progress, uses, parameters, method, dtype, folder)
     named = {} if dtype is None else {"dtype": dtype}

@@ -106,7 +106,9 @@ def _chosen_backend(entry: Entry) -> Finding:
     """Return the finding of the chosen backend, from its framework where that knows more than the device files."""
     try:
         if entry.hosts is not None:
-            _, kind = load_host_runtime(entry.name).devices()
+            count, kind = load_host_runtime(entry.name).devices()
+            if not count:
+                return Finding("fail", "backend", f"{entry.name}: JAX_PLATFORMS names a {entry.device}, there is none")
             if kind == "cpu":
                 why = "JAX_PLATFORMS names it first" if entry.has_device() else f"there is no {entry.device}"
                 return Finding("warn", "backend", f"{entry.name}, on this machine's CPU, which is for tests: {why}")

@@ -354,8 +354,8 @@ _WITHOUT_EFFECT: Final[tuple[Any, ...]] = (None, False, [], {})
 def unsupported(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "", idle: bool = False) -> Any:
     """Declare a field of another server's API that is refused unless it is the default, null or in `harmless`.
 
-    `why` is part of the error message and of the API reference. `idle`: an object whose values are all null, false or 0
-    asks for nothing, and is a hint.
+    `why` is part of the error message and of the API reference. `idle`: an object whose values are all null, false, 0
+    or empty asks for nothing, and is a hint.
     """
     marks: dict[str, Any] = {_UNSUPPORTED: True} | ({_IDLE: True} if idle else {})
     return Field(default, json_schema_extra=marks, examples=list(harmless) or None, description=why or None)
@@ -491,7 +491,12 @@ def _refuse_unsupported(body: RequestBody, name: str) -> None:
 
 
 def _is_harmless(value: Any, field: FieldInfo) -> bool:
-    return any(type(value) is type(each) and value == each for each in harmless_values(field))
+    return any(_json_type(value) is _json_type(each) and value == each for each in harmless_values(field))
+
+
+def _json_type(value: Any) -> type:
+    """The type of a value in JSON, which has one kind of numbers."""
+    return float if type(value) is int else type(value)
 
 
 def _unsupported_message(path: str, field: FieldInfo) -> str:

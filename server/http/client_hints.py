@@ -15,7 +15,7 @@ from pagoda.server.http.body import Int64, RequestBody, hint, unsupported
 _BOOKKEEPING: Final = "the client's own bookkeeping"
 _ROUTING: Final = "a router of several providers acts on it"
 _LOADING: Final = "the model stays loaded; set at server start"
-_CACHING: Final = "prompt prefixes are cached automatically"
+_CACHING: Final = "prompt prefixes are cached automatically, for all requests"
 _SAMPLER: Final = "a sampler that is not implemented"
 _OF_SAMPLER: Final = "it belongs to a sampler that is not implemented"
 _AS_MAX_TOKENS: Final = "As max_tokens; -1: unlimited."
@@ -105,7 +105,7 @@ class ClientHints(RequestBody):
 
     # text-generation-webui and servers with its fields
     max_new_tokens: Int64 | None = Field(None, description=_AS_MAX_TOKENS)
-    max_length: Int64 | None = Field(None, description="As max_tokens, as in KoboldAI: the prompt does not count.")
+    max_length: Int64 | None = Field(None, description="As max_tokens if that is not given: the prompt does not count.")
     do_sample: bool | None = Field(None, description="False: as temperature 0.")
     add_bos_token: bool | None = Field(None, description="As add_special_tokens; chat templates add their own.")
     rep_pen: float | None = Field(None, description=_AS_REPETITION)

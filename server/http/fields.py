@@ -322,8 +322,11 @@ _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
 _UNTIL_CONTEXT: Final = -2
 """n_predict of llama.cpp: until the context is full, which ends an answer here, too."""
 
-_NOT_GIVEN: Final = {"n_predict": -1, "repeat_penalty": 1.0, "rep_pen": 1.0}
-"""Values that clients send beside another name's."""
+_UNSAID: Final[Mapping[str, tuple[int, ...]]] = {"max_tokens": (-1, _UNTIL_CONTEXT), "repetition_penalty": (1,)}
+"""Values without effect, which clients send beside another name's."""
+
+_OF_CONTEXT: Final = "max_length"
+"""Elsewhere the length of the context: another name of max_tokens takes precedence."""
 
 
 class RepetitionDetection(RequestBody):
@@ -414,6 +417,8 @@ class SamplingFields(StructuredFields, ClientHints):
         """Yield the ignored parts, options without effect among them."""
         yield from super().ignored(path)
         yield from ignored_stream_options(self.stream, self.stream_options)
+        if self.max_length is not None and self.chosen("max_tokens") != (_OF_CONTEXT, self.max_length):
+            yield Ignored(_OF_CONTEXT, "hint", f"{_OF_CONTEXT} has no effect beside max_tokens; leave it out")
         if self.options:
             yield Ignored("options", "hint", "options has no effect: they are Ollama's; use the request's own fields")
 
@@ -436,11 +441,13 @@ class SamplingFields(StructuredFields, ClientHints):
         """Return the name of a SamplingParams field in this API."""
         if field == "n" and self.selects_best:
             return "best_of"
+        if field in OTHER_NAMES:
+            return self.chosen(field)[0]
         return {
             "extra_args": "vllm_xargs",
             "beam_width": "n",
             "structured_outputs": self.structure_field,
-        }.get(field, self.other_name(field))
+        }.get(field, field)
 
     @property
     def selects_best(self) -> bool:
@@ -493,28 +500,32 @@ class SamplingFields(StructuredFields, ClientHints):
         elif self.length_penalty not in (None, 1.0):
             raise RequestError("length_penalty", "length_penalty needs use_beam_search")
 
-    def either(self, name: str, own: Any) -> Any:
-        """Return the value of a field, given under its own name (None: not) or one of OTHER_NAMES.
+    def own_value(self, name: str) -> tuple[str, Any]:
+        """Return the name under which this API has a field of OTHER_NAMES, and its value if it is given."""
+        return name, getattr(self, name) if name in self.model_fields_set else None
+
+    def chosen(self, name: str) -> tuple[str, Any]:
+        """Return under which of its names a field is given, and its value; None if under none.
 
         Raise RequestError for two values.
         """
-        given = {} if own is None else {name: own}
-        given |= {each: value for each in OTHER_NAMES[name] if (value := getattr(self, each)) is not None}
+        own, value = self.own_value(name)
+        given = {own: value} | {each: getattr(self, each) for each in OTHER_NAMES[name]}
+        given = {each: value for each, value in given.items() if value is not None}
         if len(given) > 1:
-            given = {each: value for each, value in given.items() if value != _NOT_GIVEN.get(each)} or given
+            given = {each: value for each, value in given.items() if value not in _UNSAID[name]} or given
+        if len(given) > 1:
+            given.pop(_OF_CONTEXT, None)
         if len(set(given.values())) > 1:
             first, second = list(given)[:2]
             raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
-        return next(iter(given.values()), None)
+        return next(iter(given.items()), (own, None))
 
-    def token_limit(self, own: int | None) -> int | None:
-        """Return max_tokens, given under one of its names; None: not given, -1: unlimited. Raise as `either` does."""
-        limit: int | None = self.either("max_tokens", own)
+    @property
+    def token_limit(self) -> int | None:
+        """max_tokens, given under one of its names; None: not given, -1: unlimited. Raises as `chosen` does."""
+        limit: int | None = self.chosen("max_tokens")[1]
         return -1 if limit == self.n_predict == _UNTIL_CONTEXT else limit
-
-    def other_name(self, name: str) -> str:
-        """Return the name under which the client gives a field."""
-        return next((each for each in OTHER_NAMES.get(name, ()) if getattr(self, each) is not None), name)
 
     def of_extra_samplers(self) -> dict[str, float]:
         """Return the arguments of EXTRA_SAMPLERS that are set."""
@@ -534,7 +545,7 @@ class SamplingFields(StructuredFields, ClientHints):
         """
         self._check_beams()
         values = {name: getattr(self, name) for name in _PASSED_ON} | own
-        values["repetition_penalty"] = self.either("repetition_penalty", self.repetition_penalty)
+        values["repetition_penalty"] = self.chosen("repetition_penalty")[1]
         values["extra_args"] = {**(self.vllm_xargs or {}), **self.of_extra_samplers()} or None
         if self.do_sample is False:
             values["temperature"] = 0.0
@@ -567,7 +578,9 @@ class TokenNames:
         self._as_ids = as_ids
 
     def text(self, token: int, logprob: Logprob | None = None) -> str:
-        """Return the token as a string; without its log-probability, which knows the tokens before it, by itself."""
+        """Return the token as a string; without its log-probability, which knows the tokens before it, as the first one
+        of a text.
+        """
         if self._tokenizer is None or self._as_ids:
             return f"token_id:{token}"
         if logprob is None or logprob.decoded_token is None:

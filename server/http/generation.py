@@ -11,10 +11,10 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.engine.extra_samplers import sampler_of
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
@@ -24,7 +24,6 @@ from pagoda.server.async_llm import LONG_TEXT
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
-from pagoda.server.plugins import reads_extra_args
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
@@ -190,19 +189,9 @@ class PromptBatch:
             raise self._timeout_error() from None
 
 
-def _unread(model: ModelConfig, params: SamplingParams, *, strict: bool) -> tuple[Ignored, ...]:
-    """Return extra_args as ignored if no logits processor reads any of them. Raise RequestError if `strict`."""
-    if not params.extra_args or any(reads_extra_args(model, name) for name in params.extra_args):
-        return ()
-    reason = "vllm_xargs has no effect: no logits processor reads it (--logits-processors); leave it out"
-    if strict:
-        raise RequestError("extra_args", reason.replace("vllm_xargs", "extra_args", 1))
-    return (Ignored("vllm_xargs", "hint", reason),)
-
-
 class Generation(PromptBatch):
     """The prompts of a request to generate. `accepted` is set once the engine has all prompts. `model`: the name in the
-    request, which may be a LoRA adapter's.
+    request, which may be a LoRA adapter's. `extra_args_name`: of SamplingParams.extra_args in the request.
 
     Raises RequestError for too many completions or stop strings.
     """
@@ -218,7 +207,9 @@ class Generation(PromptBatch):
         priority: int = 0,
         user: str | None = None,
         began: float | None = None,
+        extra_args_name: str = "vllm_xargs",
     ) -> None:
+        self.extra_args_name = extra_args_name
         sequences = len(prompts) * params.n
         if sequences > MAX_SEQUENCES:
             raise RequestError(
@@ -230,12 +221,25 @@ class Generation(PromptBatch):
         if stops > limit:
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user, began)
-        self.ignored = _unread(self._llm.config.model, params, strict=state.config.strict_requests)
+        self.ignored = self._unread(params.extra_args or {}, strict=state.config.strict_requests)
         self._prompts, self._sequences = prompts, sequences
         self._origin = replace(self._origin, prompts=len(prompts))
         self._params, self._adapter = params, state.adapter(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
+
+    def _unread(self, extra_args: Mapping[str, Any], *, strict: bool) -> tuple[Ignored, ...]:
+        """Return extra_args as ignored if no logits processor reads some of them. Raise RequestError if `strict`.
+
+        Those of samplers that are not loaded are refused with the prompt.
+        """
+        unread = self._llm.unread_extra_args(extra_args) if extra_args else []
+        if not unread or any(map(sampler_of, unread)):
+            return ()
+        reason = "has no effect: no logits processor reads it (--logits-processors); leave it out"
+        if strict:
+            raise RequestError("extra_args", f"extra_args {reason}")
+        return (Ignored(self.extra_args_name, "hint", f"{self.extra_args_name} {reason}"),)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output) until all prompts are finished. Leaving aborts the others.

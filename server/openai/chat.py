@@ -214,18 +214,21 @@ class ChatFields(SamplingFields):
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        own = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        limit = self.token_limit(own)
+        limit = self.token_limit
         limit = None if limit == -1 else limit  # unlimited
         try:
             return self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit)
         except RequestError as error:
             raise self.in_own_names(error) from None
 
+    def own_value(self, name: str) -> tuple[str, Any]:
+        """Return the name under which this API has a field of OTHER_NAMES, and its value if it is given."""
+        if name == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().own_value(name)
+
     def own_name(self, field: str) -> str:
         """Return the name of a SamplingParams field in this API."""
-        if field == "max_tokens" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
         if field == "structured_outputs" and not self.gives_structure:
             return "tools"
         if field == "reasoning_effort":

@@ -107,20 +107,16 @@ class CompletionRequest(SamplingFields):
     @property
     def shows_prompt_only(self) -> bool:
         """Whether nothing generated is returned: echo with max_tokens 0."""
-        return bool(self.echo) and self._limit() == 0
+        return bool(self.echo) and self.token_limit == 0
 
     @property
     def adds_special_tokens(self) -> bool:
         """Whether a text gets the tokenizer's special tokens, such as that of the beginning."""
         return self.add_special_tokens is not False and self.add_bos_token is not False
 
-    def _limit(self) -> int | None:
-        """Return the number of tokens that the client names; None: none."""
-        return self.token_limit(self.max_tokens if "max_tokens" in self.model_fields_set else None)
-
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
-        limit = self._limit()
+        limit = self.token_limit
         max_tokens = DEFAULT_MAX_TOKENS if limit is None else None if limit == -1 else limit
         own: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:

@@ -206,7 +206,15 @@ async def generate(request: Request) -> Response:
     prompt: PromptType = {"prompt_token_ids": body.token_ids, "cache_salt": body.cache_salt}
     request_id = request_id_of(request, body, "generate-tokens")
     try:
-        source = Generation(state, request_id, [prompt], params, model=model, priority=body.priority)
+        source = Generation(
+            state,
+            request_id,
+            [prompt],
+            params,
+            model=model,
+            priority=body.priority,
+            extra_args_name="sampling_params.extra_args",
+        )
         builder = GenerateBuilder(body, params, request_id, model, state.config)
         if body.output_mode == "text":
             builder.names = _names(state)

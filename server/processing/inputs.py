@@ -42,7 +42,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
-from pagoda.server.plugins import param_checks, reads_extra_args
+from pagoda.server.plugins import param_checks, read_arguments
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
@@ -238,7 +238,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
-        self._model, self._named_unread = config, False
+        self._read_arguments, self._named_unread = read_arguments(config), False
         self._param_checks = param_checks(config)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
         self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
@@ -465,8 +465,13 @@ class InputProcessor:
             if words and self._tokenizer is None:
                 raise RequestError(name, f"{name} needs a tokenizer, which is switched off (skip_tokenizer_init)")
 
+    def unread(self, extra_args: Mapping[str, Any]) -> list[str]:
+        """Return the entries of `extra_args` that no logits processor reads."""
+        known = self._read_arguments
+        return [] if known is None else [name for name in extra_args if name not in known]
+
     def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
-        unread = [name for name in extra_args if not reads_extra_args(self._model, name)]
+        unread = self.unread(extra_args)
         for name in unread:
             if (sampler := sampler_of(name)) is not None:
                 raise RequestError(
@@ -476,7 +481,7 @@ class InputProcessor:
                 )
         if unread and not self._named_unread:
             self._named_unread = True
-            logger.warning("extra_args have no effect, no logits processor reads them: %s", ", ".join(unread)[:200])
+            logger.warning("extra_args have no effect, no logits processor reads them: %s", repr(unread)[1:-1][:200])
 
     def _children(
         self,

@@ -70,7 +70,11 @@ class PendingLogprobs:
         if pieces is not None:
             for token in self._prompt[:1]:
                 pieces.push(token)
-        return [None, *(_position(entry, pieces) for entry in self._entries)]
+        positions = [_position(entry, pieces) for entry in self._entries]
+        if pieces is not None and positions and (rest := pieces.finish()):
+            chosen = positions[-1][self._entries[-1].token_ids[0]]
+            chosen.decoded_token = (chosen.decoded_token or "") + rest
+        return [None, *positions]
 
 
 LONG_PROMPT: Final = 512

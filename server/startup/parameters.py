@@ -120,7 +120,7 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     if family.adapter is not None:
         tensors = merge_adapter(tensors, family.adapter)
     if resolved.spec.tied and resolved.spec.pooler is None:
-        tensors = with_equal_head(family.rules, tensors)
+        tensors = with_equal_head(family.rules, tensors, checkpoint.names)
     weights = apply_rules(family.rules, shapes, tensors, family.ignored)
     if resolved.quantizes_on_host:
         return quantized(weights, resolved.schemes)

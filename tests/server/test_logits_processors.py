@@ -242,6 +242,52 @@ def test_what_a_processor_is_told() -> None:
     assert output_of_c == [0, 1, 2]
 
 
+class Fails(LogitsProcessor):
+    """Fails once it is applied."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None: ...
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        raise OSError("bad luck")
+
+
+class KnowsSequences(Fails):
+    """Fails if it was told of no sequence."""
+
+    told = 0
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.told += len(batch_update.added) if batch_update else 0
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert self.told == len(logits)
+        return logits
+
+
+def test_a_failure_concerns_who_uses_processors_and_names_the_first_that_failed() -> None:
+    makers = {"fails": lambda: Fails(None, None, False), "knows": lambda: KnowsSequences(None, None, False)}
+    batch = LogitsBatch(makers, lambda rules: None)
+    states = [SamplingState(SamplingRules(extra_args=extra), []) for extra in (None, {"a": 1}, None)]
+    logits = torch.zeros(3, 5)
+    for _ in range(2):
+        edited, failed = batch.apply(logits, [(state, []) for state in states])
+        assert list(failed) == [1]
+        assert "logits processor fails failed: OSError('bad luck')" in failed[1]
+        assert batch.apply_scaled(edited, torch.ones(3, 1)) == (logits, {})
+
+
+def test_processors_of_one_kind_cost_one_pass() -> None:
+    batch = LogitsBatch({"fails": lambda: Fails(None, None, False)}, lambda rules: None)
+    assert not batch.edits_scaled
+    assert LogitsBatch({"knows": lambda: KnowsSequences(None, None, False)}, lambda rules: None).edits_scaled
+
+
 def test_argmax_invariant_processors_get_logits_after_temperature() -> None:
     batch = LogitsBatch({"third": lambda: Third(None, None, False)}, lambda rules: None)
     states = [SamplingState(SamplingRules(), []) for _ in range(2)]

@@ -56,6 +56,8 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     found = {
         name: noise.normal(scale=2 * shape[-1] ** -0.5, size=shape).astype(np.float32) for name, shape in shapes.items()
     }
+    if config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
     norms = ["model.norm"]
     for layer in range(config["num_hidden_layers"]):
         norms += [f"model.layers.{layer}.{part}_layernorm" for part in ("input", "post_attention")]

@@ -42,7 +42,7 @@ SCORE_TOKENS: Final = 64
 """Prompt tokens per call of the `ScorePrompt` program."""
 
 _VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
-_STATED_OPTION: Final = re.compile(r"--(\w+)=")
+_STATED_OPTION: Final = re.compile(r"(?:^|\s)--?(?:no)?(xla_\w+)")
 _TALL_TILES: Final = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 _OVERLAP: Final = {
     "xla_enable_async_all_gather": "true",

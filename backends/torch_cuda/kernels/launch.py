@@ -96,7 +96,7 @@ def settings(path: Path, chip: Chip, key: str) -> Settings:
     """Return the settings of `key` on the chip or the nearest older listed one, which has no more shared memory; else
     the default in the same order.
 
-    The first listed chip's are for those that have no such row; what does not fit them has a row of its own.
+    A chip without such a row takes the first listed one, whose settings fit every chip that has no row of its own.
     """
     listed = table(path)
     older = [

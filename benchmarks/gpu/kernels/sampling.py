@@ -139,11 +139,12 @@ def right_edits(bench: Bench, vocab: int) -> bool:
 
 
 def by_sort(logits: Tensor, rules: CudaSamplingRules) -> Tensor:
-    """Sample with top-k and top-p in the usual way: int64 [R]."""
+    """Sample with min-p, top-k and top-p in the usual way: int64 [R]."""
     values, ids = (logits / rules.temperature.clamp(min=1e-5)[:, None]).sort(-1, descending=True)
     order = torch.arange(logits.shape[1], device=logits.device)
     limit = torch.where(rules.top_k > 0, rules.top_k, logits.shape[1])
-    values = values.masked_fill(order >= limit[:, None], -torch.inf)
+    lowest = values[:, :1] + rules.min_p.clamp(max=1).log()[:, None]
+    values = values.masked_fill((order >= limit[:, None]) | (values < lowest), -torch.inf)
     chance = values.softmax(-1)
     before = chance.cumsum(-1) - chance
     chance = chance.masked_fill(before >= rules.top_p[:, None], 0.0)

@@ -45,7 +45,8 @@ def test_libtpu_init_args_take_precedence_option_by_option(monkeypatch: pytest.M
     on_v7x = replace(ON_V6E, chip=CHIPS["v7x"])
     assert compiler_options(on_v7x) == {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
     assert "xla_tpu_enable_async_collective_fusion" in (compiler_options(ON_V6E, overlaps=True) or {})
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_collective_fusion=false")
-    options = compiler_options(ON_V6E, overlaps=True) or {}
-    assert options["xla_tpu_scoped_vmem_limit_kib"] == "65536"
-    assert "xla_tpu_enable_async_collective_fusion" not in options
+    for stated in ("--xla_{}=false", "--xla_{}", "--noxla_{}", "-xla_{}", "--xla_{} true"):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--other {stated.format('tpu_enable_async_collective_fusion')}")
+        options = compiler_options(ON_V6E, overlaps=True) or {}
+        assert options["xla_tpu_scoped_vmem_limit_kib"] == "65536"
+        assert "xla_tpu_enable_async_collective_fusion" not in options

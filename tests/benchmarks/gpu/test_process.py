@@ -34,7 +34,7 @@ for name in ("good", "crowded", "hangs", "dies", "last"):
         write(error="no memory")
         sys.exit(70)
     alone = False
-    write(result={"right": True})
+    write(result={"right": True, "took_s": 0.1})
 write(done=True)
 """
 
@@ -53,7 +53,9 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def test_numbers_after_a_failure_are_measured(stage: Stage) -> None:
     assert stage.run(("p",))
-    assert stage.results.numbers == {"p": {name: {"right": True} for name in ("good", "crowded", "last")}}
+    assert stage.results.numbers == {
+        "p": {name: {"right": True, "took_s": 0.1} for name in ("good", "crowded", "last")}
+    }
     assert list(stage.results.failed) == ["p/hangs", "p/dies"]
     assert "timed out" in stage.results.failed["p/hangs"]
     assert "exit status 134\nCUDA error: an illegal memory access" in stage.results.failed["p/dies"]

@@ -43,6 +43,12 @@ def test_ngrams_do_not_repeat(size: int) -> None:
         output.append(token)
 
 
+def test_what_masks_left_is_not_excluded() -> None:
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[3] = 1.0
+    assert (edited("no_repeat_ngram_size", logits, [3], [], no_repeat_ngram_size=1) == logits).all()
+
+
 @pytest.mark.parametrize("p", [0.0, 0.2, 0.7, 0.95])
 def test_typical_tokens(p: float) -> None:
     logits = np.random.default_rng(3).standard_normal(VOCAB).astype(np.float32) * 3
@@ -81,6 +87,7 @@ def test_one_top_choice_stays() -> None:
     [
         ("no_repeat_ngram_size", -1),
         ("no_repeat_ngram_size", 2.5),
+        ("no_repeat_ngram_size", 65),
         ("typical_p", 1.5),
         ("typical_p", True),
         ("xtc_probability", "a"),

@@ -430,15 +430,30 @@ def test_a_head_of_other_values_than_a_tied_embedding_is_refused(first: str):
     _, llama = spec_from_config({**LLAMA, "tie_word_embeddings": True})
     tensors = llama_tensors()
     ordered = {first: tensors[first], **tensors}
-    assert dict(with_equal_head(llama.rules, ordered.items())).keys() == tensors.keys()
+    assert dict(with_equal_head(llama.rules, ordered.items(), ordered)).keys() == tensors.keys()
     ordered["lm_head.weight"] = ordered["lm_head.weight"].copy()
     ordered["lm_head.weight"][10, 7] = 1
     message = r"^tensor lm_head.weight differs from model.embed_tokens.weight, .*pass --hf-overrides '\{.*: false\}'$"
     with pytest.raises(WeightError, match=message):
-        dict(with_equal_head(llama.rules, ordered.items()))
-    for other in (np.zeros((12, 8), np.float32), np.zeros((11, 8), np.float16)):
-        with pytest.raises(WeightError, match=r"lm_head\.weight differs"):
-            dict(with_equal_head(llama.rules, {**ordered, "lm_head.weight": other}.items()))
+        dict(with_equal_head(llama.rules, ordered.items(), ()))
+    with pytest.raises(WeightError, match=r"lm_head\.weight differs"):
+        dict(with_equal_head(llama.rules, {**ordered, "lm_head.weight": np.zeros((11, 9), np.float32)}.items(), ()))
+
+
+def test_heads_that_equal_a_tied_embedding():
+    """In another dtype, with rows of zeros behind, with what is no number."""
+    _, llama = spec_from_config({**LLAMA, "tie_word_embeddings": True})
+    table = np.arange(88, dtype=np.float32).reshape(11, 8)
+    table[3, 2] = np.nan
+    for head in (table, table.astype(np.float16), np.concatenate([table, np.zeros((2, 8), np.float32)])):
+        tensors = {"model.embed_tokens.weight": table, "lm_head.weight": head}
+        assert len(dict(with_equal_head(llama.rules, tensors.items(), tensors))) == 2
+
+
+def test_a_tied_embedding_alone_is_not_kept():
+    _, llama = spec_from_config({**LLAMA, "tie_word_embeddings": True})
+    tensors = iter([("model.embed_tokens.weight", np.zeros((11, 8), np.float32))])
+    assert with_equal_head(llama.rules, tensors, ["model.embed_tokens.weight"]) is tensors
 
 
 def test_missing_extra_and_misshapen_tensors_are_named():

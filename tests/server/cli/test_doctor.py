@@ -117,6 +117,9 @@ def test_without_a_tpu_jax_tpu_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     finding = findings_of(doctor.backends, backend="jax_tpu")[0]
     assert finding == Finding("warn", "backend", "jax_tpu, on this machine's CPU, which is for tests: there is no TPU")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    finding = findings_of(doctor.backends, backend="jax_tpu")[0]
+    assert finding == Finding("fail", "backend", "jax_tpu: JAX_PLATFORMS names a TPU, there is none")
     monkeypatch.setenv("JAX_PLATFORMS", "proxy")
     finding = findings_of(doctor.backends, backend="jax_tpu")[0]
     assert finding.level == "fail"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,11 +42,18 @@ def test_other_names_of_max_tokens(server: LiveServer, path: str, body: dict[str
     status, answer = server.post(path, body | {name: 3})
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
     assert server.post(path, body | {name: 2, "max_tokens": 2})[1]["usage"]["completion_tokens"] == 2
-    status, answer = server.post(path, body | {name: 3, "max_tokens": 2})
-    assert (status, answer["error"]["param"]) == (400, name)
-    assert answer["error"]["message"].startswith(f"{name} and max_tokens are the same field and differ")
     status, answer = server.post(path, body | {name: 0})
     assert (status, answer["error"]["param"]) == (400, name)
+    answered = server.response("POST", path, body | {name: 3, "max_tokens": 2})
+    if name == "max_length":  # elsewhere the length of the context
+        assert (answered.status, answered.headers["x-pagoda-ignored"]) == (200, name)
+        return
+    assert answered.status == 400
+    assert json.loads(answered.body)["error"]["message"].startswith(
+        f"{name} and max_tokens are the same field and differ"
+    )
+    assert rendered(server, path, body | {name: 3, "max_tokens": -1})["max_tokens"] == 3
+    assert server.post(path, body | {name: -1, "max_tokens": 0})[1]["error"]["param"] == "max_tokens"
 
 
 @each_api
@@ -62,6 +70,9 @@ def test_other_names_of_sampling_rules(server: LiveServer, path: str, body: dict
     for name in ("repeat_penalty", "rep_pen"):
         assert rendered(server, path, body | {name: 1.25})["repetition_penalty"] == 1.25
         assert rendered(server, path, body | {name: 1.0, "repetition_penalty": 1.5})["repetition_penalty"] == 1.5
+        assert rendered(server, path, body | {name: 1.5, "repetition_penalty": 1})["repetition_penalty"] == 1.5
+        refused = server.post(path, body | {name: 1.0, "repetition_penalty": -1.0})[1]
+        assert refused["error"]["param"] == "repetition_penalty"
         status, answer = server.post(path, body | {name: 1.25, "repetition_penalty": 1.5})
         assert (status, answer["error"]["param"]) == (400, name)
         assert server.post(path, body | {name: -1.0})[1]["error"]["param"] == name
@@ -69,7 +80,7 @@ def test_other_names_of_sampling_rules(server: LiveServer, path: str, body: dict
     assert rendered(server, path, body | {"do_sample": True, "temperature": 0.7})["temperature"] == 0.7
 
 
-@pytest.mark.field("CompletionRequest.add_bos_token")
+@pytest.mark.field("*.add_bos_token")
 def test_add_bos_token(server: LiveServer) -> None:
     def length(**more: Any) -> int:
         return len(server.post("/v1/completions/render", TEXT | more)[1][0]["token_ids"])
@@ -115,6 +126,24 @@ def test_samplers_that_are_not_there_are_refused(server: LiveServer, name: str) 
         assert server.post(path, body | {"max_tokens": 1, name: neutral})[0] == 200
 
 
+def test_the_name_of_a_limit_in_an_error_is_the_clients(server: LiveServer) -> None:
+    asked = CHAT | {"max_completion_tokens": 5, "n_predict": 6}
+    message = server.post("/v1/chat/completions", asked)[1]["error"]["message"]
+    assert message.startswith("n_predict and max_completion_tokens are the same field and differ")
+
+
+def test_numbers_without_effect_are_those_whatever_their_type(server: LiveServer) -> None:
+    for number in (0, 0.0):
+        assert server.post("/v1/completions", TEXT | {"max_tokens": 1, "mirostat": number})[0] == 200
+    assert server.post("/v1/completions", TEXT | {"max_tokens": 1, "mirostat": 1.0})[0] == 400
+
+
+def test_samplers_in_xargs_are_refused_by_their_name(server: LiveServer, strict: LiveServer) -> None:
+    for each in (server, strict):
+        status, answer = each.post("/v1/completions", TEXT | {"vllm_xargs": {"typical_p": 0.5}})
+        assert (status, answer["error"]["param"]) == (400, "typical_p")
+
+
 def test_zero_is_not_without_effect(server: LiveServer) -> None:
     assert server.post("/v1/completions", TEXT | {"typical_p": 0})[1]["error"]["param"] == "typical_p"
 
@@ -131,7 +160,7 @@ NAMED: dict[str, Any] = {
 """Fields that ask for nothing, or for what does not change an answer."""
 
 
-@pytest.mark.field("CompletionRequest|ChatCompletionRequest.kv_transfer_params|guided_decoding_backend|cache_prompt")
+@pytest.mark.field("CompletionRequest|ChatCompletionRequest.vllm_xargs")
 @pytest.mark.parametrize("name", [name for name in NAMED if name != "xtc_threshold"])
 @each_api
 def test_what_asks_for_nothing_is_named(

@@ -147,6 +147,14 @@ def test_tokens_of_one_character_join_to_it(client: openai.OpenAI) -> None:
         assert all((text + "y")[offset:].startswith(token) for token, offset in zip(tokens, offsets))
 
 
+def test_tokens_of_a_prompt_that_ends_inside_a_character_join_to_the_text(client: openai.OpenAI) -> None:
+    ids = list("a🙂".encode()[:-1])
+    choice = client.completions.create(model="fake", prompt=ids, max_tokens=1, echo=True, logprobs=0).choices[0]
+    assert choice.text.startswith("a\ufffd")
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+
+
 def test_echo_with_max_tokens_0(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=[97, 98], max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "ab"

@@ -153,7 +153,7 @@ def test_extra_args_that_no_processor_reads_are_logged_once(folder: Path, caplog
             tiny.answer(extra_args={"typical_p": 0.5})
     assert error.value.field == "typical_p"
     assert [each.getMessage() for each in caplog.records if "extra_args" in each.getMessage()] == [
-        "extra_args have no effect, no logits processor reads them: token"
+        "extra_args have no effect, no logits processor reads them: 'token'"
     ]
 
 

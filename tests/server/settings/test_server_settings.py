@@ -33,7 +33,7 @@ PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% e
 
 def state_of(**config: Any) -> ServerState:
     """Return the state of a server whose engine has a configuration only."""
-    llm = SimpleNamespace(config=EngineArgs(model="m").create_engine_config())
+    llm = SimpleNamespace(config=EngineArgs(model="m").create_engine_config(), check_overload=lambda: None)
     return ServerState(cast(AsyncLLM, llm), ServerConfig(**config), Metrics("m"))
 
 
