@@ -62,6 +62,17 @@ def test_a_folder_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "too large" in capsys.readouterr().err
 
 
+@pytest.mark.gpu_matrix
+def test_what_is_carried_fits(tmp_path: Path) -> None:
+    """The real folder: the wheels and Triton's cache of every stage, beside the checkout."""
+    command = [sys.executable, str(ROOT / "tools" / "gpu_carry.py"), str(tmp_path / "carry")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    sizes = dict(reversed(line.split(" MiB  ")) for line in done.stdout.splitlines() if " MiB  " in line)
+    assert sizes.keys() == {"carry.json", "triton-cache.tar.xz", "wheels", "checkout"}
+    assert float(sizes["triton-cache.tar.xz"]) > 1
+
+
 def tiny_gguf(path: Path) -> dict[str, np.ndarray]:
     """Write a model file with two matrices and a vector; return its tensors."""
     rng = np.random.default_rng(0)
