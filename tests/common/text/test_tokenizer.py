@@ -9,8 +9,10 @@ from support.rows import each_row
 from support.tiny_encoder import WORDS, word_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text import tokenizer
+from pagoda.common.text.detokenizer import Detokenizer
 from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
@@ -215,7 +217,10 @@ def test_added_letters_stand_for_themselves(backend, tmp_path, in_vocabulary):
     assert "".join(map(ours.token_text, ids)) == text
     hf = HfTokenizer(ours)
     assert hf.decode(ids) == hf.convert_tokens_to_string(hf.tokenize(text)) == text
-    assert "ü" in ours.byte_table.texts[made.token_to_id("ü")]
+    words = vocabulary_of(ours, ours.vocab_size, [made.token_to_id("</s>")])
+    assert words.tokens[made.token_to_id("ü")] == "ü".encode()  # what token masks know
+    detokenizer = Detokenizer(ours, [], stop=["ön ü"])
+    assert detokenizer.append(ids, True) == "für sch"
 
 
 def test_added_tokens_that_the_vocabulary_has_stand_for_its_bytes(backend, tmp_path):
