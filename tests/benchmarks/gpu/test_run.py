@@ -211,10 +211,11 @@ def test_the_other_stages_complete(machine: Machine, stage: str) -> None:
     status, printed, report = machine.run(stage)
     assert (status, report["complete"], report["failed"]) == (0, True, {}), printed
     assert set(report["numbers"]) == set(STAGES[stage])
+    of_no_time = ("absent", "greedy_equal")  # a peer that is missing, a comparison of tokens
     for numbers in report["numbers"].values():
         for number in numbers.values():
             assert number.get("recompiles", 0) == 0
-            assert any(name in number for name in ("step_ms", "seconds", "us", "ms"))
+            assert any(name in number for name in ("step_ms", "seconds", "us", "ms", *of_no_time))
     if stage == "serving":
         assert len(report["numbers"]["serving.rates"]) == 3
         assert [one["right"] for one in report["numbers"]["serving.out_of_memory"].values()] == [True] * 4
