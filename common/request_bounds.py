@@ -71,10 +71,9 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "min_p": _sampled(0.0, 1.0),
     "seed": Bound(low=INT64_MIN, high=INT64_MAX),
     "SamplingParams.max_tokens": _sampled(1, INT32_MAX, total=_CONTEXT),
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length"), _OUTPUT
-    ),
-    "n_predict": _sampled(-2, INT32_MAX, total=_CONTEXT),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _OUTPUT),
+    **dict.fromkeys(("max_new_tokens", "max_length"), Bound(low=-1, high=INT32_MAX, total=_CONTEXT)),
+    "n_predict": Bound(low=-2, high=INT32_MAX, total=_CONTEXT),
     "RoutedReasoning.max_tokens": _INT64,
     "CohereEmbedRequest.max_tokens": Bound(low=1, high=INT64_MAX, total="at most the context length"),
     "AnthropicMessagesRequest.max_tokens": _sampled(1, INT32_MAX, total=_CONTEXT),

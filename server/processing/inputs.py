@@ -455,7 +455,8 @@ class InputProcessor:
                 )
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "prompt_logprobs need tokens, which prompt_embeds replace; drop one")
-        self._check_extra_args(params.extra_args or {})
+        if params.extra_args:
+            self._check_extra_args(params.extra_args)
         for check in self._param_checks:
             try:
                 check(params)
