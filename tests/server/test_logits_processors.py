@@ -255,7 +255,7 @@ class Fails(LogitsProcessor):
 
 
 class KnowsSequences(Fails):
-    """Fails if it was told of no sequence."""
+    """Raises unless it was told of every sequence of the batch."""
 
     told = 0
 
