@@ -53,7 +53,7 @@ $(VENV)/.programs: $(VENV)/.dev
 
 # Writes the processor time that each file of tests may take; the diff is for a reviewer.
 test-budgets: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --write-budgets=tests/budgets.json
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --write-budgets=tests/data/budgets.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -98,13 +98,13 @@ test-clients: $(VENV)/.dev $(MODEL) $(PYTHON_CLIENTS) $(CLIENTS)/node/.done
 test-torchax:
 	test -x $(VENV)-torchax/bin/python || $(PYTHON) -m venv $(VENV)-torchax
 	$(VENV)-torchax/bin/python -m pip install -q -e '.[cpu,cuda,tpu,dev,torchax]' -c $(CONSTRAINTS)
-	$(VENV)-torchax/bin/python -m pytest tests/models/test_transformers_models.py -k jax_tpu
+	$(VENV)-torchax/bin/python -m pytest tests/models/transformers_models/test_transformers_models.py -k jax_tpu
 
 # The same on --backend reference through torch-xla, whose last release needs torch 2.9 and its CUDA packages: 7 GB.
 test-torch-xla:
 	test -x $(VENV)-torch-xla/bin/python || $(PYTHON) -m venv $(VENV)-torch-xla
 	$(VENV)-torch-xla/bin/python -m pip install -q -e '.[torch-xla,dev]'
-	PJRT_DEVICE=CPU $(VENV)-torch-xla/bin/python -m pytest tests/models/test_torch_xla.py
+	PJRT_DEVICE=CPU $(VENV)-torch-xla/bin/python -m pytest tests/models/transformers_models/test_torch_xla.py
 
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)

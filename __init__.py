@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pagoda.server.vllm_compat.modules import find, public_object
+from pagoda.server.vllm.modules import find, public_object
 
 if TYPE_CHECKING:
     from pagoda.common.beam_search import BeamSearchParams as BeamSearchParams
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from pagoda.server.settings.flags import AsyncEngineArgs as AsyncEngineArgs
     from pagoda.server.settings.flags import EngineArgs as EngineArgs
     from pagoda.server.settings.flags import ScriptParser
-    from pagoda.server.vllm_compat.request_types import EmbedsPrompt as EmbedsPrompt
-    from pagoda.server.vllm_compat.request_types import LoRARequest as LoRARequest
-    from pagoda.server.vllm_compat.request_types import TextPrompt as TextPrompt
-    from pagoda.server.vllm_compat.request_types import TokensPrompt as TokensPrompt
+    from pagoda.server.vllm.request_types import EmbedsPrompt as EmbedsPrompt
+    from pagoda.server.vllm.request_types import LoRARequest as LoRARequest
+    from pagoda.server.vllm.request_types import TextPrompt as TextPrompt
+    from pagoda.server.vllm.request_types import TokensPrompt as TokensPrompt
 
     AsyncLLMEngine = AsyncLLM
     FlexibleArgumentParser = ScriptParser

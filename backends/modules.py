@@ -22,8 +22,8 @@ from pagoda.common.config.defaults import Platform
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.distributed.messages import RankInfo
-from pagoda.common.engine.capacity import EnginePlan, LoadMeasures, PlannedLoad, ServiceTarget
-from pagoda.common.engine.drive import Clock
+from pagoda.common.engine.workload.capacity import EnginePlan, LoadMeasures, PlannedLoad, ServiceTarget
+from pagoda.common.engine.workload.drive import Clock
 from pagoda.common.models.family import PoolUse
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec

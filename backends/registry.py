@@ -145,7 +145,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         _has_cuda,
         device_env=_cuda_env,
         parallel=("tensor",),
-        ranks="pagoda.backends.torch_cuda.ranks",
+        ranks="pagoda.backends.torch_cuda.parallel.ranks",
         without_device=TORCH_CUDA_DEVICE.is_on,
         remedy=": install its driver, or use --backend reference",
         batch_invariant=True,

@@ -34,7 +34,7 @@ from pagoda.common.weights.lora.weights import LoraOptions, adaptable
 from pagoda.common.weights.safetensors import write_safetensors
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.vllm_compat.request_types import LoRARequest
+from pagoda.server.vllm.request_types import LoRARequest
 
 WIDTH, FFN, KV, LAYERS = 576, 1536, 192, 30
 SHAPES: Final = {

@@ -30,8 +30,8 @@ import numpy.typing as npt
 from pagoda.benchmarks.readme import machine
 from pagoda.common.backend import Backend
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import RowStart, StepPlan
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import RowStart, StepPlan
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.settings.tokenizer import open_tokenizer

@@ -17,7 +17,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from pagoda.server.cli.bench.machine import machine
+from pagoda.server.bench.report.machine import machine
 
 HERE = Path(__file__).resolve().parent
 FENCE = ("<!-- figures: written by benchmarks/readme.py -->", "<!-- end of figures -->")

@@ -14,16 +14,16 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
-from pagoda.common.config.groups.profiler import ProfilerConfig
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
-from pagoda.common.engine.pooling import PoolPlan, PoolResult
-from pagoda.common.engine.sampling import USUAL, SamplerOptions
-from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.pooling.values import PoolPlan, PoolResult
+from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
+from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import StateCache
 from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions

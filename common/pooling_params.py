@@ -9,7 +9,7 @@ import copy
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Final, get_args
 
-from pagoda.common.engine.pooling import PoolingTask
+from pagoda.common.engine.pooling.values import PoolingTask
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind
 

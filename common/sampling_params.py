@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules
+from pagoda.common.engine.sampling.rules import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
 from pagoda.common.request_bounds import Bound, bound_of
 

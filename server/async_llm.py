@@ -11,8 +11,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
-from pagoda.common.config.groups.profiler import PROFILER_OFF, check_profile
+from pagoda.common.config.groups.nested.profiler import FLAG as PROFILER_FLAG
+from pagoda.common.config.groups.nested.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import OVERLOAD, EngineRequest, EngineStats, RequestEvents, StepOutputs
@@ -20,7 +20,6 @@ from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailable
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import start_engine
 from pagoda.server.core_client.client import Admission, AsyncSleep, CoreClientAsync, EngineClient, Gate
@@ -47,7 +46,6 @@ from pagoda.server.ipc_messages import (
 from pagoda.server.llm_engine import check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.grammar_check import MAX_WAITING, GrammarCheck, check_of
 from pagoda.server.processing.inputs import (
     ALONE,
     InputProcessor,
@@ -63,15 +61,17 @@ from pagoda.server.processing.inputs import (
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
 from pagoda.server.processing.queue_use import Load, QueueLimits, displaced
-from pagoda.server.processing.template_renderer import TemplateRenderer
-from pagoda.server.processing.text_threads import TextThreads
+from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarCheck, check_of
+from pagoda.server.processing.workers.template_renderer import TemplateRenderer
+from pagoda.server.processing.workers.text_threads import TextThreads
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
-from pagoda.server.vllm_compat.config_views import ModelView, VllmConfigView
-from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm_compat.request_types import LoRARequest
-from pagoda.server.vllm_compat.script_helpers import UsageContext
+from pagoda.server.vllm.config_views import ModelView, VllmConfigView
+from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm.request_types import LoRARequest
+from pagoda.server.vllm.script_helpers import UsageContext
+from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import Tracer

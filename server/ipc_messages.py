@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.profiler import ProfileRequest
+from pagoda.common.config.groups.nested.profiler import ProfileRequest
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
-from pagoda.common.engine.pooling import PoolingTask
+from pagoda.common.engine.pooling.values import PoolingTask
 from pagoda.common.errors import (
     MEMORY_REMEDY,
     ConfigError,

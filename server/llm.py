@@ -15,9 +15,8 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text import chat_template as templates
-from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.special_text import RenderedChat, render_literal
-from pagoda.server.chat_prompt import checked_tools
+from pagoda.server.api.chat_prompt import checked_tools
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.offline_run import OfflineRun
 from pagoda.server.outputs import (
@@ -48,12 +47,13 @@ from pagoda.server.processing.inputs import (
 )
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.vllm_compat.config_views import ModelView
-from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm_compat.request_types import LoRARequest, TokensPrompt
+from pagoda.server.vllm.config_views import ModelView
+from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm.request_types import LoRARequest, TokensPrompt
+from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
-    from pagoda.server.vllm_compat.metrics_reader import Metric
+    from pagoda.server.vllm.metrics_reader import Metric
 
 Prompts = PromptType | Sequence[PromptType]
 Params = PoolingParams | Sequence[PoolingParams] | None

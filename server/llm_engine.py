@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
-from pagoda.common.config.groups.profiler import PROFILER_OFF, check_profile
+from pagoda.common.config.groups.nested.profiler import FLAG as PROFILER_FLAG
+from pagoda.common.config.groups.nested.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats, RequestEvents
-from pagoda.common.engine.profiling import StepProfiler
+from pagoda.common.engine.steps.profiling import StepProfiler
 from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import check_first_host, check_one_engine
 from pagoda.server.ipc_messages import EngineInfo
@@ -44,15 +43,16 @@ from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
-from pagoda.server.vllm_compat.config_views import ModelView, VllmConfigView
-from pagoda.server.vllm_compat.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm_compat.request_types import LoRARequest
-from pagoda.server.vllm_compat.script_helpers import UsageContext
+from pagoda.server.vllm.config_views import ModelView, VllmConfigView
+from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm.request_types import LoRARequest
+from pagoda.server.vllm.script_helpers import UsageContext
+from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
     from pagoda.common.observe.tracing import Tracer
-    from pagoda.server.vllm_compat.metrics_reader import Metric
+    from pagoda.server.vllm.metrics_reader import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class LLMEngine(ExplainsMissingMethods):
         """
         if self._metrics is None:
             raise ConfigError("--disable-log-stats", "metrics are not collected; drop it to read them")
-        from pagoda.server.vllm_compat.metrics_reader import snapshot
+        from pagoda.server.vllm.metrics_reader import snapshot
 
         return snapshot(self._metrics.registry)
 

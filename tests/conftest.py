@@ -16,7 +16,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import budgets, fork_server, memory
+from support.suite import budgets, fork_server, memory
 
 # No test fails because the machine was busy, or by chance: part properties of `make test-full` draws other examples.
 IS_RANDOM = os.environ.get("PAGODA_TEST_RANDOM") == "1"
@@ -44,7 +44,7 @@ for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)
 
 
-pytest_plugins = ["support.short_ids"]
+pytest_plugins = ["support.suite.short_ids"]
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ import numpy as np
 
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import (
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import (
     GUESSED,
     NULL_BLOCK,
     PREVIOUS,
@@ -28,8 +28,8 @@ from pagoda.common.engine.step import (
     TokenLogprobs,
     TokenMasks,
 )
-from pagoda.common.models.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 

@@ -41,7 +41,7 @@ from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
 from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport, bits_per_weight
 from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
-from pagoda.server.app import BODIES, bodies_of
+from pagoda.server.api.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
@@ -302,7 +302,7 @@ def _quantization() -> str:
         "quantised checkpoint, a GGUF file, or `--quantization` while loading. *Computes*: its kernels read the "
         "numbers as they are stored; behind it which ones. *Dequantises*: the values take the bytes of the model's "
         "data type (16 bits a weight, in float32 32), which a log line says at load. *Refused*: an error that says "
-        "why. `tests/backends/test_scheme_support.py` holds each cell. How to choose: "
+        "why. `tests/backends/contract/test_scheme_support.py` holds each cell. How to choose: "
         "[guide](../guides/quantization.md).\n\nBits: per weight, with the scales as checkpoints usually store them.\n"
     )
     for title, experts in (("Linear layers", False), ("Mixtures of experts", True)):

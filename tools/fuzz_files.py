@@ -181,7 +181,7 @@ def mutate_one(name: str, change: Callable[[Random, bytes], bytes]) -> Callable[
 
 
 def _model_folder() -> Files:
-    from support.tiny_folder import write_model
+    from support.checkpoints.tiny_folder import write_model
 
     return _written(write_model)
 
@@ -194,7 +194,7 @@ def _written(write: Callable[[Path], object]) -> Files:
 
 
 def _config_examples() -> list[Files]:
-    from support.hub_configs import GENERATORS, POOLERS
+    from support.servers.hub_configs import GENERATORS, POOLERS
 
     small = {"num_hidden_layers": 2}
     every = [{**config} for config in (*GENERATORS.values(), *POOLERS.values())]
@@ -232,7 +232,7 @@ def _generation_examples() -> list[Files]:
 
 
 def _module_examples() -> list[Files]:
-    from support.hub_configs import POOLERS
+    from support.servers.hub_configs import POOLERS
 
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -459,7 +459,7 @@ def read_one_tensor(folder: Path) -> None:
 
 
 def _gguf_examples() -> list[Files]:
-    from support.byte_text import byte_tokenizer
+    from support.checkpoints.byte_text import byte_tokenizer
 
     from pagoda.tests.common.weights.gguf_writing import convert
 
@@ -468,7 +468,7 @@ def _gguf_examples() -> list[Files]:
     for model in ("gpt2", "llama"):
 
         def write(folder: Path, model: str = model) -> None:
-            from support.tiny_folder import write_model
+            from support.checkpoints.tiny_folder import write_model
 
             write_model(folder)
             tokens = {"tokenizer.ggml.model": model, "tokenizer.ggml.tokens": vocab}
@@ -623,7 +623,7 @@ def read_gguf_file(folder: Path) -> None:
 
 
 def _adapter_examples() -> list[Files]:
-    from support.adapters import llama_modules, write_adapter
+    from support.checkpoints.adapters import llama_modules, write_adapter
 
     modules = llama_modules(32, 48, 4, 2, 1)
     extra = {
@@ -643,7 +643,7 @@ def _mutate_adapter(rng: Random, files: Files) -> Files:
 
 def read_adapter_folder(folder: Path) -> None:
     """Read a LoRA adapter for a tiny Llama, and what requests say of one."""
-    from support.tiny_folder import CONFIG
+    from support.checkpoints.tiny_folder import CONFIG
 
     from pagoda.common.models.registry import spec_from_config
     from pagoda.common.models.shapes import params

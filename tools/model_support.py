@@ -41,7 +41,7 @@ _TRIED: Final = (
     "SolarOpenForCausalLM",
     "YoutuForCausalLM",
 )
-"""Architectures whose logits are compared in tests/models/test_transformers_models.py."""
+"""Architectures whose logits are compared in tests/models/transformers_models/test_transformers_models.py."""
 
 FALLBACK_ONLY: Final = tuple(name for name in _TRIED if name not in ARCHITECTURES)
 
@@ -53,7 +53,7 @@ POOLED_BY_FALLBACK: Final = (
     "MPNetModel",
     "T5EncoderModel",
 )
-"""Pooling architectures whose outputs are compared in tests/models/test_transformers_pooling.py."""
+"""Pooling architectures whose outputs are compared in tests/models/transformers_models/test_transformers_pooling.py."""
 
 POOLING_STATUS: Final = tuple("fallback" if backend in _WITH_FALLBACK else "refused" for backend in BACKENDS)
 
@@ -89,7 +89,7 @@ def _tiny_configs() -> Iterator[dict[str, Any]]:
     """Yield the config.json of each tiny model."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     import transformers
-    from models import tiny
+    from models.cases import tiny
 
     transformers.logging.set_verbosity_error()
     for case in tiny.TINY:

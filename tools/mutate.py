@@ -12,8 +12,8 @@
 
 Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. The test files
 that import the file run in turn, the nearest first, those of `make test` alone, until one fails or a minute of
-processor time is used up (`--budget`; `tests/budgets.json` says what each needs). A test that fails or hangs counts
-only if its file passes without the mutant. Exit status 1 if fewer than `--at-least` are caught.
+processor time is used up (`--budget`; `tests/data/budgets.json` says what each needs). A test that fails or hangs
+counts only if its file passes without the mutant. Exit status 1 if fewer than `--at-least` are caught.
 Mutants in tools/equivalent_mutants.txt cannot change behaviour and are never chosen.
 """
 
@@ -295,7 +295,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results are written")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time")
     parser.add_argument("--budget", type=float, default=60, help="processor seconds of the tests of a mutant")
-    parser.add_argument("--budgets", type=Path, metavar="FILE", help="table in place of tests/budgets.json")
+    parser.add_argument("--budgets", type=Path, metavar="FILE", help="table in place of tests/data/budgets.json")
     parser.add_argument("--marker", help="expression for pytest's -m; default: the tests of `make test`")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     return parser.parse_args()
@@ -332,7 +332,7 @@ def _run(args: argparse.Namespace, checkouts: list[Path], sources: Sources) -> i
     empty.mkdir()
     child.preload(PRELOADED, empty)
     forks.adopt_orphans()
-    seconds = recorded_seconds(args.budgets or checkouts[0] / "tests" / "budgets.json")
+    seconds = recorded_seconds(args.budgets or checkouts[0] / "tests" / "data" / "budgets.json")
     model = Path(os.environ.get("PAGODA_TEST_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
     options = Options(args.marker, model.resolve() if model.is_file() else None)
     judge = Judge(checkouts[0], sources, report, seconds, args.budget)

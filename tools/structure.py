@@ -3,7 +3,7 @@
     python tools/structure.py                 the static counts
     python tools/trace_request.py             the files, functions and types of one chat request
 
-`tests/test_structure.py` holds the counts that have a limit.
+`tests/repository/test_structure.py` holds the counts that have a limit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ REASONS: Final[Mapping[str, str]] = {
     "common/weights/quantization/methods/": "a file per quant_method",
     "backends/reference/model/": "a file per mixer",
     "backends/torch_cuda/kernels/": "a folder per kernel",
-    "backends/torch_cuda/ranks.py": "the registry loads it, without torch",
+    "backends/torch_cuda/parallel/ranks.py": "the registry loads it, without torch",
     "backends/jax_tpu/supported.py": "importable without jax",
     "backends/jax_tpu/model/": "a file per kind of mixer",
     "common/engine/speculative/": "a file per method",
     "kernels_pallas/": "a folder per kernel",
-    "server/openai/": "a file per endpoint",
-    "server/admin/": "a file per endpoint",
+    "server/api/openai/": "a file per endpoint",
+    "server/api/admin/": "a file per endpoint",
 }
 """Path prefix -> why small files with one importer are kept there. Files imported only inside functions need no reason:
 they keep an optional or slow import away from start-up."""

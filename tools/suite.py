@@ -4,9 +4,9 @@
     python tools/suite.py full [PART ...]   the parts named, or all that are older than what they cover
     python tools/suite.py list              every part, when it passed last, whether it is older than what it covers
 
-A part that passes is recorded in tests/full_suite.json with its commit, so that a run that was interrupted continues
-with the next part. It is not recorded while files that it covers have uncommitted changes. In `full` a skipped test is
-a failure: what it needs is to be installed.
+A part that passes is recorded in tests/data/full_suite.json with its commit, so that a run that was interrupted goes
+on with the next part. It is not recorded while files that it covers have uncommitted changes. In `full` a skipped test
+is a failure: what it needs is to be installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-RECORDS: Final = ROOT / "tests" / "full_suite.json"
+RECORDS: Final = ROOT / "tests" / "data" / "full_suite.json"
 BIN: Final = Path(sys.executable).parent
 
 JOBS: Final = os.environ.get("JOBS", "3")
@@ -100,14 +100,14 @@ PARTS: Final = (
         "speculation",
         ALL_BACKENDS,
         "",
-        "tests/backends/test_speculative_pairs.py",
+        "tests/backends/drafts/test_speculative_pairs.py",
         PAGODA_TEST_PAIRS="1000",
     ),
     _marked(
         "adapters",
         ALL_BACKENDS,
         "",
-        "tests/server/test_lora_rotation.py",
+        "tests/server/lora/test_lora_rotation.py",
         PAGODA_TEST_ADAPTERS="200",
     ),
     _tool("fuzz-api", ("server/",), "tools/fuzz_api.py", "--serve", os.environ.get("PAGODA_TEST_MODEL", "")),

@@ -2,7 +2,7 @@
 
     python tools/trace_request.py [--list]
 
-A server with a tiny engine (tests/support/live_server.py) runs in this process; after two warm-up requests one
+A server with a tiny engine (tests/support/servers/live_server.py) runs in this process; after two warm-up requests one
 is traced in all threads but the client's. A file counts if a function of it is called by the product (calls by the
 fake backend do not count), not if it is only imported.
 """
@@ -62,7 +62,7 @@ class Tracer:
 def trace() -> Tracer:
     """Trace one request. Raises RuntimeError if it is not answered with 200."""
     sys.path.insert(0, os.path.join(ROOT, "tests"))
-    from support.live_server import live_server
+    from support.servers.live_server import live_server
 
     tracer = Tracer()
     tracer.start()

@@ -28,7 +28,7 @@ from pagoda.backends.fallback.classes import (
 )
 from pagoda.backends.fallback.traced_encoder_decoder import trace_encoder_decoder
 from pagoda.backends.fallback.tracing import TRACED_TOKENS, MetaValues, trace_layers, vocab_of
-from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import PoolUse, classifier
 from pagoda.common.models.hf_config import HfConfig

@@ -63,7 +63,8 @@ from pagoda.backends.jax_tpu.weights.loading import WeightWriter, load
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.engine.kv_cache.sizing import stated_blocks
-from pagoda.common.engine.pending import (
+from pagoda.common.engine.steps.contract import Int32, StepPlan, TokenMasks
+from pagoda.common.engine.steps.pending import (
     FetchLogprobs,
     PendingShardSteps,
     PendingStep,
@@ -71,8 +72,7 @@ from pagoda.common.engine.pending import (
     PromptScores,
     score_prompts,
 )
-from pagoda.common.engine.shapes import StepShape
-from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params

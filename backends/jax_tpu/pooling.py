@@ -29,10 +29,10 @@ from pagoda.backends.jax_tpu.profiler import JaxTracer
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.profiler import ProfilerConfig
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules, PoolPlan, PoolResult
-from pagoda.common.engine.step import Float32
+from pagoda.common.engine.pooling.values import EMBEDS, OF_TOKENS, PoolingRules, PoolPlan, PoolResult
+from pagoda.common.engine.steps.contract import Float32
 from pagoda.common.models.spec import Pooler
 from pagoda.common.models.transformers_spec import own_spec
 from pagoda.kernels_pallas.chips import CHIPS

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import jax
 
-from pagoda.common.config.groups.profiler import FLAG, ProfilerConfig
+from pagoda.common.config.groups.nested.profiler import FLAG, ProfilerConfig
 from pagoda.common.errors import ConfigError
 
 _TORCH_ONLY: Final = ("torch_profiler_record_shapes", "torch_profiler_with_memory", "torch_profiler_with_flops")

@@ -1,6 +1,6 @@
 """Sampling on the device: logits edits, token sampling without a sort, and logprobs.
 
-Each function is compiled once per number of rows. `common.engine.sampling_state` packs the inputs of the edits,
+Each function is compiled once per number of rows. `common.engine.sampling.state` packs the inputs of the edits,
 `SampledRows.pack` the sampling rules.
 """
 
@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, resolve_guesses
 from pagoda.backends.jax_tpu.model.model import LANES
 from pagoda.backends.jax_tpu.parallel import partition
-from pagoda.common.engine.sampling import LARGEST_UNIFORM, MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
-from pagoda.common.engine.sampling_state import Kind
-from pagoda.common.engine.step import Float32, Int32, TokenLogprobs
+from pagoda.common.engine.sampling.rules import LARGEST_UNIFORM, MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
+from pagoda.common.engine.sampling.state import Kind
+from pagoda.common.engine.steps.contract import Float32, Int32, TokenLogprobs
 from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
 
 MAX_LOGPROBS: Final = 20
@@ -265,7 +265,7 @@ def keep_threshold(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: J
 def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Return Gumbel noise float32 [R, n] for tokens uint32 [n] under row keys uint32 [R].
 
-    Bit-identical to `common.engine.sampling`.
+    Bit-identical to `common.engine.sampling.rules`.
     """
     bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
     v = (bits.astype(jnp.float32) + 0.5) * 2.0**-32

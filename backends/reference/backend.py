@@ -32,10 +32,10 @@ from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TRANSFORMERS_DEVICE
-from pagoda.common.engine.pending import unbound_masks
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import by_sequence_of, prompt_targets, sampled_indices
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.sampling.state import by_sequence_of, prompt_targets, sampled_indices
+from pagoda.common.engine.steps.contract import Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.pending import unbound_masks
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.drafters import LanguageDrafter, captured_layers
 from pagoda.common.models.primitives import Param
@@ -43,7 +43,7 @@ from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.lora.weights import AdapterWeights, adaptable
 
 if TYPE_CHECKING:
-    from pagoda.backends.reference.model.transformers_decoder import EncoderDecoder, TransformersDecoder
+    from pagoda.backends.reference.model.transformers.decoder import EncoderDecoder, TransformersDecoder
 
 ResultT = TypeVar("ResultT")
 
@@ -157,7 +157,7 @@ class ReferenceBackend:
     def _load_transformers(
         self, spec: TransformersSpec, weights: Iterable[Weight]
     ) -> TransformersDecoder | EncoderDecoder:
-        from pagoda.backends.reference.model.transformers_decoder import EncoderDecoder, TransformersDecoder
+        from pagoda.backends.reference.model.transformers.decoder import EncoderDecoder, TransformersDecoder
 
         max_len = self.limits.max_model_len
         if spec.encoder is None:

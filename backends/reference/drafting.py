@@ -16,7 +16,7 @@ from pagoda.backends.reference.execution import make_batch, single_tokens
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.drafters import DraftDecoder, DraftInput, Guessed
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.step import GUESSED, Int32, StepPlan
+from pagoda.common.engine.steps.contract import GUESSED, Int32, StepPlan
 from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from pagoda.backends.reference.model.ops import alibi, softcap, softmax
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
-from pagoda.common.engine.pooling import PoolPlan
-from pagoda.common.engine.step import Int32, StepPlan
-from pagoda.common.models.caches import StateCache
+from pagoda.common.engine.pooling.values import PoolPlan
+from pagoda.common.engine.steps.contract import Int32, StepPlan
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers.caches import StateCache
 
 QUERIES: Final = 256
 """Queries whose attention scores are materialised at a time."""

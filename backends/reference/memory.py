@@ -27,9 +27,9 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.memory import available_bytes, total_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.steps.contract import Int32
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30

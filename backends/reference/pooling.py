@@ -13,14 +13,14 @@ from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
-from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotations
-from pagoda.backends.reference.model.block_sparse import PackedBlockAttention
 from pagoda.backends.reference.model.decoder import MixerStep, TokenEmbedding, make_layers, make_norm, make_recurrence
-from pagoda.backends.reference.model.latent_attention import PackedLatentAttention
+from pagoda.backends.reference.model.mixers.attention import Projection, RotaryTables, Rotations
+from pagoda.backends.reference.model.mixers.block_sparse import PackedBlockAttention
+from pagoda.backends.reference.model.mixers.latent_attention import PackedLatentAttention
+from pagoda.backends.reference.model.mixers.recurrence import PackedRecurrence
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
-from pagoda.backends.reference.model.recurrent.recurrence import PackedRecurrence
 from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.weights import (
@@ -33,8 +33,8 @@ from pagoda.backends.reference.weights import (
 )
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.profiler import ProfilerConfig
-from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig
+from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
@@ -72,7 +72,7 @@ class ReferencePooling:
         assert self.spec.pooler is not None, "the model pools"
         max_len = self.limits.max_model_len
         if isinstance(self.spec, TransformersSpec):
-            from pagoda.backends.reference.model.transformers_pooling import TransformersPooler
+            from pagoda.backends.reference.model.transformers.pooling import TransformersPooler
 
             rounded = rounded_weights(weights, self.numerics)
             model = TransformersPooler(self.spec, rounded, self.numerics.compute, max_len, torch.device("cpu"))

@@ -12,7 +12,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
-from pagoda.common.config.groups.profiler import ProfilerConfig
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 
 RunInOrder = Callable[[Callable[[], Any]], Any]
 """Calls a function after the steps that were executed before, on the thread that runs them; returns its result."""

@@ -1,6 +1,6 @@
-"""Logits -> tokens and logprobs in the order that common.engine.sampling defines: the readable definition.
+"""Logits -> tokens and logprobs in the order that common.engine.sampling.rules defines: the readable definition.
 
-State and packing are those of every backend (common.engine.sampling_state). Greedy rows without edits cost one argmax.
+State and packing are those of every backend (common.engine.sampling.state). Greedy rows without edits cost one argmax.
 Random rows with filters sort their best candidates first, and the whole vocabulary only when those do not decide.
 """
 
@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.native.operators import FoundTokens, row_search
-from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
-from pagoda.common.engine.pending import join_logprobs
-from pagoda.common.engine.sampling import (
+from pagoda.backends.reference.programs.operators import FoundTokens, row_search
+from pagoda.common.engine.sampling.batch_processors import LogitsBatch, edit_rows
+from pagoda.common.engine.sampling.rules import (
     LARGEST_UNIFORM,
     MIX_1,
     MIX_2,
@@ -26,7 +25,7 @@ from pagoda.common.engine.sampling import (
     LogprobsMode,
     SamplerOptions,
 )
-from pagoda.common.engine.sampling_state import (
+from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRows,
     additions,
@@ -35,7 +34,17 @@ from pagoda.common.engine.sampling_state import (
     penalties,
     sampled_positions,
 )
-from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks, UInt32
+from pagoda.common.engine.steps.contract import (
+    EMBEDDED,
+    PREVIOUS,
+    Int32,
+    RowStart,
+    StepPlan,
+    TokenLogprobs,
+    TokenMasks,
+    UInt32,
+)
+from pagoda.common.engine.steps.pending import join_logprobs
 from pagoda.common.sampling_params import params_of
 
 CANDIDATES: Final = 256
@@ -226,7 +235,7 @@ def drafts_of(plan: StepPlan) -> Int32:
     return drafts
 
 
-# Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling_state.
+# Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling.state.
 
 
 def penalise(logits: Tensor, history: Tensor, packed: Tensor) -> None:
@@ -423,7 +432,7 @@ def _pick(values: Tensor, ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
     return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
 
 
-# Sampling noise: the same integers as common.engine.sampling, tested for equality.
+# Sampling noise: the same integers as common.engine.sampling.rules, tested for equality.
 #
 # torch has no uint32 arithmetic on CPU; int32 wraps the same way, and a logical shift is an arithmetic one plus a mask.
 

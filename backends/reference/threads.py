@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.step import Int32, StepPlan
-from pagoda.common.models.caches import StateCache
+from pagoda.common.engine.steps.contract import Int32, StepPlan
+from pagoda.common.models.mixers.caches import StateCache
 
 ResultT = TypeVar("ResultT")
 Clock = Callable[[], tuple[float, float, float]]

@@ -15,7 +15,7 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.defaults import Platform
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
 
 _BACKENDS: Final = {"gpu": "torch_cuda", "tpu": "jax_tpu"}

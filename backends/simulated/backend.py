@@ -27,12 +27,12 @@ from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weig
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.simulation import SimulationConfig
-from pagoda.common.engine.drive import Clock, RealClock
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.pending import unbound_masks
-from pagoda.common.engine.sampling import OUTPUT_TOKENS, TOKEN_STRIDE, mix
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.sampling.rules import OUTPUT_TOKENS, TOKEN_STRIDE, mix
+from pagoda.common.engine.steps.contract import Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.pending import unbound_masks
+from pagoda.common.engine.workload.drive import Clock, RealClock
 from pagoda.common.errors import ConfigError
 
 UInt32 = npt.NDArray[np.uint32]

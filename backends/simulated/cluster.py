@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from pagoda.backends.simulated.replica import NO_PREFIX, Replica, ReplicaLimits, RequestArrays, RequestProgress
 from pagoda.backends.simulated.step_time import StepTimeModel
-from pagoda.common.engine.capacity import RoutingPolicy
+from pagoda.common.engine.workload.capacity import RoutingPolicy
 
 LOAD_SLACK: Final = 4
 """Prefix affinity: the replica of a prefix serves it unless it has more than 1 + min_load + min_load / 4 requests."""

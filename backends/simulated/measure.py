@@ -34,12 +34,12 @@ from pagoda.backends.simulated.step_time import StepLoad
 from pagoda.common.backend import Backend, PendingResult
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import generation_core
-from pagoda.common.engine.drive import Clock, RealClock, TimedRequest, drive
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import RowStart, StepPlan, StepResult, TokenMasks
-from pagoda.common.models.caches import StateCache
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import RowStart, StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.workload.drive import Clock, RealClock, TimedRequest, drive
+from pagoda.common.models.mixers.caches import StateCache
 
 CONTEXTS: Final = (64, 512, 2048, 8192, 32768)
 """Tokens that sequences of measured steps have in the cache."""

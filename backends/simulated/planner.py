@@ -18,8 +18,8 @@ from pagoda.backends.simulated.hardware import CHIPS, EFFICIENCY, find_chip
 from pagoda.backends.simulated.replica import ReplicaLimits, RequestArrays
 from pagoda.backends.simulated.step_time import StepLoad, StepTimeModel
 from pagoda.common.backend import BackendOptions, MemoryPlan
-from pagoda.common.engine.capacity import EnginePlan, LoadMeasures, PlannedLoad, RoutingPolicy, ServiceTarget
 from pagoda.common.engine.kv_cache.sizing import max_concurrency
+from pagoda.common.engine.workload.capacity import EnginePlan, LoadMeasures, PlannedLoad, RoutingPolicy, ServiceTarget
 from pagoda.common.errors import ConfigError
 
 ROUNDS: Final = 7

@@ -1,6 +1,6 @@
 """One engine of many, fast enough for clusters: the scheduler's decisions without its data structures.
 
-It plans as common.engine.scheduler does for sequences that end by length: decodes first, then prompt chunks in the
+It plans as `Scheduler` does for sequences that end by length: decodes first, then prompt chunks in the
 order of arrival, then waiting requests while rows, tokens and blocks last; the newest sequence is preempted for lack of
 blocks; the plan of a step is made when the step before it starts. Steps in which nothing but contexts changes are taken
 together: their times grow evenly, so that the first and the last give the sum. The prefix cache holds shared prefixes

@@ -21,13 +21,13 @@ import numpy as np
 from pagoda.backends.simulated.hardware import EFFICIENCY, ChipSpec, Efficiency, Rate
 from pagoda.backends.simulated.step_time import Int64, StepLoad, StepTimeModel
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import CacheSpec, FullCache, StateCache, WindowCache
 from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter, drafter_params, mixers_of
 from pagoda.common.models.mixers import Mixer
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, StateCache, WindowCache
+from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, ModelSpec, Moe
-from pagoda.common.models.work import MixerWork
 from pagoda.common.weights.quantization.support import bits_per_weight
 from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
 

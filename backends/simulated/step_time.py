@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 
 Int64 = npt.NDArray[np.int64]
 

@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 import torch
 
 from pagoda.backends.reference.profiler import TorchTracer
-from pagoda.backends.torch_cuda import ranks
 from pagoda.backends.torch_cuda.attention_backends.protocol import (
     AttentionKernels,
     AttentionRequirements,
@@ -53,21 +52,22 @@ from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, RankShard, comm_of
+from pagoda.backends.torch_cuda.parallel import ranks
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard, comm_of
 from pagoda.backends.torch_cuda.supported import SUPPORTED, packed_scheme
-from pagoda.backends.torch_cuda.weights import Loader, packing
+from pagoda.backends.torch_cuda.weights.load import Loader, packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.attention import AUTO
-from pagoda.common.config.groups.profiler import ProfilerConfig
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.pending import PendingStep, PendingTokens
-from pagoda.common.engine.shapes import GraphSizes
-from pagoda.common.engine.step import StepPlan, TokenMasks
+from pagoda.common.engine.steps.contract import StepPlan, TokenMasks
+from pagoda.common.engine.steps.pending import PendingStep, PendingTokens
+from pagoda.common.engine.steps.shapes import GraphSizes
 from pagoda.common.errors import ConfigError, WeightError
-from pagoda.common.models.caches import IndexCache
 from pagoda.common.models.drafters import FeatureDrafter, LanguageDrafter, captured_layers
+from pagoda.common.models.mixers.caches import IndexCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, MIN_CAPABILITY, Chip, find_chip
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, MIN_CAPABILITY, Chip, find_chip
 from pagoda.common.config.env import ALLOCATOR, TORCH_CUDA_DEVICE
 from pagoda.common.errors import ConfigError
 

@@ -16,12 +16,12 @@ from pagoda.backends.torch_cuda.attention_backends.triton import TritonAttn
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.mixed_steps import MixedShapes, mixed_sizes
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, DecodeBuffers, GroupBatch
-from pagoda.backends.torch_cuda.kernels.decode_attention import choose_pieces, choose_splits
-from pagoda.backends.torch_cuda.kernels.invariant_attention import query_tile as invariant_tile
-from pagoda.backends.torch_cuda.kernels.latent_attention import choose_latent_pieces, choose_latent_splits
-from pagoda.backends.torch_cuda.kernels.latent_prefill import query_tile as latent_tile
-from pagoda.backends.torch_cuda.kernels.latent_prefill import round_capacity
-from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, query_tile
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_pieces, choose_splits
+from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import query_tile as invariant_tile
+from pagoda.backends.torch_cuda.kernels.attention.latent_attention import choose_latent_pieces, choose_latent_splits
+from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import query_tile as latent_tile
+from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import round_capacity
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles, query_tile
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache, allocate, arrays_of
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
@@ -30,15 +30,15 @@ from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
-from pagoda.backends.torch_cuda.parallel import Comm, RankShard
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.backends.torch_cuda.weights import Loader, make_layout
+from pagoda.backends.torch_cuda.weights.load import Loader, make_layout
 from pagoda.common.backend import Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import SamplerOptions
-from pagoda.common.engine.shapes import GraphSizes
+from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.steps.shapes import GraphSizes
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.spec import ModelSpec

@@ -20,13 +20,13 @@ from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHo
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
-from pagoda.backends.torch_cuda.parallel import RankShard
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.supported import SUPPORTED
-from pagoda.backends.torch_cuda.weights import Loader
+from pagoda.backends.torch_cuda.weights.load import Loader
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.profiler import ProfilerConfig
-from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig
+from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
@@ -95,7 +95,7 @@ class TorchCudaPooling:
         spec, device, max_len = self.spec, self.device, self.limits.max_model_len
         assert spec.pooler is not None, "the model must have a pooler"
         if isinstance(spec, TransformersSpec):
-            from pagoda.backends.reference.model.transformers_pooling import TransformersPooler
+            from pagoda.backends.reference.model.transformers.pooling import TransformersPooler
 
             tensors = ((name, to_torch(array)) for name, array in dequantized(weights, "torch_cuda"))
             model = TransformersPooler(spec, tensors, self.dtype, max_len, device.torch)

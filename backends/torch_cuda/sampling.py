@@ -1,4 +1,4 @@
-"""Sampling: logits -> tokens and logprobs, in the order defined by common.engine.sampling.
+"""Sampling: logits -> tokens and logprobs, in the order defined by common.engine.sampling.rules.
 
 Sampling is one program for all rows; edits and logprobs run beside it for the rows that need them. Nothing synchronizes
 with the device except logits processors, which run Python on the host: the next step waits for them.
@@ -22,17 +22,16 @@ from pagoda.backends.reference.sampling import RowRules, mix
 from pagoda.backends.torch_cuda.device import Device, on_wsl
 from pagoda.backends.torch_cuda.execution.step_input import RowTokens
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream
-from pagoda.backends.torch_cuda.kernels import edit_logits
-from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_history, store_last
-from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
-from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
+from pagoda.backends.torch_cuda.kernels.sampling import edit_logits
+from pagoda.backends.torch_cuda.kernels.sampling.gumbel_max import gumbel_max, store_history, store_last
+from pagoda.backends.torch_cuda.kernels.sampling.logprobs import logprobs
+from pagoda.backends.torch_cuda.kernels.sampling.top_k_top_p import top_k_top_p
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
 from pagoda.common.config.memory import available_bytes
-from pagoda.common.engine.batch_logits import LogitsBatch, edit_rows
-from pagoda.common.engine.logit_edits import LogitEdits
-from pagoda.common.engine.pending import FetchLogprobs
-from pagoda.common.engine.sampling import USUAL, SamplerOptions
-from pagoda.common.engine.sampling_state import (
+from pagoda.common.engine.sampling.batch_processors import LogitsBatch, edit_rows
+from pagoda.common.engine.sampling.logit_edits import LogitEdits
+from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
+from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRows,
     additions,
@@ -43,7 +42,8 @@ from pagoda.common.engine.sampling_state import (
     grammar_masks,
     penalties,
 )
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.contract import Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.pending import FetchLogprobs
 from pagoda.common.sampling_params import params_of
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ usage: python benchmarks/cpu/cluster.py CONFIG [--replicas 1000] [--requests 100
            [--routers 1] [--hardware h100] [--busy 0.7] [--compared 3] [--output FILE.json]
 
 CONFIG: a folder with the model's config.json. Requests have lengths like those of chats (log-normal, see
-server/cli/planned_load.py), begin with one of 5,000 prefixes of 200 tokens in half of the cases, and arrive at random
-at `--busy` of the rate at which one replica serves them when all arrive at once, times the replicas. The requests of
-`--compared` replicas are then run again by the production scheduler and KV cache manager on a virtual clock; reported
+server/cli/capacity/planned_load.py), begin with one of 5,000 prefixes of 200 tokens in half of the cases, and arrive at
+random at `--busy` of the rate at which one replica serves them when all arrive at once, times the replicas. The requests
+of `--compared` replicas are then run again by the production scheduler and KV cache manager on a virtual clock; reported
 is how far their times differ.
 """
 
@@ -31,12 +31,12 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.core import generation_core
-from pagoda.common.engine.drive import TimedRequest, VirtualClock, drive
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.workload.drive import TimedRequest, VirtualClock, drive
 from pagoda.common.models.registry import spec_from_config
-from pagoda.server.cli.planned_load import parse_workload
+from pagoda.server.cli.capacity.planned_load import parse_workload
 
 BLOCK_SIZE: Final = 16
 PREFIXES: Final = 5000

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from pagoda.backends.reference import sampling
-from pagoda.backends.reference.native.operators import row_search
+from pagoda.backends.reference.programs.operators import row_search
 from pagoda.backends.reference.sampling import LEAST_BEST, RANDOM_ROWS, RowRules
 
 FILTERS = {"none": (0, 1.0), "top_p 0.9": (0, 0.9), "top_k 50": (50, 1.0), "top_k 20, top_p 0.95": (20, 0.95)}

@@ -24,12 +24,12 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks, UInt32
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks, UInt32
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.models.caches import FullCache
+from pagoda.common.models.mixers.caches import FullCache
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 BLOCKS, BLOCK_SIZE, WARM_STEPS = 5000, 16, 10

@@ -19,8 +19,7 @@ import sys
 from collections.abc import Sequence
 from operator import truediv
 
-from pagoda.server.cli.bench.machine import machine
-from pagoda.server.cli.bench.peers.compare import (
+from pagoda.server.bench.peers.compare import (
     EngineSpec,
     EngineWorker,
     EngineWorkload,
@@ -28,6 +27,7 @@ from pagoda.server.cli.bench.peers.compare import (
     weight_bytes,
     workers_of,
 )
+from pagoda.server.bench.report.machine import machine
 
 CASES = {  # requests, tokens of each prompt, of each answer, and of these prompt tokens those that all share
     "throughput_64x128_128": (64, 128, 128, 0),

@@ -23,10 +23,10 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.core import generation_core
-from pagoda.common.engine.drive import TimedRequest, VirtualClock, drive
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.workload.drive import TimedRequest, VirtualClock, drive
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly

@@ -31,11 +31,11 @@ from pagoda.common.engine.incident.journal import Journal
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.engine.speculative.proposer import DraftContext, Drafter
-from pagoda.common.engine.step import StepPlan, StepResult
-from pagoda.common.models.caches import FullCache
+from pagoda.common.engine.steps.contract import StepPlan, StepResult
+from pagoda.common.models.mixers.caches import FullCache
 
 LAYOUT = KvLayout((KvGroup(FullCache(3, 64), (0,)),), 16)
 PROMPT, MAX_TOKENS, WARM_STEPS = 128, 2000, 20

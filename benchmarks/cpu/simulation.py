@@ -1,9 +1,9 @@
 """The simulator against reality: six workloads on the real engine of `reference`, and simulated.
 
 The simulator knows what `pagoda calibrate` measures, steps by themselves and of other requests, not the workloads. Both
-run the loop of a server's engine process (`common.engine.drive`), without HTTP. Measurements and workloads take turns,
-so that whatever else the machine does is in both. A run of each workload is repeated in the simulator with arrivals by
-step instead of by time: all plans must be the same, block tables and token ids included.
+run the loop of a server's engine process (`common.engine.workload.drive`), without HTTP. Measurements and workloads
+take turns, so that whatever else the machine does is in both. A run of each workload is repeated in the simulator with
+arrivals by step instead of by time: all plans must be the same, block tables and token ids included.
 
 `--clock processor`, for a machine that others use, measures seconds in which this process computes, in one thread, and
 skips pauses between requests. Its latencies are those of an otherwise idle machine with one core.
@@ -51,7 +51,8 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.defaults import Platform
 from pagoda.common.config.groups.bench.traffic import TrafficConfig
 from pagoda.common.engine.core import EngineCore, generation_core
-from pagoda.common.engine.drive import (
+from pagoda.common.engine.steps.contract import StepPlan
+from pagoda.common.engine.workload.drive import (
     Clock,
     DrivenRun,
     RealClock,
@@ -60,9 +61,8 @@ from pagoda.common.engine.drive import (
     VirtualClock,
     drive,
 )
-from pagoda.common.engine.step import StepPlan
-from pagoda.server.cli.bench.arrivals import arrival_times
-from pagoda.server.cli.trace_file import timed_request
+from pagoda.server.bench.online.arrivals import arrival_times
+from pagoda.server.cli.capacity.trace_file import timed_request
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_for_calibration
 

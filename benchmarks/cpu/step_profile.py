@@ -27,8 +27,8 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import RowStart, StepPlan
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import RowStart, StepPlan
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.quantization.on_the_fly import quantized, schemes_on_the_fly

@@ -26,7 +26,7 @@ from json_schemas import Schema, schemas
 
 from pagoda import LLM, SamplingParams
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text

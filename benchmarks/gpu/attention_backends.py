@@ -27,7 +27,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
 from pagoda.backends.torch_cuda.backend import PREFILL_MODULES
 from pagoda.backends.torch_cuda.device import CPU, find_device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
+from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.benchmarks.gpu import model
 from pagoda.benchmarks.gpu.kernels import decode_attention, prefill_attention

@@ -50,7 +50,7 @@ def cache_entries() -> int:
 
 def first_launch(bench: Bench) -> dict:
     """Launch one of our kernels. Raise RuntimeError, in one line, if its launcher cannot be built."""
-    from pagoda.backends.torch_cuda.kernels.activation import gated
+    from pagoda.backends.torch_cuda.kernels.pointwise.activation import gated
 
     x = torch.randn(3, 64, device=bench.device)
     before, began = cache_entries(), time.perf_counter()

@@ -28,16 +28,16 @@ from triton.runtime.jit import JITFunction
 
 from pagoda.backends.torch_cuda.backend import TorchCudaBackend, create
 from pagoda.backends.torch_cuda.device import CPU, Device, find_device
-from pagoda.backends.torch_cuda.kernels import bound
-from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame import bound
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.model import parts
 from pagoda.benchmarks.gpu import model
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import PREVIOUS, RowStart, StepPlan
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.registry import spec_from_config

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
+from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
 from pagoda.benchmarks.gpu import model
 from pagoda.benchmarks.gpu.engine import (
     START_SECONDS,

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, Settings, find_chip
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip, Settings, find_chip
 
 GIB = 1 << 30
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

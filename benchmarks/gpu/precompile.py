@@ -29,7 +29,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import CpuStream
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, find_chip
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip, find_chip
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.benchmarks.gpu.measure import Bench
 from pagoda.benchmarks.gpu.parity import SMALL

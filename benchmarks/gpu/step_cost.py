@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from pagoda.backends.torch_cuda.execution.mixed_steps import MAX_TOKENS
-from pagoda.backends.torch_cuda.kernels.decode_attention import choose_pieces, choose_splits
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.work_list import plan_work
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_pieces, choose_splits
+from pagoda.backends.torch_cuda.kernels.attention.work_list import plan_work
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu import model
 
 CHIP = CHIPS["sm_90"]

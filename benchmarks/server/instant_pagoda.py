@@ -20,8 +20,9 @@ from instant_answer import Pace, tokens
 from pagoda.backends.reference.backend import CAPABILITIES
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.step import StepPlan, StepResult
-from pagoda.server.cli import main, serve
+from pagoda.common.engine.steps.contract import StepPlan, StepResult
+from pagoda.server.cli import main
+from pagoda.server.cli.serving import serve
 from pagoda.server.core_client import engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.startup import engine as engine_build

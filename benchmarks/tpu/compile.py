@@ -27,7 +27,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.steps.shapes import StepShapes
 from pagoda.common.models.registry import spec_from_config
 
 CPU_LAYERS = 2

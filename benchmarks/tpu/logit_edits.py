@@ -31,8 +31,8 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
 )
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.sampling_state import KINDS
-from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.sampling.state import KINDS
+from pagoda.common.engine.steps.shapes import StepShapes
 from pagoda.common.models.registry import spec_from_config
 
 

@@ -23,7 +23,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles, key_name
 from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.models.registry import pooling_spec
 

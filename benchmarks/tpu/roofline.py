@@ -50,7 +50,7 @@ from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout, per_pool
-from pagoda.common.engine.shapes import StepShape, StepShapes
+from pagoda.common.engine.steps.shapes import StepShape, StepShapes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import ChipInfo
 

@@ -11,13 +11,13 @@ from pagoda.common.config.groups.attention import AttentionConfig
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.config.groups.model import LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig
+from pagoda.common.config.groups.nested.profiler import ProfilerConfig, profiler_of
+from pagoda.common.config.groups.nested.speculative import SpeculativeConfig, speculative_of
 from pagoda.common.config.groups.observability import LoggingConfig, ObservabilityConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
-from pagoda.common.config.groups.profiler import ProfilerConfig, profiler_of
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
-from pagoda.common.config.groups.speculative import SpeculativeConfig, speculative_of
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError
 

@@ -33,7 +33,7 @@ from pagoda.common.distributed.messages import (
     WarmedUp,
 )
 from pagoda.common.engine.core import Sleeper
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError
 from pagoda.common.weights.lora.weights import LowRank
 

@@ -42,7 +42,7 @@ from pagoda.common.distributed.messages import (
 )
 from pagoda.common.engine.core import KV_CACHE, WEIGHTS
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.step import StepPlan, TokenMasks
+from pagoda.common.engine.steps.contract import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError, ModelError, PagodaError, WeightError
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.weights import AdapterWeights, LowRank

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.step import StepPlan, TokenMasks
+from pagoda.common.engine.steps.contract import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError
 from pagoda.common.weights.lora.weights import AdapterWeights
 

@@ -27,9 +27,9 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
 from pagoda.common.engine.lora.store import AdapterLoader, AdapterScheduler, AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
-from pagoda.common.engine.profiling import StepProfiler
-from pagoda.common.engine.scheduler import Scheduler, failed_output
-from pagoda.common.engine.step import StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.scheduling.scheduler import Scheduler, failed_output
+from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.steps.profiling import StepProfiler
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import no_tokenizer, refused
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState

@@ -22,9 +22,9 @@ from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
 from pagoda.common.engine.lora.slots import AdapterSlots
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
-from pagoda.common.engine.request import Request
-from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.engine.scheduling.request import Request
+from pagoda.common.engine.scheduling.scheduler import Scheduler
+from pagoda.common.engine.steps.contract import StepPlan, StepResult
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError

@@ -16,8 +16,8 @@ from typing import Final, Literal
 import msgspec
 
 from pagoda.common.engine.lora.adapter import Adapter
-from pagoda.common.engine.pooling import Pooled, PoolingRules
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.pooling.values import Pooled, PoolingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from pagoda.common.models.caches import CacheSpec
 from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.mixers.caches import CacheSpec
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params

@@ -15,13 +15,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from pagoda.common.config.groups.pooler import PoolerConfig, PoolingKind
+from pagoda.common.config.groups.nested.pooler import PoolerConfig, PoolingKind
 from pagoda.common.config.settings import merge_json
 from pagoda.common.errors import ModelError, reading
-from pagoda.common.models.caches import WindowCache
 from pagoda.common.models.family import Family, PoolUse, Rename, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.mixers.caches import WindowCache
 from pagoda.common.models.spec import Dense, ModelSpec, Pooler, TokenSelection
 from pagoda.common.models.token_classifier import TokenClassifier, text_keys
 from pagoda.common.models.towers import text_model

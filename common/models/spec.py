@@ -13,10 +13,10 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.errors import ModelError
-from pagoda.common.models.caches import CacheSpec
 from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.mixers.caches import CacheSpec
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 

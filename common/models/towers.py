@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.experts import FUSED_EXPERT_RULES
+from pagoda.common.models.families.experts import FUSED_EXPERT_RULES
 from pagoda.common.models.family import Family, Rule, Zeros
 
 _PREFIXES: Final = (

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import CacheSpec
 from pagoda.common.models.family import PoolUse
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers.caches import CacheSpec
 from pagoda.common.models.spec import ModelSpec, Pooler
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import SentenceModules
 from pagoda.common.models.spec import Dense, PoolerActivation

@@ -52,67 +52,67 @@ class Command:
 
 
 SWEEP: Final = {
-    "serve": Command("Benchmark a server over combinations of settings.", "pagoda.server.cli.bench.sweep.serve"),
-    "serve_sla": Command("Find the highest load that meets an SLA.", "pagoda.server.cli.bench.sweep.serve_sla"),
-    "startup": Command("Benchmark start-up over combinations of settings.", "pagoda.server.cli.bench.sweep.startup"),
-    "plot": Command("Plot the results of a sweep.", "pagoda.server.cli.bench.sweep.plot"),
-    "plot_pareto": Command("Plot the Pareto frontier of a sweep.", "pagoda.server.cli.bench.sweep.plot_pareto"),
+    "serve": Command("Benchmark a server over combinations of settings.", "pagoda.server.bench.sweep.serve"),
+    "serve_sla": Command("Find the highest load that meets an SLA.", "pagoda.server.bench.sweep.serve_sla"),
+    "startup": Command("Benchmark start-up over combinations of settings.", "pagoda.server.bench.sweep.startup"),
+    "plot": Command("Plot the results of a sweep.", "pagoda.server.bench.sweep.plot"),
+    "plot_pareto": Command("Plot the Pareto frontier of a sweep.", "pagoda.server.bench.sweep.plot_pareto"),
 }
 BENCH: Final = {
-    "latency": Command("Benchmark the latency of one batch of requests.", "pagoda.server.cli.bench.latency"),
-    "serve": Command("Benchmark throughput and latency of a running server.", "pagoda.server.cli.bench.serve"),
-    "throughput": Command("Benchmark offline throughput.", "pagoda.server.cli.bench.throughput"),
+    "latency": Command("Benchmark the latency of one batch of requests.", "pagoda.server.bench.offline.latency"),
+    "serve": Command("Benchmark throughput and latency of a running server.", "pagoda.server.bench.online.serve"),
+    "throughput": Command("Benchmark offline throughput.", "pagoda.server.bench.offline.throughput"),
     "startup": Command(
         "Benchmark server start-up, from the command to the first token.",
-        "pagoda.server.cli.bench.startup",
+        "pagoda.server.bench.offline.startup",
         usage="server",
     ),
     "sweep": Command("Run benchmarks over combinations of settings, and plot the results.", commands=SWEEP),
 }
 COMMANDS: Final = {
-    "serve": Command("Start the OpenAI-compatible API server.", "pagoda.server.cli.serve", usage="server"),
-    "chat": Command("Chat with a running server.", "pagoda.server.cli.chat"),
-    "complete": Command("Complete a prompt with a running server.", "pagoda.server.cli.complete"),
+    "serve": Command("Start the OpenAI-compatible API server.", "pagoda.server.cli.serving.serve", usage="server"),
+    "chat": Command("Chat with a running server.", "pagoda.server.cli.client.chat"),
+    "complete": Command("Complete a prompt with a running server.", "pagoda.server.cli.client.complete"),
     "bench": Command("Run benchmarks.", commands=BENCH),
-    "run-batch": Command("Run a file of batch requests.", "pagoda.server.cli.batch", usage="server"),
+    "run-batch": Command("Run a file of batch requests.", "pagoda.server.cli.batch.run_batch", usage="server"),
     "compile": Command(
         "Compile a model's TPU programs ahead of time, without a TPU; report their cost and memory use.",
-        "pagoda.server.cli.compile",
+        "pagoda.server.cli.weights.compile",
         usage="server",
     ),
     "convert": Command(
         "Convert a model's weights: to the TPU backend's sharded format, for --load-format sharded_state, or with "
         "--quantization to int4, int8 or fp8 in the compressed-tensors format.",
-        "pagoda.server.cli.convert",
+        "pagoda.server.cli.weights.convert",
     ),
-    "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.doctor"),
+    "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.diagnosis.doctor"),
     "replay": Command(
         "Step the scheduler through an incident snapshot that a server wrote (--incident-dir).",
-        "pagoda.server.cli.replay",
+        "pagoda.server.cli.capacity.replay",
     ),
     "simulate": Command(
         "Serve a workload by the real scheduler on a simulated device: no weights, no device, no waiting.",
-        "pagoda.server.cli.simulate",
+        "pagoda.server.cli.capacity.simulate",
         usage="server",
     ),
     "plan": Command(
         "Find the accelerators, replicas and limits that serve a workload within its latency targets.",
-        "pagoda.server.cli.plan",
+        "pagoda.server.cli.capacity.plan",
         usage="server",
     ),
     "calibrate": Command(
         "Measure a model's step times on this machine, for `simulate --calibration`.",
-        "pagoda.server.cli.calibrate",
+        "pagoda.server.cli.capacity.calibrate",
         usage="server",
     ),
     "collect-env": Command(
-        "Print information about the environment, for bug reports.", "pagoda.server.cli.collect_env"
+        "Print information about the environment, for bug reports.", "pagoda.server.cli.diagnosis.collect_env"
     ),
 }
 MODULES: Final = {
     "python -m vllm.entrypoints.openai.api_server": Command(
-        "API server module; in pagoda: python -m pagoda.server.api_server.",
-        "pagoda.server.api_server",
+        "API server module; in pagoda: python -m pagoda.server.cli.api_server.",
+        "pagoda.server.cli.api_server",
         deprecated="pagoda serve MODEL",
     ),
     "vllm/entrypoints/api_server.py": Command(

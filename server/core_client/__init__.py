@@ -107,7 +107,7 @@ def check_one_engine(config: EngineConfig) -> None:
 
 def _with_plugins(config: EngineConfig, client: ClientT) -> ClientT:
     """Run the general plugins and return the client of the engine that starts meanwhile."""
-    from pagoda.server.plugins import load_general_plugins
+    from pagoda.server.settings.plugins import load_general_plugins
 
     try:
         load_general_plugins(config)

@@ -34,10 +34,12 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, Sleeper
 from pagoda.common.engine.incident.files import snapshot_of, write_snapshot
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
-from pagoda.common.engine.profiling import StepProfiler
+from pagoda.common.engine.steps.profiling import StepProfiler
 from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
 from pagoda.common.observe.logs import configure
+from pagoda.common.observe.redact import without_secrets
 from pagoda.server.core_client.client import Listener, Supervisor
+from pagoda.server.core_client.memory import MemoryTrimmer
 from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, STACK_SIGNAL, bind_private
 from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.ipc_messages import (
@@ -71,8 +73,6 @@ from pagoda.server.ipc_messages import (
     encode,
     failure,
 )
-from pagoda.server.memory import MemoryTrimmer
-from pagoda.server.redact import without_secrets
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.errors import HttpError
 from pagoda.server.processing.adapters import ServedAdapter
-from pagoda.server.vllm_compat.request_types import FilesystemResolver, LoRAResolverRegistry
+from pagoda.server.vllm.request_types import FilesystemResolver, LoRAResolverRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, WithJsonSchema, mode
 from pydantic_core import PydanticCustomError
 
 from pagoda.common.beam_search import BeamSearchParams
-from pagoda.common.engine.extra_samplers import EXTRA_SAMPLERS
+from pagoda.common.engine.sampling.extra_samplers import EXTRA_SAMPLERS
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (
     RepetitionDetectionParams,

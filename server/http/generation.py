@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.engine.extra_samplers import sampler_of
+from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams

@@ -179,8 +179,8 @@ def _bound(format: object, tokenizer: Tokenizer | None) -> object:
 def _resolve(kind: _FormatKind, name: str, plugin: str) -> Any:
     if not plugin and name in kind.builtin:
         return _builtin(kind, name)
-    from pagoda.server import plugins
-    from pagoda.server.parsers.vllm_plugin import reasoning_plugin, tool_plugin
+    from pagoda.server.settings import plugins
+    from pagoda.server.vllm.parser_plugins import reasoning_plugin, tool_plugin
 
     added = plugins.table(kind.plugin_flag, plugin, kind.table) if plugin else {}
     if added and name in added:

@@ -17,11 +17,11 @@ from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
-from pagoda.common.engine.extra_samplers import sampler_of
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import EMBEDDED
+from pagoda.common.engine.sampling.extra_samplers import sampler_of
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.engine.structured_output.grammar import (
     Grammar,
     Thinking,
@@ -42,12 +42,12 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
-from pagoda.server.plugins import param_checks, read_arguments
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.processing.queue_use import Load
-from pagoda.server.processing.template_renderer import TemplateRenderer
+from pagoda.server.processing.workers.template_renderer import TemplateRenderer
+from pagoda.server.settings.plugins import param_checks, read_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pagoda.common.engine.messages import (
     PositionLogprobs,
     RequestEvents,
 )
-from pagoda.common.engine.pooling import Pooled
+from pagoda.common.engine.pooling.values import Pooled
 from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PARTS, PoolingRules, PoolingTask
+from pagoda.common.engine.pooling.values import EMBEDS, OF_TOKENS, PARTS, PoolingRules, PoolingTask
 from pagoda.common.errors import RequestError
 from pagoda.common.models.spec import TokenSelection
 from pagoda.common.pooling_params import PoolingParams

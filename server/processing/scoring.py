@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pagoda.common.engine.pooling import PoolingTask
+from pagoda.common.engine.pooling.values import PoolingTask
 from pagoda.common.errors import RequestError
 from pagoda.server.outputs import Array, RawPoolingOutput, ScoringOutput, ScoringRequestOutput
 from pagoda.server.processing.inputs import InputProcessor, PairTemplate, Prompt, TextOptions, shortened

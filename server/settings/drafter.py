@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.speculative import FLAG, SpeculativeConfig
+from pagoda.common.config.groups.nested.speculative import FLAG, SpeculativeConfig
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.drafter_family import (
+from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter
+from pagoda.common.models.families.drafters.family import (
     DrafterFamily,
     drafter_of,
     implied_method,
@@ -17,7 +18,6 @@ from pagoda.common.models.drafter_family import (
     mtp_drafter,
     read_speculators,
 )
-from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter
 from pagoda.common.models.family import Family
 from pagoda.common.models.registry import overridden, within_context
 from pagoda.common.models.spec import ModelSpec

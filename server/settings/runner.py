@@ -12,8 +12,8 @@ from typing import Any
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
-from pagoda.common.config.groups.pooler import PoolerConfig
-from pagoda.common.engine.pooling import OF_TOKENS, PARTS, PoolingTask
+from pagoda.common.config.groups.nested.pooler import PoolerConfig
+from pagoda.common.engine.pooling.values import OF_TOKENS, PARTS, PoolingTask
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import PoolUse
 from pagoda.common.models.registry import SentenceModules, abilities, architecture_of

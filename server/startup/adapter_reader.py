@@ -22,7 +22,7 @@ from pagoda.common.models.family import Rule
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
 from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, slot_elements
-from pagoda.server.processing.worker import ChildWorker, Handler, WorkerEndedError, WorkerTimeoutError, serve
+from pagoda.server.processing.workers.worker import ChildWorker, Handler, WorkerEndedError, WorkerTimeoutError, serve
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.startup.adapter_reader")
 SECONDS: Final = 30.0

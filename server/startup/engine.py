@@ -51,13 +51,12 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.config.groups.model import LoRAConfig
-from pagoda.common.config.groups.profiler import FLAG as PROFILER_FLAG
-from pagoda.common.config.groups.speculative import HOST_METHODS
+from pagoda.common.config.groups.nested.profiler import FLAG as PROFILER_FLAG
+from pagoda.common.config.groups.nested.speculative import HOST_METHODS
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
-from pagoda.common.engine.drive import Clock
 from pagoda.common.engine.kv_cache.sizing import (
     longest_sequence,
     longest_sequence_blocks,
@@ -66,15 +65,16 @@ from pagoda.common.engine.kv_cache.sizing import (
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.lora.store import AdapterStore
-from pagoda.common.engine.pooling_scheduler import pooling_core
-from pagoda.common.engine.profiling import StepProfiler
-from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.pooling.scheduler import pooling_core
+from pagoda.common.engine.sampling.rules import SamplerOptions
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import AssumedProposer, Drafter, DraftPlanner, Proposer
 from pagoda.common.engine.speculative.suffix import SuffixProposer
+from pagoda.common.engine.steps.profiling import StepProfiler
 from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.workload.drive import Clock
 from pagoda.common.errors import MEMORY_REMEDY, ConfigError, ModelError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
@@ -85,15 +85,15 @@ from pagoda.common.weights.lora.peft import BaseModel
 from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
-from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
-from pagoda.server.processing.grammar_check import structured_of
+from pagoda.server.processing.workers.grammar_check import structured_of
+from pagoda.server.settings.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.adapter_reader import AdapterReader
 from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.parameters import Prefetch, check_weights, read_drafter, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
-from pagoda.server.vllm_compat.config_views import VllmConfigView
+from pagoda.server.vllm.config_views import VllmConfigView
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import msgspec
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.distributed.messages import STEP_BYTES, End, RankInfo, receive_frame
-from pagoda.server.child import child_env, describe_exit
+from pagoda.server.processing.workers.child import child_env, describe_exit
 
 LOOPBACK: Final = "127.0.0.1"
 RANK_MODULE: Final = "pagoda.server.startup.rank_process"  # run by name in the worker's process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.reference_driver import Driver
+from support.engines.reference_driver import Driver
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.live_server import live_server
-from support.watching import eventually
+from support.servers.live_server import live_server
+from support.suite.watching import eventually
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "server"))
 

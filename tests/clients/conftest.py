@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from threading import Thread
 
 import pytest
-from support.served import REAL, served, wait_ready
+from support.servers.served import REAL, served, wait_ready
 
 TOOLS = ("--served-model-name", "small", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 FLAGS = {

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.errors import RequestError

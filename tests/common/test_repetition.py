@@ -1,6 +1,6 @@
 """Repetition detection."""
 
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.sampling_params import RepetitionDetectionParams
 

@@ -1,6 +1,6 @@
 import interface
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (

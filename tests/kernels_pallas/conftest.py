@@ -6,4 +6,4 @@ import importlib.util
 
 collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("jax") is None else []
 if not collect_ignore_glob:
-    import support.jax_devices  # noqa: F401
+    import support.devices.jax_devices  # noqa: F401

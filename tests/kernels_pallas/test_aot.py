@@ -6,7 +6,7 @@ import importlib.util
 import math
 
 import pytest
-from support.small_kernels import compile_for_tpu
+from support.kernels.small_kernels import compile_for_tpu
 
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.ragged_paged_attention import SPECS, PagedKvLayout, RaggedAttentionArgs, plan, spec

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.ragged_batch import STRICT, races_found
-from support.small_kernels import compile_for_tpu
+from support.kernels.ragged_batch import STRICT, races_found
+from support.kernels.small_kernels import compile_for_tpu
 
 from pagoda.kernels_pallas import block_selection
 from pagoda.kernels_pallas.block_selection import SPECS, BlockRule, attend_to_blocks, kernel, select_blocks, store_heads

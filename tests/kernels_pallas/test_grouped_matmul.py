@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.ragged_batch import STRICT, races_found
-from support.small_kernels import compile_for_tpu
+from support.kernels.ragged_batch import STRICT, races_found
+from support.kernels.small_kernels import compile_for_tpu
 
 from pagoda.common.weights.quantization.tensors import E2M1
 from pagoda.kernels_pallas.chips import CHIPS

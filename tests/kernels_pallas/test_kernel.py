@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
-from support.ragged_batch import STRICT, Limits, attention, make_case, races_found
-from support.slow_matrix import some
+from support.kernels.ragged_batch import STRICT, Limits, attention, make_case, races_found
+from support.suite.slow_matrix import some
 
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.ragged_batch import Limits, attention, make_case
-from support.slow_matrix import thinned
+from support.kernels.ragged_batch import Limits, attention, make_case
+from support.suite.slow_matrix import thinned
 
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.ragged_batch import STRICT, races_found
-from support.small_kernels import compile_for_tpu
+from support.kernels.ragged_batch import STRICT, races_found
+from support.kernels.small_kernels import compile_for_tpu
 
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.linear_recurrence import (

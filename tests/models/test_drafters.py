@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import tiny
+from models.cases import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagoda import LLM, SamplingParams
 from pagoda.backends.reference.drafting import DraftRunner
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import ConfigError
 
 PROMPTS = [[5, 9, 13, 2, 7, 7, 31, 40], [1, 2, 3], [44, 44]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from models import tiny
-from models.kept_logits import read_cases, read_logits
-from models.write_logits import keep
+from models.cases import tiny
+from models.oracles.kept_logits import read_cases, read_logits
+from models.oracles.write_logits import keep
 
 TOLERANCE = 1e-5
 CASES, LOGITS = read_cases(), read_logits()
@@ -15,7 +15,7 @@ CASES, LOGITS = read_cases(), read_logits()
 @pytest.mark.slow_matrix
 @pytest.mark.parametrize("case", tiny.TINY, ids=lambda case: case.name)
 def test_transformers_gives_what_is_kept(case: tiny.Tiny) -> None:
-    """`python tests/models/write_logits.py` writes the data of new cases."""
+    """`python tests/models/oracles/write_logits.py` writes the data of new cases."""
     kept, logits = keep(case)
     assert kept == CASES[case.name]
     np.testing.assert_allclose(logits, LOGITS[case.name].numpy(), atol=TOLERANCE, rtol=0)

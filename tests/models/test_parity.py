@@ -10,8 +10,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models.implementations import ACCELERATED, IMPLEMENTATIONS
-from models.kept_logits import GREEDY, POSITIONS, TOKENS, Kept, read_cases, read_logits
+from models.oracles.implementations import ACCELERATED, IMPLEMENTATIONS
+from models.oracles.kept_logits import GREEDY, POSITIONS, TOKENS, Kept, read_cases, read_logits
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import Attention, LatentAttention

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import nomic_mixture, renames, tiny, tiny_pooling
-from models.tiny_pooling import CASES, Case
+from models.cases import nomic_mixture, renames, tiny, tiny_pooling
+from models.cases.tiny_pooling import CASES, Case
 from safetensors.torch import load_file, save_file
-from support.backend_options import make_pooling_options
-from support.pooling_plans import plan_of
+from support.engines.backend_options import make_pooling_options
+from support.engines.pooling_plans import plan_of
 
 from pagoda.backends.reference import pooling as reference
 from pagoda.common.backend import PoolingBackend, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.engine.messages import pooling_request
-from pagoda.common.engine.pooling import PoolingRules, PoolingTask
+from pagoda.common.engine.pooling.values import PoolingRules, PoolingTask
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import ENCODERS, find, pooling_spec
 from pagoda.common.models.shapes import params
@@ -50,7 +50,7 @@ def torch_cuda(spec: ModelSpec) -> PoolingBackend:
 
 
 def jax_tpu(spec: ModelSpec) -> PoolingBackend:
-    import support.jax_devices  # noqa: F401
+    import support.devices.jax_devices  # noqa: F401
 
     from pagoda.backends.jax_tpu import pooling
 

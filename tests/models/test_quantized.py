@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import quantized_fixtures, tiny
-from models.implementations import IMPLEMENTATIONS, Implementation
+from models.cases import quantized_fixtures, tiny
+from models.oracles.implementations import IMPLEMENTATIONS, Implementation
 from safetensors.torch import load_file, save_file
-from support.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
-from support.reference_driver import random_weights, tiny_spec
-from support.tiny_folder import write_model
+from support.checkpoints.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
+from support.checkpoints.tiny_folder import write_model
+from support.engines.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.registry import load_scheme_support, quantizes
 from pagoda.common.backend import Weight
@@ -141,10 +141,10 @@ KEPT = {
 def test_torch_cuda_keeps_what_its_kernels_multiply(
     saved: Saved, ranks: int, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    from support.thread_ranks import on_ranks
-    from support.torch_cuda_model import Comm, TorchCudaModel
+    from support.devices.thread_ranks import on_ranks
+    from support.devices.torch_cuda_model import Comm, TorchCudaModel
 
-    from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+    from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
 
     ids, weights, case = tiny.tokens(), list(saved.weights()), request.node.callspec.params["saved"]
     kept: list[int] = []
@@ -184,11 +184,11 @@ def test_torch_cuda_keeps_blocks_of_latent_attention_and_its_experts(
     kind: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """But not the projection from latents, which decodes multiply by heads; interleaved heads change their order."""
-    from support import quantized_folder
-    from support.thread_ranks import on_ranks
-    from support.torch_cuda_model import Comm, TorchCudaModel
+    from support.checkpoints import quantized_folder
+    from support.devices.thread_ranks import on_ranks
+    from support.devices.torch_cuda_model import Comm, TorchCudaModel
 
-    from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+    from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
 
     monkeypatch.setattr(quantized_folder, "BLOCK", (32, 16))
     LATENT[kind].save(tmp_path / "dense")
@@ -243,7 +243,7 @@ def test_jax_tpu_keeps_what_xla_multiplies(
     saved: Saved, device: tuple[str, int], caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     """`device`: a chip, and how many of them share the model."""
-    from support.jax_model import JaxModel
+    from support.devices.jax_model import JaxModel
 
     from pagoda.backends.jax_tpu.weights.formats import matrix_formats
     from pagoda.kernels_pallas.chips import CHIPS
@@ -310,16 +310,16 @@ def test_packed_matrices_of_layers_whose_dense_ones_are_transposed(implementatio
     if implementation == "paged":
         logits = IMPLEMENTATIONS["paged"](saved.spec(), iter(weights), 64)(ids)
     elif implementation == "torch_cuda":
-        from support.torch_cuda_model import TorchCudaModel
+        from support.devices.torch_cuda_model import TorchCudaModel
 
-        from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+        from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
 
         model = TorchCudaModel(saved.spec(), weights, 64, schemes=saved.schemes())
         kept = sum(isinstance(matrix, PackedMatrix) for matrix in model.loader.params.by_name.values())
         assert kept == 2 * 4, "q, k and v are one"
         logits = model.logits(ids)
     else:
-        from support.jax_model import JaxModel
+        from support.devices.jax_model import JaxModel
 
         from pagoda.backends.jax_tpu.weights.formats import matrix_formats
         from pagoda.kernels_pallas.chips import CHIPS
@@ -365,7 +365,7 @@ def test_layers_as_libraries_write_them(stored: Saved) -> None:
 
 @pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
 def test_torch_cuda_gives_the_logits_of_fixtures(stored: Saved) -> None:
-    from support.torch_cuda_model import TorchCudaModel
+    from support.devices.torch_cuda_model import TorchCudaModel
 
     ids, expected = quantized_fixtures.expected(stored.folder.name)
     model = TorchCudaModel(stored.spec(), list(stored.weights()), 64, schemes=stored.schemes())
@@ -381,7 +381,7 @@ IN_CI = ("ct-int8-asymmetric", "gptq-4-ordered", "awq-gemm", "bnb-nf4")
     [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow_matrix) for name in quantized_fixtures.NAMES],
 )
 def test_jax_tpu_gives_the_logits_of_fixtures(name: str, tmp_path: Path) -> None:
-    from support.jax_model import JaxModel
+    from support.devices.jax_model import JaxModel
 
     from pagoda.backends.jax_tpu.weights.formats import matrix_formats
     from pagoda.kernels_pallas.chips import CHIPS
@@ -533,7 +533,7 @@ def test_jax_tpu_serves_a_quantised_checkpoint(folders: Saved) -> None:
 
 @pytest.mark.skipif("torch_cuda" not in IMPLEMENTATIONS, reason="needs triton")
 def test_a_dense_matrix_that_the_config_calls_quantised() -> None:
-    from support.torch_cuda_model import TorchCudaModel
+    from support.devices.torch_cuda_model import TorchCudaModel
 
     spec = tiny_spec()
     with pytest.raises(WeightError, match=r"layers.0.mixers.0.o is not fp8, as its config.json states; download"):

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import tiny
+from models.cases import tiny
 from safetensors.torch import load_file, save_file
-from support.byte_text import byte_tokenizer
+from support.checkpoints.byte_text import byte_tokenizer
 
-from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.models import shapes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.sampling_params import SamplingParams

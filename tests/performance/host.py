@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from performance.operations import counted
-from support.byte_text import byte_tokenizer
-from support.fake_engine import build
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import build
 
 from pagoda.benchmarks.cpu.scheduler_cost import make_scheduler, result_of
 from pagoda.common.config.engine import EngineConfig

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import support.jax_devices  # noqa: F401
-from support.reference_driver import tiny_spec
-from support.warm_launches import Start, Starter
+import support.devices.jax_devices  # noqa: F401
+from support.engines.reference_driver import tiny_spec
+from support.kernels.warm_launches import Start, Starter
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.shapes import GraphSizes, StepShapes
+from pagoda.common.engine.steps.shapes import GraphSizes, StepShapes
 
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
 CONFIGURATIONS = {

@@ -13,11 +13,11 @@ from fakes import FakeBackend, full_layout, scrambled
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import Drafter
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 
 
 @dataclass(frozen=True)

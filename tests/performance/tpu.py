@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-import support.jax_devices  # noqa: F401
+import support.devices.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.shapes import StepShape, StepShapes
+from pagoda.common.engine.steps.shapes import StepShape, StepShapes
 from pagoda.common.models.registry import spec_from_config
 
 CONFIG: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Resources of Triton's kernels on sm_90, of those that tests/backends/torch_cuda/kernels/test_aot.py compiles, too."""
+"""Resources of Triton kernels on sm_90: of those that kernels/frame/test_aot.py compiles, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-PROGRAM = "pagoda.backends.torch_cuda.kernels.aot"
+PROGRAM = "pagoda.backends.torch_cuda.kernels.frame.aot"
 
 
 def environment() -> dict[str, str]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from support.byte_text import byte_tokenizer
-from support.fake_engine import WIDTH, build
-from support.watching import until
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import WIDTH, build
+from support.suite.watching import until
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, QueueFullError, RequestError
 from pagoda.common.observe.metrics import Metrics

@@ -18,7 +18,7 @@ UNRECORDED: Final = 4.0
 
 
 def recorded_seconds(path: Path) -> dict[str, float]:
-    """Test file -> processor seconds, from the table of budgets (`support.budgets`); {} without one."""
+    """Test file -> processor seconds, from the table of budgets (`support.suite.budgets`); {} without one."""
     table = json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}
     return {f"tests/{name}": float(seconds) for name, seconds in table.items()}
 

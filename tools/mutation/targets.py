@@ -24,16 +24,20 @@ ENGINE: Final = Set(
     (
         Target(
             "scheduler",
-            ("common/engine/scheduler.py", "common/engine/request.py", "common/engine/speculative/proposer.py"),
+            (
+                "common/engine/scheduling/scheduler.py",
+                "common/engine/scheduling/request.py",
+                "common/engine/speculative/proposer.py",
+            ),
         ),
         Target("KV manager", ("common/engine/kv_cache/manager.py", "common/engine/kv_cache/spec.py")),
         Target("block pool", ("common/engine/kv_cache/block_pool.py",)),
         Target(
             "hashing",
-            ("common/engine/kv_cache/manager.py", "common/engine/request.py"),
+            ("common/engine/kv_cache/manager.py", "common/engine/scheduling/request.py"),
             ("root_digest", "page_digest", "extend_hashes", "page_bytes", "token_bytes", "embeds_of", "_embed_rows"),
         ),
-        Target("sampling", ("common/engine/sampling.py", "common/engine/sampling_state.py")),
+        Target("sampling", ("common/engine/sampling/rules.py", "common/engine/sampling/state.py")),
         Target("reference sampler", ("backends/reference/sampling.py",)),
         Target("output processing", ("server/processing/output_processor.py",)),
         Target(
@@ -61,9 +65,9 @@ BREADTH: Final = Set(
                 "backends/torch_cuda/kernels/*/__init__.py",
                 "backends/torch_cuda/kernels/recurrent/*/__init__.py",
                 "backends/torch_cuda/kernels/recurrent/state_step.py",
-                "backends/torch_cuda/kernels/weight_only/packing.py",
-                "backends/torch_cuda/kernels/launch.py",
-                "backends/torch_cuda/kernels/work_list.py",
+                "backends/torch_cuda/kernels/linear/weight_only/packing.py",
+                "backends/torch_cuda/kernels/frame/launch.py",
+                "backends/torch_cuda/kernels/attention/work_list.py",
             ),
         ),
         Target(
@@ -102,7 +106,7 @@ BREADTH: Final = Set(
             ),
         ),
         Target("http", ("server/http/*.py",)),
-        Target("request fields", ("server/openai/**/*.py",)),
+        Target("request fields", ("server/api/openai/**/*.py",)),
         Target("settings", ("server/settings/*.py", "common/config/**/*.py")),
     ),
     count=60,

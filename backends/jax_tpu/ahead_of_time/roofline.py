@@ -32,7 +32,7 @@ from pagoda.backends.jax_tpu.execution.step_input import POOL_TILE, PoolShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, StateStack, padded, segments, stacks_of
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.weights.placement import Path
-from pagoda.common.engine.shapes import StepShape
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.models.mixers import (
     Attention,
     GatedDelta,

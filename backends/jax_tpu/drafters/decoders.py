@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.execution.step_input import StepInput
-from pagoda.backends.jax_tpu.model.attention import JaxAttention
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder, SegmentLayers
 from pagoda.backends.jax_tpu.model.input_block import BlockInputs, unstacked
 from pagoda.backends.jax_tpu.model.layers import (
@@ -27,6 +26,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     table_shape,
 )
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, padded, segments
+from pagoda.backends.jax_tpu.model.mixers.attention import JaxAttention
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, project
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models.drafters import (

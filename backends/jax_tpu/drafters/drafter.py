@@ -35,7 +35,7 @@ from pagoda.backends.jax_tpu.parallel import partition
 from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
 from pagoda.backends.jax_tpu.weights.placement import Path
-from pagoda.common.engine.shapes import StepShape
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ModelError
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter, captured_layers
 

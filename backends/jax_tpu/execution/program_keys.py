@@ -33,10 +33,11 @@ from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, re
 from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
 from pagoda.backends.jax_tpu.weights.adapters import slot_shapes, write_slot
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import logit_edits, sampling_state
-from pagoda.common.engine.sampling import LogprobsMode
-from pagoda.common.engine.sampling_state import KINDS, Kind
-from pagoda.common.engine.shapes import ShapeLadder, StepShape, StepShapes
+from pagoda.common.engine.sampling import logit_edits
+from pagoda.common.engine.sampling import state as sampling_state
+from pagoda.common.engine.sampling.rules import LogprobsMode
+from pagoda.common.engine.sampling.state import KINDS, Kind
+from pagoda.common.engine.steps.shapes import ShapeLadder, StepShape, StepShapes
 
 SCORE_TOKENS: Final = 64
 """Prompt tokens per call of the `ScorePrompt` program."""

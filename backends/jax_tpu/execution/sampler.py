@@ -1,4 +1,4 @@
-"""Sampling on the host side: logits -> tokens and logprobs, in the order defined by common.engine.sampling.
+"""Sampling on the host side: logits -> tokens and logprobs, in the order defined by common.engine.sampling.rules.
 
 Packs the sampling rules of a step's rows and runs only the programs they need: greedy rows without edits cost one
 argmax. Never waits for the device; `Sampled.logprobs` does.
@@ -26,8 +26,8 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, counts_of, sorted_logprobs
-from pagoda.common.engine.sampling import LogprobsMode
-from pagoda.common.engine.sampling_state import (
+from pagoda.common.engine.sampling.rules import LogprobsMode
+from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRow,
     SampledRows,
@@ -38,7 +38,7 @@ from pagoda.common.engine.sampling_state import (
     dense_additions,
     grammar_masks,
 )
-from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.contract import Int32, RowStart, TokenLogprobs, TokenMasks
 
 
 @dataclass(frozen=True, slots=True)

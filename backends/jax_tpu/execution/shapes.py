@@ -15,8 +15,8 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.defaults import TPU_TABLE_ENTRIES
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
-from pagoda.common.engine.shapes import StepShape, StepShapes
-from pagoda.common.engine.step import Int32, StepPlan
+from pagoda.common.engine.steps.contract import Int32, StepPlan
+from pagoda.common.engine.steps.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 
 

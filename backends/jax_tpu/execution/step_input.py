@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.model.layout import KvStack, LatentStack, Stack, StateStack, TailStack
-from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
-from pagoda.common.engine.pooling import PoolPlan
-from pagoda.common.engine.shapes import StepShape
-from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32
+from pagoda.common.engine.pooling.values import PoolPlan
+from pagoda.common.engine.steps.contract import GUESSED, PREVIOUS, Int32
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.latent_attention import LatentLayout, latent_attention

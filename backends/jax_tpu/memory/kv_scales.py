@@ -22,7 +22,7 @@ from pagoda.backends.jax_tpu.model.layout import KvStack, segments
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import replicated
 from pagoda.backends.jax_tpu.weights.placement import Path
-from pagoda.common.engine.shapes import StepShape
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.weights.quantization.kv_scales import scales_of_caches
 
 KV_SCALE: Final = "kv_scale"

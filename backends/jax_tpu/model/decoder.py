@@ -16,9 +16,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from pagoda.backends.jax_tpu.execution.step_input import PoolInput, StepInput, slot_mask
-from pagoda.backends.jax_tpu.model.attention import JaxAttention
 from pagoda.backends.jax_tpu.model.input_block import BlockInputs, JaxAdapters, JaxInputBlock, unstacked
-from pagoda.backends.jax_tpu.model.latent_attention import JaxLatentAttention
 from pagoda.backends.jax_tpu.model.layers import (
     Caches,
     JaxNorm,
@@ -44,13 +42,15 @@ from pagoda.backends.jax_tpu.model.layout import (
     segments,
 )
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora, expand
+from pagoda.backends.jax_tpu.model.mixers.attention import JaxAttention
+from pagoda.backends.jax_tpu.model.mixers.gated_delta import JaxGatedDelta
+from pagoda.backends.jax_tpu.model.mixers.kimi_delta import JaxKimiDelta
+from pagoda.backends.jax_tpu.model.mixers.latent_attention import JaxLatentAttention
+from pagoda.backends.jax_tpu.model.mixers.lightning_attention import JaxLightningAttention
+from pagoda.backends.jax_tpu.model.mixers.mamba import JaxMamba
+from pagoda.backends.jax_tpu.model.mixers.mamba2 import JaxMamba2
+from pagoda.backends.jax_tpu.model.mixers.short_convolution import JaxShortConvolution
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack, project
-from pagoda.backends.jax_tpu.model.recurrent.gated_delta import JaxGatedDelta
-from pagoda.backends.jax_tpu.model.recurrent.kimi_delta import JaxKimiDelta
-from pagoda.backends.jax_tpu.model.recurrent.lightning_attention import JaxLightningAttention
-from pagoda.backends.jax_tpu.model.recurrent.mamba import JaxMamba
-from pagoda.backends.jax_tpu.model.recurrent.mamba2 import JaxMamba2
-from pagoda.backends.jax_tpu.model.recurrent.short_convolution import JaxShortConvolution
 from pagoda.backends.jax_tpu.model.streams import (
     JaxAltUp,
     JaxLayerParts,
@@ -61,7 +61,7 @@ from pagoda.backends.jax_tpu.model.streams import (
     JaxStreamEnds,
 )
 from pagoda.backends.jax_tpu.parallel import MODEL
-from pagoda.common.engine.step import EMBEDDED
+from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.models.mixers import (
     Attention,
     GatedDelta,

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import IndexCache
 from pagoda.common.models.mixers import (
     Attention,
     GatedDelta,
@@ -27,6 +26,7 @@ from pagoda.common.models.mixers import (
     Mixer,
     ShortConvolution,
 )
+from pagoda.common.models.mixers.caches import IndexCache
 from pagoda.common.models.spec import Layer, ModelSpec
 from pagoda.common.models.supported import unsupported_mixer
 from pagoda.common.models.transformers_spec import AnySpec

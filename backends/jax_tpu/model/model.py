@@ -32,11 +32,11 @@ from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.shapes import StepShape
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import StateCache
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec
 

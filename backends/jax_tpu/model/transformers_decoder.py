@@ -25,8 +25,8 @@ from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS
 from pagoda.backends.jax_tpu.weights.loading import as_jax
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.shapes import StepShape
-from pagoda.common.engine.step import EMBEDDED
+from pagoda.common.engine.steps.contract import EMBEDDED
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.transformers_spec import TransformersSpec

@@ -15,15 +15,22 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, StepBatch, TokenSlots
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.adapters import ActiveAdapters, AdapterMatrices
-from pagoda.backends.reference.model.attention import (
+from pagoda.backends.reference.model.mixers.attention import (
     InvariantHeads,
     PagedAttention,
     PagedHeads,
     RotaryTables,
     fused_attention,
 )
-from pagoda.backends.reference.model.block_sparse import PagedBlockAttention
-from pagoda.backends.reference.model.latent_attention import PagedLatentAttention
+from pagoda.backends.reference.model.mixers.block_sparse import PagedBlockAttention
+from pagoda.backends.reference.model.mixers.gated_delta import DeltaLayer
+from pagoda.backends.reference.model.mixers.kimi_delta import KimiDeltaLayer
+from pagoda.backends.reference.model.mixers.latent_attention import PagedLatentAttention
+from pagoda.backends.reference.model.mixers.lightning_attention import LightningLayer
+from pagoda.backends.reference.model.mixers.mamba import MambaLayer
+from pagoda.backends.reference.model.mixers.mamba2 import Mamba2Layer
+from pagoda.backends.reference.model.mixers.recurrence import PagedRecurrence, RecurrentLayer
+from pagoda.backends.reference.model.mixers.short_convolution import ShortConvolutionLayer
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import (
     activation,
@@ -38,15 +45,8 @@ from pagoda.backends.reference.model.ops import (
     xielu,
 )
 from pagoda.backends.reference.model.quantized.blocks import look_up
-from pagoda.backends.reference.model.recurrent.gated_delta import DeltaLayer
-from pagoda.backends.reference.model.recurrent.kimi_delta import KimiDeltaLayer
-from pagoda.backends.reference.model.recurrent.lightning_attention import LightningLayer
-from pagoda.backends.reference.model.recurrent.mamba import MambaLayer
-from pagoda.backends.reference.model.recurrent.mamba2 import Mamba2Layer
-from pagoda.backends.reference.model.recurrent.recurrence import PagedRecurrence, RecurrentLayer
-from pagoda.backends.reference.model.recurrent.short_convolution import ShortConvolutionLayer
 from pagoda.backends.reference.model.streams import make_streams
-from pagoda.backends.reference.native.operators import Operators, operators
+from pagoda.backends.reference.programs.operators import Operators, operators
 from pagoda.backends.reference.weights import (
     AttentionParams,
     GatedDeltaParams,

@@ -17,7 +17,7 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.model.quantized.blocks import BlockLinear, BlockMatrix, keeps
 from pagoda.backends.reference.model.quantized.layer import computes, quantized_linear
-from pagoda.backends.reference.native.operators import packed_product
+from pagoda.backends.reference.programs.operators import packed_product
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 Linear = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.reference.model.ops import activation, norm
-from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules
+from pagoda.common.engine.pooling.values import EMBEDS, OF_TOKENS, PoolingRules
 from pagoda.common.models import spec as models
 
 Step = Callable[[Tensor], Tensor]

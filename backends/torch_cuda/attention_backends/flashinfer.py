@@ -23,9 +23,9 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
     unsupported_error,
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
+from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache, to_device
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.steps.contract import Int32
 from pagoda.common.models.mixers import Attention
 
 NAME: Final = "FLASHINFER"

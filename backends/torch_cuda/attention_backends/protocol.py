@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms, ScoreRules
+from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms, ScoreRules
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.steps.contract import Int32
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention, LatentAttention
 

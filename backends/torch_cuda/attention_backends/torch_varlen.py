@@ -23,7 +23,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import (
     unsupported_error,
 )
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
+from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention

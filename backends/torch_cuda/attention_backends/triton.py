@@ -7,9 +7,9 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels, score_rules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
-from pagoda.backends.torch_cuda.kernels.latent_attention import latent_decode
-from pagoda.backends.torch_cuda.kernels.prefill_attention import PagedPrefill
+from pagoda.backends.torch_cuda.kernels.attention.latent_attention import latent_decode
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import PagedPrefill
+from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaLayerCache
 from pagoda.common.models.mixers import Attention, LatentAttention
 

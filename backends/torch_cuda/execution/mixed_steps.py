@@ -24,7 +24,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     make_batch,
     round_up,
 )
-from pagoda.backends.torch_cuda.kernels.work_list import NO_SEQUENCE
+from pagoda.backends.torch_cuda.kernels.attention.work_list import NO_SEQUENCE
 
 MAX_TOKENS: Final = 1024
 """Tokens of the largest captured step. On an H200 one of an 8B model computes for 15 ms or more (computed)."""

@@ -31,20 +31,20 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     tables,
 )
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice, Run
-from pagoda.backends.torch_cuda.kernels.decode_attention import MAX_QUERY_LEN
-from pagoda.backends.torch_cuda.kernels.latent_prefill import plan_rounds
-from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import MAX_QUERY_LEN
+from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import plan_rounds
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.attention.work_list import NO_SEQUENCE, WorkList, WorkPlanner
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
-from pagoda.backends.torch_cuda.kernels.work_list import NO_SEQUENCE, WorkList, WorkPlanner
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, copy_states
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
-from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PendingTokens, PromptScores, score_prompts
-from pagoda.common.engine.shapes import GraphSizes
-from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
-from pagoda.common.models.caches import StateCache
+from pagoda.common.engine.steps.contract import Int32, StepPlan, TokenMasks
+from pagoda.common.engine.steps.pending import FetchLogprobs, PendingStep, PendingTokens, PromptScores, score_prompts
+from pagoda.common.engine.steps.shapes import GraphSizes
+from pagoda.common.models.mixers.caches import StateCache
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder

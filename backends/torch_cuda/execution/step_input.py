@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.backends.torch_cuda.kernels.latent_prefill import ExpansionRound
-from pagoda.backends.torch_cuda.kernels.work_list import WorkList
+from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import ExpansionRound
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
-from pagoda.common.engine.sampling_state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
-from pagoda.common.engine.step import GUESSED, PREVIOUS, Int32, StepPlan
+from pagoda.common.engine.sampling.state import SAMPLING_FIELDS, sampled_indices, sampled_positions, shift_rows
+from pagoda.common.engine.steps.contract import GUESSED, PREVIOUS, Int32, StepPlan
 
 ALIGN: Final = 32
 """Elements: alignment of every section, and of every row of those with several."""

@@ -12,9 +12,9 @@ import numpy as np
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import RowStart, StepPlan
-from pagoda.common.models.caches import LatentCache
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import RowStart, StepPlan
+from pagoda.common.models.mixers.caches import LatentCache
 
 logger = logging.getLogger(__name__)
 

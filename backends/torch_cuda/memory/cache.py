@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import on_wsl
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.parallel import RankShard
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.steps.contract import Int32
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization.kv_scales import scales_of_caches
 

@@ -22,7 +22,7 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import ConfigError
 
 GIB: Final = 1 << 30

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.lora import (
+from pagoda.backends.torch_cuda.kernels.experts.moe import Added, ExpertAdapters
+from pagoda.backends.torch_cuda.kernels.linear.lora import (
     AdapterRows,
     AdapterStack,
     add_adapters,
@@ -29,10 +30,9 @@ from pagoda.backends.torch_cuda.kernels.lora import (
     shrunk,
     sort_by_slot,
 )
-from pagoda.backends.torch_cuda.kernels.moe import Added, ExpertAdapters
 from pagoda.backends.torch_cuda.model.parameters import Empty, Linear
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
-from pagoda.backends.torch_cuda.weights import RankLayout, TensorSlice
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
+from pagoda.backends.torch_cuda.weights.load import RankLayout, TensorSlice
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable

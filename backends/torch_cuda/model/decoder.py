@@ -19,17 +19,19 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKern
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels import activation
-from pagoda.backends.torch_cuda.kernels.invariant_attention import span_tokens
-from pagoda.backends.torch_cuda.kernels.moe import moe
-from pagoda.backends.torch_cuda.kernels.quantize_rows import QuantizedRows
-from pagoda.backends.torch_cuda.kernels.weight_only import FEW
+from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import span_tokens
+from pagoda.backends.torch_cuda.kernels.experts.moe import moe
+from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import QuantizedRows
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW
+from pagoda.backends.torch_cuda.kernels.pointwise import activation
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.memory.offload import Offload
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
-from pagoda.backends.torch_cuda.model.attention import CudaAttention
-from pagoda.backends.torch_cuda.model.block_sparse import CudaBlockAttention
-from pagoda.backends.torch_cuda.model.latent_attention import CudaLatentAttention
+from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
+from pagoda.backends.torch_cuda.model.mixers.block_sparse import CudaBlockAttention
+from pagoda.backends.torch_cuda.model.mixers.latent_attention import CudaLatentAttention
+from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
+from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPagedRecurrence
 from pagoda.backends.torch_cuda.model.parameters import Linear, RankParams
 from pagoda.backends.torch_cuda.model.parts import (
     CudaBuildContext,
@@ -39,8 +41,6 @@ from pagoda.backends.torch_cuda.model.parts import (
     linear,
     rotary_tables,
 )
-from pagoda.backends.torch_cuda.model.recurrent.layers import make_recurrence
-from pagoda.backends.torch_cuda.model.recurrent.recurrence import CudaPagedRecurrence
 from pagoda.backends.torch_cuda.model.streams import (
     LayerStep,
     Stream,
@@ -48,7 +48,7 @@ from pagoda.backends.torch_cuda.model.streams import (
     run_layers,
     with_streams,
 )
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import (

@@ -16,21 +16,21 @@ from pagoda.backends.reference.execution import PackedPrompts, attend
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.rope_cache import RopeCache, rope_queries
-from pagoda.backends.torch_cuda.model.attention import make_preparation, per_head_norm, projection, value_norm
-from pagoda.backends.torch_cuda.model.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries
 from pagoda.backends.torch_cuda.model.decoder import MixerStep, make_layers
-from pagoda.backends.torch_cuda.model.latent_attention import CudaPackedLatentAttention
+from pagoda.backends.torch_cuda.model.mixers.attention import make_preparation, per_head_norm, projection, value_norm
+from pagoda.backends.torch_cuda.model.mixers.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.model.mixers.latent_attention import CudaPackedLatentAttention
+from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
+from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPackedRecurrence
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import (
     CudaBuildContext,
     CudaTokenEmbedding,
     rotary_tables,
 )
-from pagoda.backends.torch_cuda.model.recurrent.layers import make_recurrence
-from pagoda.backends.torch_cuda.model.recurrent.recurrence import CudaPackedRecurrence
 from pagoda.backends.torch_cuda.model.streams import make_first_streams, run_layers
-from pagoda.backends.torch_cuda.parallel import SINGLE_RANK
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK
 from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec

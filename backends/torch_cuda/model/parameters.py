@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Allocates an uninitialized tensor on the device."""

@@ -15,14 +15,14 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
-from pagoda.backends.torch_cuda.kernels.norm import RowNorm
-from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear, takes_rounded_rows
-from pagoda.backends.torch_cuda.kernels.quantize_rows import QuantizedRows
-from pagoda.backends.torch_cuda.kernels.weight_only import FEW
+from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
+from pagoda.backends.torch_cuda.kernels.linear.packed_linear import packed_linear, takes_rounded_rows
+from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import QuantizedRows
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW
+from pagoda.backends.torch_cuda.kernels.pointwise.norm import RowNorm
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.parameters import Linear, Matrix, RankParams
-from pagoda.backends.torch_cuda.parallel import Comm, RankShard
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm, RankShard
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.spec import Embedding

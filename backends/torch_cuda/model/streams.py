@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import activation
+from pagoda.backends.torch_cuda.kernels.pointwise import activation
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, lookup
 from pagoda.common.models.spec import AltUp, Layer, ModelSpec, PerLayerEmbedding
 

@@ -13,10 +13,10 @@ from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention import HeadTerms
-from pagoda.backends.torch_cuda.kernels.rope_cache import RopeCache
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache
+from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
-from pagoda.backends.torch_cuda.model.attention import CudaPagedHeads
+from pagoda.backends.torch_cuda.model.mixers.attention import CudaPagedHeads
 from pagoda.backends.torch_cuda.model.parts import linear
 from pagoda.common.backend import Weight
 from pagoda.common.models.transformers_spec import TransformersSpec

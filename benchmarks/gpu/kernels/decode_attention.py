@@ -14,9 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
-from pagoda.backends.torch_cuda.kernels.decode_attention import PagedDecode, choose_splits, decode_attention
-from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import DecodeBlockSizes, DecodeShape, blocks, candidates
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import PagedDecode, choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import (
+    DecodeBlockSizes,
+    DecodeShape,
+    blocks,
+    candidates,
+)
+from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, is_refusal, verdict, worst
 
 PAGE = 16

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import activation
-from pagoda.backends.torch_cuda.kernels.norm import RowNorm
-from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, RopeCache
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, RopeCache
+from pagoda.backends.torch_cuda.kernels.pointwise import activation
+from pagoda.backends.torch_cuda.kernels.pointwise.norm import RowNorm
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, figures, verdict, worst
 
 EPS = 1e-5

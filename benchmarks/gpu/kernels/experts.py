@@ -17,9 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.moe import moe
-from pagoda.backends.torch_cuda.kernels.moe_w8a8 import kernel
-from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix, pack
+from pagoda.backends.torch_cuda.kernels.experts.moe import moe
+from pagoda.backends.torch_cuda.kernels.experts.moe_w8a8 import kernel
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, pack
 from pagoda.benchmarks.gpu.kernels.gemm import COLD_BYTES, MIXTURES, candidates, eager, microseconds, random
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, figures, settings_trials, verdict, worst
 from pagoda.common.models.spec import Mlp, Router

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import launch
-from pagoda.backends.torch_cuda.kernels.launch import Settings
-from pagoda.backends.torch_cuda.kernels.moe import moe
-from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack, weight_only_linear
+from pagoda.backends.torch_cuda.kernels.experts.moe import moe
+from pagoda.backends.torch_cuda.kernels.frame import launch
+from pagoda.backends.torch_cuda.kernels.frame.launch import Settings
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import pack, unpack, weight_only_linear
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, figures, settings_trials, verdict, worst
 from pagoda.common.models.spec import Mlp, Router
 
@@ -53,7 +53,7 @@ def checks(bench: Bench) -> Iterator[Number]:
 
 def linear_error(bench: Bench, scheme: str, rows: int) -> dict:
     """Return the worst error in roundings of bfloat16; at most 1 is right."""
-    from pagoda.backends.torch_cuda.kernels.weight_only.kernel import FEW
+    from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import FEW
 
     torch.manual_seed(0)
     outputs, inputs = bench.choose((1040, 4096), (40, 300))
@@ -181,8 +181,8 @@ def candidates(usual: Settings) -> Iterator[Settings]:
 
 def trials(bench: Bench) -> Iterator[Number]:
     """Yield trials for weight_only over the down projection of an 8B model, then for moe."""
-    from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
-    from pagoda.backends.torch_cuda.kernels.weight_only import kernel
+    from pagoda.backends.torch_cuda.kernels.experts.moe import kernel as moe_kernel
+    from pagoda.backends.torch_cuda.kernels.linear.weight_only import kernel
 
     for scheme, tile in itertools.product(SCHEMES, kernel.TILES[: bench.choose(None, 1)]):
         yield from _tried(bench, kernel, f"{scheme}-{tile}", partial(linear_calls, bench, scheme, tile))
@@ -218,7 +218,7 @@ def moe_calls(bench: Bench, scheme: str, tile: int) -> list[Callable[[], object]
         logits = torch.randn(tokens, experts)
         facts = {"router": Router(top, True), "expert": expert, "use_kernel": False, "chip": bench.chip}
         return [partial(moe, x, logits, *stacks, **facts)]
-    from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
+    from pagoda.backends.torch_cuda.kernels.experts.moe import kernel as moe_kernel
 
     chosen = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top].int().contiguous()
     call = partial(moe_kernel.experts, x, chosen, *stacks, None, None, expert, bench.chip)

@@ -14,15 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
-from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
-from pagoda.backends.torch_cuda.kernels.invariant_attention import (
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_splits
+from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import (
     SequenceTokens,
     invariant_attention,
     query_tile,
     span_tokens,
 )
-from pagoda.backends.torch_cuda.kernels.invariant_linear import invariant_linear
+from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
+from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
 from pagoda.benchmarks.gpu.kernels import decode_attention as decodes
 from pagoda.benchmarks.gpu.kernels import prefill_attention as prefills
 from pagoda.benchmarks.gpu.kernels.gemm import MATRICES, random
@@ -158,8 +158,8 @@ def prefill_speed(bench: Bench, load: prefills.Load) -> dict:
 
 def trials(bench: Bench) -> Iterator[Number]:
     """Yield trials for products, then for attention in decodes and prefills, which share their settings."""
-    from pagoda.backends.torch_cuda.kernels.invariant_attention import kernel as attention
-    from pagoda.backends.torch_cuda.kernels.invariant_linear import kernel as linear
+    from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import kernel as attention
+    from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import kernel as linear
 
     tried = {"TOKENS": (64, 128), "CHANNELS": (64, 128), "DEPTH": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)}
     yield from settings_trials(bench, linear, "b2", each_of(tried), partial(product_calls, bench))

@@ -15,15 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.latent_attention import choose_latent_splits, latent_decode, latent_selected
-from pagoda.backends.torch_cuda.kernels.latent_prefill import (
+from pagoda.backends.torch_cuda.kernels.attention.latent_attention import (
+    choose_latent_splits,
+    latent_decode,
+    latent_selected,
+)
+from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import (
     ExpansionRound,
     latent_prefill,
     plan_rounds,
     query_tile,
     round_capacity,
 )
-from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, each_of, figures, settings_trials, verdict, worst
 
 PAGE = 16
@@ -222,8 +226,8 @@ def prefill_speed(bench: Bench, load: LatentLoad) -> dict:
 
 def trials(bench: Bench) -> Iterator[Number]:
     """Yield trials for decodes of 16 and 128 heads, which share a key, then for prefills."""
-    from pagoda.backends.torch_cuda.kernels.latent_attention import kernel as decode_kernel
-    from pagoda.backends.torch_cuda.kernels.latent_prefill import kernel as prefill_kernel
+    from pagoda.backends.torch_cuda.kernels.attention.latent_attention import kernel as decode_kernel
+    from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import kernel as prefill_kernel
 
     decodes = partial(decode_calls, bench, (LatentLoad(64, 4096), LatentLoad(32, 4096, heads=128)))
     tried = {"ROWS": (16, 32, 64), "TILE": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}

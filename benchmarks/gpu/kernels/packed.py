@@ -14,13 +14,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import launch
-from pagoda.backends.torch_cuda.kernels.packed_linear import packed_linear
-from pagoda.backends.torch_cuda.kernels.quantize_rows import quantize_rows_reference
-from pagoda.backends.torch_cuda.kernels.scaled_linear import multiplies
-from pagoda.backends.torch_cuda.kernels.weight_only import FEW, PackedMatrix, unpack
-from pagoda.backends.torch_cuda.stored import as_scheme, form_of, write
+from pagoda.backends.torch_cuda.kernels.frame import launch
+from pagoda.backends.torch_cuda.kernels.linear.packed_linear import packed_linear
+from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import quantize_rows_reference
+from pagoda.backends.torch_cuda.kernels.linear.scaled_linear import multiplies
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW, PackedMatrix, unpack
 from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.weights.quantized_layout import as_scheme, form_of, write
 from pagoda.benchmarks.gpu.kernels.gemm import COLD_BYTES, MATRICES, eager, microseconds
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, figures, settings_trials, verdict, worst
 from pagoda.common.weights.quantization.tensors import (
@@ -141,7 +141,7 @@ def candidates(groups: bool) -> Iterator[launch.Settings]:
 
 def trials(bench: Bench) -> Iterator[Number]:
     """Yield trials of the products of rounded rows."""
-    from pagoda.backends.torch_cuda.kernels.scaled_linear import kernel
+    from pagoda.backends.torch_cuda.kernels.linear.scaled_linear import kernel
 
     for (key, name), tile in itertools.product(TRIED.items(), kernel.TILES[: bench.choose(None, 1)]):
         calls = cache(partial(_trial_calls, bench, name, tile))

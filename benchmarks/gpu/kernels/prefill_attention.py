@@ -14,10 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
-from pagoda.backends.torch_cuda.kernels.prefill_attention import PagedPrefill, make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import candidates, key, tuned
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import (
+    PagedPrefill,
+    make_tiles,
+    prefill_attention,
+    query_tile,
+)
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention.kernel import candidates, key, tuned
+from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Settings
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, is_refusal, matmul_rate, verdict
 
 PAGE = 16

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution import ConvolutionWeights, causal_convolution
 from pagoda.backends.torch_cuda.kernels.recurrent.channel_delta import channel_delta
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta import DeltaWeights, gated_delta

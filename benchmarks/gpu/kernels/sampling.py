@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import edit_logits
-from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_history
-from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
+from pagoda.backends.torch_cuda.kernels.sampling import edit_logits
+from pagoda.backends.torch_cuda.kernels.sampling.gumbel_max import gumbel_max, store_history
+from pagoda.backends.torch_cuda.kernels.sampling.logprobs import logprobs
 from pagoda.backends.torch_cuda.sampling import CudaSamplingRules, sample_tokens
 from pagoda.benchmarks.gpu.measure import Bench, Number
-from pagoda.common.engine.sampling import gumbel, noise_keys
+from pagoda.common.engine.sampling.rules import gumbel, noise_keys
 
 VOCAB = 128_256
 ROWS = (1, 32, 256)

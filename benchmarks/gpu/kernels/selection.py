@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.block_selection import select_pages
-from pagoda.backends.torch_cuda.kernels.token_selection import select_tokens
+from pagoda.backends.torch_cuda.kernels.attention.block_selection import select_pages
+from pagoda.backends.torch_cuda.kernels.attention.token_selection import select_tokens
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, figures
 from pagoda.common.models.mixers import BlockIndexer
 from pagoda.common.models.primitives import Norm

@@ -28,11 +28,11 @@ from pagoda.common.engine.incident.snapshot import (
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
-from pagoda.common.engine.request import Request
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import StepPlan
-from pagoda.common.models.caches import StateCache, WindowCache
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.request import Request
+from pagoda.common.engine.scheduling.scheduler import Scheduler
+from pagoda.common.engine.steps.contract import StepPlan
+from pagoda.common.models.mixers.caches import StateCache, WindowCache
 
 SEGMENT_STEPS: Final = 1024
 """Steps after which the state is taken again. A snapshot has one to two segments."""

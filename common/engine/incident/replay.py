@@ -26,12 +26,12 @@ from pagoda.common.engine.incident.snapshot import (
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.request import NO_ROW, GroupBlocks, Request, RequestStatus
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler, _InFlightStep
-from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.request import NO_ROW, GroupBlocks, Request, RequestStatus
+from pagoda.common.engine.scheduling.scheduler import Scheduler, _InFlightStep
+from pagoda.common.engine.steps.contract import StepPlan, StepResult
 from pagoda.common.errors import RequestError
-from pagoda.common.models.caches import CacheSpec, FullCache, StateCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, StateCache, WindowCache
 
 TOKEN, STOP = 0, 1
 """Token ids of a replay: any token, and the one that ends a sequence."""

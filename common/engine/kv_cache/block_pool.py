@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pagoda.common.engine.step import NULL_BLOCK
+from pagoda.common.engine.steps.contract import NULL_BLOCK
 
 PageKey = tuple[bytes, int]
 """Digest of a page and the index of its KV group."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
-from pagoda.common.engine.request import GroupBlocks, Request
-from pagoda.common.engine.step import NULL_BLOCK, Int32
-from pagoda.common.models.caches import StateCache, WindowCache
+from pagoda.common.engine.scheduling.request import GroupBlocks, Request
+from pagoda.common.engine.steps.contract import NULL_BLOCK, Int32
+from pagoda.common.models.mixers.caches import StateCache, WindowCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Final
 
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import CacheSpec, FullCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, WindowCache
 from pagoda.common.models.transformers_spec import AnySpec
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Final
 
 from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
-from pagoda.common.engine.request import Request, WaitingQueue
+from pagoda.common.engine.scheduling.request import Request, WaitingQueue
 
 MOST_OVERTAKEN: Final = 256
 """Later requests that may run before one that waits for a slot. Then the slot with the fewest references takes no

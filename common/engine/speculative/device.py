@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.request import RunningBatch
+from pagoda.common.engine.scheduling.request import RunningBatch
 from pagoda.common.engine.speculative.proposer import DraftPlanner, draft_room
-from pagoda.common.engine.step import GUESSED, Bool, Int32
+from pagoda.common.engine.steps.contract import GUESSED, Bool, Int32
 
 
 class DeviceDrafts(DraftPlanner):

@@ -15,8 +15,8 @@ from typing import Final, Literal
 import numpy as np
 
 from pagoda.common.engine.messages import DRAFT_STATES, DraftStats
-from pagoda.common.engine.request import RunningBatch
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.scheduling.request import RunningBatch
+from pagoda.common.engine.steps.contract import Int32
 
 _KEPT: Final = 0.85
 """Weight of a sequence's counts after its next step with drafts: it remembers some 7 steps."""

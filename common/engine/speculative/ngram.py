@@ -15,7 +15,7 @@ import numpy as np
 
 from pagoda.common.engine.speculative.ngram_table import Index, NgramTable, spread
 from pagoda.common.engine.speculative.proposer import DraftContext, PaddedGuesses, Proposer
-from pagoda.common.engine.step import EMBEDDED, Int32
+from pagoda.common.engine.steps.contract import EMBEDDED, Int32
 
 
 class NgramProposer(Proposer):

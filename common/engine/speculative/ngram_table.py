@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.step import EMBEDDED, Bool, Int32
+from pagoda.common.engine.steps.contract import EMBEDDED, Bool, Int32
 
 Index = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]

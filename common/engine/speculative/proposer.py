@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.messages import DraftStats
-from pagoda.common.engine.request import RunningBatch
+from pagoda.common.engine.scheduling.request import RunningBatch
 from pagoda.common.engine.speculative.draft_lengths import DraftCounts, DraftLengths
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.steps.contract import Int32
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from pagoda.common.engine.speculative.proposer import DraftContext, Proposer
 from pagoda.common.engine.speculative.token_index import TokenIndex, hashes_of
-from pagoda.common.engine.step import EMBEDDED
+from pagoda.common.engine.steps.contract import EMBEDDED
 
 LENGTHS: Final = (2, 4, 8)
 """Suffixes that are looked up, the longest first; a shorter one only if no longer one has occurred."""

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.step import EMBEDDED, Int32
+from pagoda.common.engine.steps.contract import EMBEDDED, Int32
 
 _MASK: Final = (1 << 64) - 1
 _BASE: Final = 0x9E3779B97F4A7C15

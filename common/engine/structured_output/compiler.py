@@ -14,8 +14,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from pagoda.common.engine.fairness.shares import Shares
 from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.scheduling.shares import Shares
 from pagoda.common.engine.structured_output.grammar import (
     Grammar,
     GrammarEngine,

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from pagoda.common.engine.request import Request, RequestStatus, RunningBatch
-from pagoda.common.engine.step import GUESSED, Bool, Int32, StepPlan, TokenMasks
+from pagoda.common.engine.scheduling.request import Request, RequestStatus, RunningBatch
+from pagoda.common.engine.steps.contract import GUESSED, Bool, Int32, StepPlan, TokenMasks
 from pagoda.common.engine.structured_output.grammar import Bits
 from pagoda.common.engine.structured_output.memory import ResidentMemory
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, masks_after, refresh_masks

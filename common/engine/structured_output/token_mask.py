@@ -13,8 +13,8 @@ from typing import Self
 
 import numpy as np
 
-from pagoda.common.engine.logit_edits import allowed_bits
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.logit_edits import allowed_bits
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.structured_output.grammar import Bits, Library, Matcher, Thinking
 from pagoda.common.engine.structured_output.memory import CompiledGrammar
 

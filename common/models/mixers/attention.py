@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
+from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, adapter_params, linear_params, norm_params
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.work import MixerWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pagoda.common.models.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.work import MixerWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.experts import FUSED_EXPERT_RULES
+from pagoda.common.models.families.experts import FUSED_EXPERT_RULES
 from pagoda.common.models.family import Rename, Rule, Split
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.weights import Float32, LowRank

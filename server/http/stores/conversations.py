@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pagoda.common.engine.fairness.shares import Shares
+from pagoda.common.engine.scheduling.shares import Shares
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.stores.responses import ID_SIZE, OVERHEAD
 

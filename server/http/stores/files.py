@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import msgspec
 
-from pagoda.common.engine.fairness.shares import Shares
+from pagoda.common.engine.scheduling.shares import Shares
 from pagoda.common.errors import ConfigError
+from pagoda.server.core_client.private_folder import PrivateFolder
 from pagoda.server.http.errors import HttpError
-from pagoda.server.private_folder import PrivateFolder
 
 _DESCRIPTION_BYTES: Final = 4096
 """Room on the disk that a description has from the beginning, so that a file can be finished when the disk is full."""

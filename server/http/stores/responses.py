@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
-from pagoda.common.engine.fairness.shares import Shares
+from pagoda.common.engine.scheduling.shares import Shares
 from pagoda.server.http.errors import ResponseNotFoundError
 
 OVERHEAD: Final = 1024

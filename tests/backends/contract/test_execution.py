@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import support.jax_devices
-from support.backend_options import make_options
-from support.reference_driver import Driver, by_token, random_weights, tiny_spec
-from support.shared_programs import SharedPrograms
-from support.slow_matrix import thinned
+import support.devices.jax_devices
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import Driver, by_token, random_weights, tiny_spec
+from support.suite.shared_programs import SharedPrograms
+from support.suite.slow_matrix import thinned
 
-from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import PREVIOUS
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import PREVIOUS
 from pagoda.common.errors import WeightError
 
-assert support.jax_devices.DEVICES > 1
+assert support.devices.jax_devices.DEVICES > 1
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {"backend": "reference"},

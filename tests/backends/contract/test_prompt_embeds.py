@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import support.jax_devices
-from support.embedded_requests import SPECS, check_rows_say_what_tokens_say
-from support.slow_matrix import thinned
+import support.devices.jax_devices
+from support.servers.embedded_requests import SPECS, check_rows_say_what_tokens_say
+from support.suite.slow_matrix import thinned
 
 from pagoda.backends.torch_cuda.device import CPU
 
-assert support.jax_devices.DEVICES > 1
+assert support.devices.jax_devices.DEVICES > 1
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {},

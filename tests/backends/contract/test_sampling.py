@@ -15,18 +15,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.jax_sampling import sampler_programs
-from support.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
-from support.torch_sampling import INTERPRETED, run
+from support.devices.jax_sampling import sampler_programs
+from support.devices.sampling_definition import ROWS, VOCAB, decode_step, define, draw_logits
+from support.devices.torch_sampling import INTERPRETED, run
 
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.reference.sampling import Sampler
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine import logit_edits, sampling_state
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenMasks
+from pagoda.common.engine.sampling import logit_edits
+from pagoda.common.engine.sampling import state as sampling_state
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import EMBEDDED, RowStart, StepPlan, TokenMasks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 

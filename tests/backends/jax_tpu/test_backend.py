@@ -11,21 +11,21 @@ pytest.importorskip("flax")
 
 import jax
 import numpy as np
-import support.jax_devices  # noqa: F401
-from support.backend_options import make_options
-from support.jax_requests import requests
-from support.reference_driver import Driver, by_token, random_weights, tiny_spec
+import support.devices.jax_devices  # noqa: F401
+from support.devices.jax_requests import requests
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import Driver, by_token, random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, RecompileError
 from pagoda.backends.jax_tpu.model import decoder, parameters
 from pagoda.backends.jax_tpu.model.decoder import exchanged_pieces
-from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules
+from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm

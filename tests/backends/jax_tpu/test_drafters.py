@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("flax")
 
-import support.jax_devices  # noqa: F401
-from support.backend_options import make_options
-from support.jax_requests import requests
-from support.naive_drafters import random_drafter
-from support.reference_driver import random_weights, tiny_spec
-from support.slow_matrix import some
+import support.devices.jax_devices  # noqa: F401
+from support.checkpoints.naive_drafters import random_drafter
+from support.devices.jax_requests import requests
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import random_weights, tiny_spec
+from support.suite.slow_matrix import some
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_ahead, find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
@@ -27,7 +27,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.steps.shapes import StepShapes
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, JoinedInputs, LanguageDrafter, StagesDrafter
 from pagoda.common.models.mixers import Attention

@@ -12,7 +12,7 @@ pytest.importorskip("flax")
 
 import itertools
 
-import support.jax_devices  # noqa: F401
+import support.devices.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu.parallel import device_memory, make_mesh, platform, torus_order
 from pagoda.common.errors import ConfigError

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("flax")
 
 import jax
-import support.jax_devices  # noqa: F401
-from support.backend_options import make_pooling_options
-from support.pooling_plans import plan_of
-from support.reference_driver import random_weights, tiny_spec
-from support.slow_matrix import thinned
+import support.devices.jax_devices  # noqa: F401
+from support.engines.backend_options import make_pooling_options
+from support.engines.pooling_plans import plan_of
+from support.engines.reference_driver import random_weights, tiny_spec
+from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet, token_ladder
@@ -27,11 +27,11 @@ from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create
 from pagoda.backends.reference import pooling as reference
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest, pooling_request
-from pagoda.common.engine.pooling import PoolingRules, PoolingTask, PoolPlan
-from pagoda.common.engine.pooling_scheduler import pooling_core
+from pagoda.common.engine.pooling.scheduler import pooling_core
+from pagoda.common.engine.pooling.values import PoolingRules, PoolingTask, PoolPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import pooling_spec
 from pagoda.common.models.spec import Embedding, ModelSpec, Pooler

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("flax")
 
-import support.jax_devices  # noqa: F401
-from support.backend_options import make_options
-from support.reference_driver import tiny_spec
+import support.devices.jax_devices  # noqa: F401
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import tiny_spec
 
 from pagoda.backends.jax_tpu import backend as backend_module
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
@@ -23,7 +23,7 @@ from pagoda.backends.jax_tpu.profiler import start_server
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.steps.shapes import StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.server.startup.engine import program_options
 

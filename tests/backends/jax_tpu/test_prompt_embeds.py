@@ -11,9 +11,10 @@ pytest.importorskip("flax")
 
 import jax.numpy as jnp
 import numpy as np
-import support.jax_devices  # noqa: F401
-from support.backend_options import make_options
-from support.embedded_requests import (
+import support.devices.jax_devices  # noqa: F401
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import random_weights
+from support.servers.embedded_requests import (
     BLOCKS,
     LIMITS,
     SPECS,
@@ -23,7 +24,6 @@ from support.embedded_requests import (
     embedded,
     engine,
 )
-from support.reference_driver import random_weights
 
 from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.backend import create
@@ -32,8 +32,8 @@ from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import EMBEDDED, RowStart, StepPlan
 from pagoda.common.errors import ConfigError
 
 

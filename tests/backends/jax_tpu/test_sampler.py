@@ -12,9 +12,9 @@ pytest.importorskip("flax")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import support.jax_devices
-from support.jax_sampling import sampler_programs
-from support.sampling_definition import VOCAB
+import support.devices.jax_devices
+from support.devices.jax_sampling import sampler_programs
+from support.devices.sampling_definition import VOCAB
 
 from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
@@ -23,9 +23,9 @@ from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
-from pagoda.common.engine.pending import PendingStep, PendingTokens
-from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
+from pagoda.common.engine.sampling.rules import SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.steps.contract import RowStart, StepPlan, TokenMasks
+from pagoda.common.engine.steps.pending import PendingStep, PendingTokens
 
 ROOM = 8
 LENGTH = 32
@@ -110,7 +110,7 @@ def test_the_host_and_the_device_give_the_same_logprobs() -> None:
     np.testing.assert_allclose(values, host.logprobs, atol=1e-5)
     np.testing.assert_array_equal(ranks, host.ranks)
     assert sorted_logprobs("raw_logprobs", logits, chosen, -1).token_ids.shape == (3, 1 + VOCAB)
-    assert len(jax.devices()) == support.jax_devices.DEVICES
+    assert len(jax.devices()) == support.devices.jax_devices.DEVICES
 
 
 def test_drafts_move_with_their_sequences() -> None:

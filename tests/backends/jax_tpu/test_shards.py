@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("flax")
 
-import support.jax_devices  # noqa: F401
-from support.backend_options import make_options
-from support.jax_requests import requests
-from support.reference_driver import random_weights, tiny_spec
-from support.slow_matrix import some
+import support.devices.jax_devices  # noqa: F401
+from support.devices.jax_requests import requests
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import random_weights, tiny_spec
+from support.suite.slow_matrix import some
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
@@ -30,7 +30,7 @@ from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import ShardedScheduler, sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput
-from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.steps.shapes import StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm

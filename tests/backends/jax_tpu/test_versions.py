@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("flax")
 
 import jax
-import support.jax_devices  # noqa: F401
+import support.devices.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu import hosts
 from pagoda.backends.jax_tpu.parallel import chip_of_mesh

@@ -9,23 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.backend_options import make_options
-from support.reference_driver import random_weights, tiny_spec
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import random_weights, tiny_spec
 
 from pagoda import LLM, SamplingParams
 from pagoda.backends.reference.execution import make_batch
 from pagoda.backends.reference.memory import allocate
-from pagoda.backends.reference.model.attention import KEYS, QUERIES
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.linear import ROWS, linear
+from pagoda.backends.reference.model.mixers.attention import KEYS, QUERIES
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.model.ops import activation, sigmoid
 from pagoda.backends.reference.weights import Packer
 from pagoda.backends.registry import check_batch_invariant
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import GatedDelta
 from pagoda.common.models.primitives import Norm

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import memory
-from support.reference_driver import random_weights, tiny_spec
+from support.engines.reference_driver import random_weights, tiny_spec
+from support.suite import memory
 
 from pagoda.backends.reference.memory import allocate
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.weights import Packer
 from pagoda.common.engine.kv_cache.spec import layout_of
-from pagoda.common.models.caches import FullCache
+from pagoda.common.models.mixers.caches import FullCache
 
 MIB = 1 << 20
 BLOCKS, BLOCK = 4096, 16

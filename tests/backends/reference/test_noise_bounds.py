@@ -1,9 +1,9 @@
 import numpy as np
 import torch
-from support.extreme_noise import extreme_tokens
+from support.devices.extreme_noise import extreme_tokens
 
 from pagoda.backends.reference import sampling
-from pagoda.common.engine.sampling import gumbel
+from pagoda.common.engine.sampling.rules import gumbel
 
 
 def test_noise_is_finite_for_every_token_and_the_definitions():

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.reference_driver import Driver, random_weights
+from support.engines.reference_driver import Driver, random_weights
 
 from pagoda.backends.reference.threads import CoreLoad
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
@@ -20,9 +20,9 @@ from pagoda.common.weights.quantization.on_the_fly import quantized, schemes_on_
 
 pytest.importorskip("llvmlite")
 
+from pagoda.backends.cpu_kernels.emission.jit import has_feature
 from pagoda.backends.reference.model.quantized.compiled import lanes
-from pagoda.backends.reference.native import program
-from pagoda.backends.reference.native.jit import has_feature
+from pagoda.backends.reference.programs import program
 
 pytestmark = pytest.mark.skipif(not has_feature("avx512bf16") or not lanes(), reason="has no bfloat16 instructions")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, decode_step, define
+from support.devices.sampling_definition import ROWS, VOCAB, decode_step, define
 
 from pagoda.backends.reference import sampling
-from pagoda.backends.reference.native.operators import FoundTokens, row_search
+from pagoda.backends.reference.programs.operators import FoundTokens, row_search
 from pagoda.backends.reference.sampling import RowRules, Sampler
-from pagoda.common.engine import logit_edits
-from pagoda.common.engine.logit_edits import allowed_bits
-from pagoda.common.engine.sampling import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
-from pagoda.common.engine.step import RowStart, TokenMasks
+from pagoda.common.engine.sampling import logit_edits
+from pagoda.common.engine.sampling.logit_edits import allowed_bits
+from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.steps.contract import RowStart, TokenMasks
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:

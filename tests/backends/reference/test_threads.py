@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.reference_driver import Driver, tiny_spec
+from support.engines.reference_driver import Driver, tiny_spec
 
 from pagoda.backends.reference.threads import ComputeThreads, CoreLoad, divide, part_of
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 
 LAYOUT = kv_layout(tiny_spec(), 4)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.simulated_engines import make_options, read_spec
+from support.engines.simulated_engines import make_options, read_spec
 
 from pagoda.backends.simulated.accelerator import Accelerator, activation_bytes
 from pagoda.backends.simulated.backend import create, open_device

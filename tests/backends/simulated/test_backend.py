@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import tiny_spec
-from support.backend_options import make_options
-from support.engine_runs import drained_tokens
-from support.simulated_device import StatedDevice, StatedTimes, simulated_core, with_limits
+from support.engines.backend_options import make_options
+from support.engines.engine_runs import drained_tokens
+from support.engines.simulated_device import StatedDevice, StatedTimes, simulated_core, with_limits
 
 from pagoda.backends.simulated.backend import SimulatedBackend, create
 from pagoda.backends.simulated.device import HostCosts
@@ -18,14 +18,14 @@ from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
-from pagoda.common.engine.drive import TimedRequest, VirtualClock, drive
 from pagoda.common.engine.kv_cache.sizing import max_blocks
-from pagoda.common.engine.logit_edits import allowed_bits
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import OUTPUT_TOKENS, SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.sampling.logit_edits import allowed_bits
+from pagoda.common.engine.sampling.rules import OUTPUT_TOKENS, SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.engine.speculative.proposer import AssumedProposer, Drafter
-from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
+from pagoda.common.engine.steps.contract import RowStart, StepPlan, TokenMasks
+from pagoda.common.engine.workload.drive import TimedRequest, VirtualClock, drive
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.lora.weights import LoraOptions
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import tiny_spec
-from support.backend_options import make_options
-from support.simulated_device import calibration_of, with_limits, write_calibration
+from support.engines.backend_options import make_options
+from support.engines.simulated_device import calibration_of, with_limits, write_calibration
 
 from pagoda.backends.simulated.calibration import (
     MeasuredStep,

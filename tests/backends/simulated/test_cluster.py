@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.simulated_engines import make_options, read_spec
+from support.engines.simulated_engines import make_options, read_spec
 
 from pagoda.backends.simulated.backend import open_device
 from pagoda.backends.simulated.cluster import Cluster, ClusterResult
 from pagoda.backends.simulated.replica import ReplicaLimits, RequestArrays
-from pagoda.common.engine.capacity import RoutingPolicy
+from pagoda.common.engine.workload.capacity import RoutingPolicy
 
 OPTIONS = make_options(read_spec("llama-3.1-8b"))
 MODEL = open_device(OPTIONS.simulation).step_time(OPTIONS)

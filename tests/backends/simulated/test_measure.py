@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import FakeBackend, mixed_layout, tiny_spec
-from support.backend_options import make_options
-from support.simulated_device import RecordingBackend, StatedDevice, StatedTimes, calibration_of
+from support.engines.backend_options import make_options
+from support.engines.simulated_device import RecordingBackend, StatedDevice, StatedTimes, calibration_of
 
 from pagoda.backends.modules import CalibrationTarget
 from pagoda.backends.simulated.backend import SimulatedBackend
@@ -24,7 +24,7 @@ from pagoda.backends.simulated.measure import (
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.defaults import Platform
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.drive import VirtualClock
+from pagoda.common.engine.workload.drive import VirtualClock
 
 LIMITS = Limits(max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=8, block_size=4)
 BLOCKS = (1200,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.simulated_engines import by_replica, by_scheduler, make_options, read_spec
+from support.engines.simulated_engines import by_replica, by_scheduler, make_options, read_spec
 
 from pagoda.backends.simulated.replica import RequestArrays
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.simulated_engines import read_spec
+from support.engines.simulated_engines import read_spec
 
 from pagoda.backends.simulated.hardware import CHIPS, EFFICIENCY, find_chip
 from pagoda.backends.simulated.roofline import AttentionSeconds, ExpertSeconds, ServedModel, hardware_model

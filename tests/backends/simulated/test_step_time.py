@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagoda.backends.simulated.step_time import StepLoad
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.steps.contract import StepPlan
 
 
 def plan_of(query: list[int], context: list[int], samples: list[bool], **more: object) -> StepPlan:

@@ -8,19 +8,19 @@ from functools import partial
 import numpy as np
 import pytest
 from fakes import tiny_spec
-from support.backend_options import make_options
-from support.simulated_device import RecordingBackend, StatedDevice, assert_same_plans, simulated_core
+from support.engines.backend_options import make_options
+from support.engines.simulated_device import RecordingBackend, StatedDevice, assert_same_plans, simulated_core
 
 from pagoda.backends.reference.backend import ReferenceBackend, create
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import generation_core
-from pagoda.common.engine.drive import RequestTimes, TimedRequest, drive
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sampling import OUTPUT_TOKENS, SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.sampling.rules import OUTPUT_TOKENS, SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import Drafter
+from pagoda.common.engine.workload.drive import RequestTimes, TimedRequest, drive
 from pagoda.common.models.shapes import params
 from pagoda.server.startup.parameters import dummy_weights
 

@@ -1,3 +1,3 @@
 """Every test here may run kernels in Triton's interpreter."""
 
-import support.triton_interpreter  # noqa: F401
+import support.kernels.triton_interpreter  # noqa: F401

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import triton
-from support.backend_options import make_options
-from support.jax_requests import requests
-from support.reference_driver import Driver, by_token, random_weights, tiny_spec
+from support.devices.jax_requests import requests
+from support.engines.backend_options import make_options
+from support.engines.reference_driver import Driver, by_token, random_weights, tiny_spec
 
-from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU
@@ -24,8 +24,8 @@ from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import PREVIOUS
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import PREVIOUS
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import BlockIndexer
 from pagoda.common.models.primitives import Norm

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import memory
+from support.suite import memory
 
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import GpuStream
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.backends.torch_cuda.memory.plan import GIB, check_weights, measure
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.shapes import usual_sizes
+from pagoda.common.engine.steps.shapes import usual_sizes
 from pagoda.common.errors import ConfigError
 
 LADDER = tuple(usual_sizes(128))

@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, decode_step, define
-from support.torch_sampling import Now, run
+from support.devices.sampling_definition import ROWS, VOCAB, decode_step, define
+from support.devices.torch_sampling import Now, run
 
 from pagoda.backends.reference.sampling import Sampler as ReferenceSampler
 from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine import logit_edits
-from pagoda.common.engine.batch_logits import BatchLogitsProcessor, BatchUpdate, process_dict_updates
-from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
-from pagoda.common.engine.step import RowStart, TokenMasks
+from pagoda.common.engine.sampling import logit_edits
+from pagoda.common.engine.sampling.batch_processors import BatchLogitsProcessor, BatchUpdate, process_dict_updates
+from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions, SamplingRules
+from pagoda.common.engine.steps.contract import RowStart, TokenMasks
 
 ROOM = 8
 LENGTH = 32

@@ -8,8 +8,8 @@ import torch
 from pagoda.backends.torch_cuda.attention_backends.triton import TritonAttn
 from pagoda.backends.torch_cuda.backend import PREFILL_MODULES
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu import attention_backends
 from pagoda.benchmarks.gpu.measure import Bench
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.benchmarks.gpu import host_cost
 
 

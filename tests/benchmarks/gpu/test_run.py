@@ -20,8 +20,8 @@ from typing import Any
 
 import gpu_carry
 import pytest
-from support.slow_matrix import some
-from support.watching import eventually
+from support.suite.slow_matrix import some
+from support.suite.watching import eventually
 
 from pagoda.benchmarks.gpu import run
 from pagoda.benchmarks.gpu.run import Results, best

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu import sleep
 from pagoda.benchmarks.gpu.measure import Bench
 

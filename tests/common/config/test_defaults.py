@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config.defaults import (
     BatchDefaults,

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config import env
 from pagoda.common.config.env import is_secret
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, from_environment
 from pagoda.common.errors import ConfigError
-from pagoda.server.plugins import load_general_plugins
 from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.plugins import load_general_plugins
 from pagoda.server.settings.resolve import resolve
 
 TABLES = [ENGINE_SETTINGS, SERVER_SETTINGS]

@@ -1,5 +1,5 @@
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto, json_object, json_or_text
 

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.backends.registry import BACKENDS, load_backend
 from pagoda.common.config.defaults import BLOCK_SIZES, KINDS, Platform, detect

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagoda.common.config.engine import ExtensionConfig
-from pagoda.common.config.groups.profiler import ProfileRequest, check_profile, profiler_of
+from pagoda.common.config.groups.nested.profiler import ProfileRequest, check_profile, profiler_of
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.settings.flags import EngineArgs
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig, ExtensionConfig, Limits
-from pagoda.common.config.groups.speculative import METHODS, SpeculativeConfig, speculative_of
+from pagoda.common.config.groups.nested.speculative import METHODS, SpeculativeConfig, speculative_of
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.flags import EngineArgs
 

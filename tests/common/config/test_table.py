@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_SETTINGS, SERVER_SETTINGS, settings_of
 from pagoda.common.errors import ConfigError

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.own_address import OWN_ADDRESS, own_port
-from support.rows import each_row
+from support.suite.own_address import OWN_ADDRESS, own_port
+from support.suite.rows import each_row
 
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.handshake import SIDE_BY_SIDE, meet

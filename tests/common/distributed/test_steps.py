@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
-from support.engine_runs import drained_tokens
-from support.replaying import Replaying, drafting
-from support.scripted_masks import add_masked
+from support.engines.engine_runs import drained_tokens
+from support.engines.replaying import Replaying, drafting
+from support.engines.scripted_masks import add_masked
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.distributed import leader as leader_module
@@ -25,9 +25,9 @@ from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, Peer, W
 from pagoda.common.engine.core import SLEEP_TAGS, EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import EMBEDDED, StepPlan
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
+from pagoda.common.engine.steps.contract import EMBEDDED, StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError, WeightError
 from pagoda.common.weights.lora.weights import AdapterWeights, LowRank
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from fakes import FakeBackend, full_layout, hybrid_layout, scrambled
-from support.engine_runs import drain, new_tokens
+from support.engines.engine_runs import drain, new_tokens
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import core as core_module
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import ConfigError, RequestError
 
 

@@ -9,7 +9,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import ConfigError, RequestError
 
 

@@ -23,9 +23,9 @@ from fakes import (
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.clock import Clock
-from support.replaying import Replaying, drafting
-from support.scripted_masks import FINAL, SlowLibrary, add_masked, allowed
+from support.engines.replaying import Replaying, drafting
+from support.engines.scripted_masks import FINAL, SlowLibrary, add_masked, allowed
+from support.suite.clock import Clock
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -33,9 +33,9 @@ from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.models.caches import StateCache
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
+from pagoda.common.models.mixers.caches import StateCache
 
 STOPS = frozenset({3, 4})
 MAX_LEN = 48

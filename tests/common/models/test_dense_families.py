@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.hub_configs import GENERATORS, SAVED
-from support.rows import each_row
+from support.servers.hub_configs import GENERATORS, SAVED
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.families.gpt_block.bloom import alibi_slopes

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.hub_configs import GENERATORS, SAVED
-from support.rows import each_row
+from support.servers.hub_configs import GENERATORS, SAVED
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import spec_from_config

@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 import pytest
-from support.hub_configs import GENERATORS, LEGACY, POOLERS, SAVED
-from support.real_models import REAL
-from support.rows import each_row
+from support.checkpoints.real_models import REAL
+from support.servers.hub_configs import GENERATORS, LEGACY, POOLERS, SAVED
+from support.suite.rows import each_row
 
-from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config
 from pagoda.common.models.spec import ModelSpec, Moe, Router

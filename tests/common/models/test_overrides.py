@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fakes import tiny_spec
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.models.registry import overridden, without_windows
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.served import environment
-from support.tiny_folder import CONFIG, write_model
+from support.checkpoints.tiny_folder import CONFIG, write_model
+from support.servers.served import environment
 
 import pagoda
 from pagoda import ModelRegistry
-from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
 from pagoda.common.models.families.llama_block.llama import LLAMA
 from pagoda.common.models.registry import find, pooling_spec, spec_from_config

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.hub_configs import SAVED
-from support.real_models import REAL
-from support.rows import each_row
+from support.checkpoints.real_models import REAL
+from support.servers.hub_configs import SAVED
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.caches import StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 

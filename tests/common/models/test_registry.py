@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.hub_configs import GENERATORS
-from support.rows import each_row
+from support.servers.hub_configs import GENERATORS
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError, WeightError
-from pagoda.common.models.caches import StateCache
 from pagoda.common.models.mixers import Attention, GatedDelta
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_config
 from pagoda.common.models.rope import Llama3Scaling, LongRopeScaling, Rope
 from pagoda.common.models.shapes import params

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import Attention, LatentAttention

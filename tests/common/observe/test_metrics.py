@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.engine.messages import (
     DRAFT_STATES,
@@ -22,7 +22,7 @@ from pagoda.common.engine.messages import (
 )
 from pagoda.common.observe.collectors import WITHOUT_SERIES
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.vllm_compat.metrics_reader import Vector, snapshot
+from pagoda.server.vllm.metrics_reader import Vector, snapshot
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 LABELS = {"model_name": "m", "engine": "0"}

@@ -3,7 +3,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 

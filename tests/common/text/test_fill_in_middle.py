@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support.byte_text import byte_tokenizer
-from support.rows import each_row
+from support.checkpoints.byte_text import byte_tokenizer
+from support.suite.rows import each_row
 from tokenizers import AddedToken
 
 from pagoda.common.text.fill_in_middle import fill_ends, fill_format, fill_prompt

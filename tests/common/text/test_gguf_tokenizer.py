@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from support.rows import each_row
+from support.suite.rows import each_row
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pagoda.common.errors import ModelError

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.byte_text import byte_tokenizer
-from support.rows import each_row
+from support.checkpoints.byte_text import byte_tokenizer
+from support.suite.rows import each_row
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text.hf_tokenizer import HfTokenizer
+from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,5 +131,5 @@ def test_a_model_without_a_template_is_refused() -> None:
 
 
 def test_transformers_is_not_imported() -> None:
-    code = "import sys, pagoda.common.text.hf_tokenizer; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, pagoda.server.vllm.tokenizer_view; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from support.byte_text import byte_tokenizer
-from support.rows import each_row
+from support.checkpoints.byte_text import byte_tokenizer
+from support.suite.rows import each_row
 from tokenizers import models, pre_tokenizers
 
 from pagoda.common.errors import RequestError
@@ -211,7 +211,7 @@ def test_white_space_that_special_tokens_take_up(tokenizer):
 
 
 def test_added_special_tokens_are_added_once():
-    from support.byte_text import framed_tokenizer
+    from support.checkpoints.byte_text import framed_tokenizer
 
     framed = framed_tokenizer()
     assert framed.encode_literal("<eos>a<eos>b", [(0, 5)]) == [*b"<eos>a", 256, *b"b", 256]

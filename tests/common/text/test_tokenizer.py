@@ -5,17 +5,17 @@ from typing import Any, Literal
 
 import pytest
 import tokenizers
-from support.rows import each_row
-from support.tiny_encoder import WORDS, word_pieces
+from support.checkpoints.tiny_encoder import WORDS, word_pieces
+from support.suite.rows import each_row
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text import tokenizer
 from pagoda.common.text.detokenizer import Detokenizer
-from pagoda.common.text.hf_tokenizer import HfTokenizer
 from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
+from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 TEXTS = [
     "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.models.family import Rename, Split, Stack
 from pagoda.common.models.primitives import Param

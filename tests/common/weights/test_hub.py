@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.weights.hub import DownloadPlan, gguf_in, is_local, pick_gguf, plan_download, resolve_model

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from support.hub_server import HubServer
+from support.servers.hub_server import HubServer
 
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.hub import resolve_model

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import tiny_spec
-from support.adapters import llama_modules, save_adapter, write_adapter
-from support.tiny_folder import CONFIG
+from support.checkpoints.adapters import llama_modules, save_adapter, write_adapter
+from support.checkpoints.tiny_folder import CONFIG
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import spec_from_config

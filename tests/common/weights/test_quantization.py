@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.quantized_folder import awq, compressed_tensors, fp8, gptq
-from support.rows import each_row
+from support.checkpoints.quantized_folder import awq, compressed_tensors, fp8, gptq
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Rename, Split, Stack, linear

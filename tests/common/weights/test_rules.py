@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Normalise, Rename, Reshape, Rule, Shift, Split, Stack, fused_linear, linear

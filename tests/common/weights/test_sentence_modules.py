@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import Dense

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes

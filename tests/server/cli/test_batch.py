@@ -19,25 +19,25 @@ from typing import Any
 
 import pytest
 import torch
-from support import fake_engine
-from support.api_bodies import LEAST
-from support.byte_text import byte_tokenizer
-from support.fake_engine import WIDTH, build
-from support.live_server import live_server
-from support.own_address import OWN_ADDRESS, own_port
-from support.served import TESTS, environment
-from support.watching import PATIENCE
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines import fake_engine
+from support.engines.fake_engine import WIDTH, build
+from support.servers.api_bodies import LEAST
+from support.servers.live_server import live_server
+from support.servers.served import TESTS, environment
+from support.suite.own_address import OWN_ADDRESS, own_port
+from support.suite.watching import PATIENCE
 
 from pagoda.common.errors import ConfigError
+from pagoda.server.api.openai.batch.lines import ENDPOINTS
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.cli import batch as inside
-from pagoda.server.cli import batch as run_batch
-from pagoda.server.cli import batch_files as places
 from pagoda.server.cli import main
-from pagoda.server.cli.batch_files import BatchOutput
+from pagoda.server.cli.batch import files as places
+from pagoda.server.cli.batch import run_batch
+from pagoda.server.cli.batch import run_batch as inside
+from pagoda.server.cli.batch.files import BatchOutput
 from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.http.state import ServerState
-from pagoda.server.openai.batch.lines import ENDPOINTS
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 TEXT = {"prompt": "a", "max_tokens": 3, "logprobs": 1}
@@ -215,7 +215,7 @@ def test_a_killed_run_is_resumed(batch: Batch, posted: list[bytes]) -> None:
     source = batch.folder / "in.jsonl"
     source.write_text("\n".join(lines) + "\n")
     words = ["-i", str(source), "-o", str(batch.output), "--model", "fake:slow", "--max-num-seqs", "1"]
-    words = [sys.executable, str(TESTS / "support" / "fake_batch.py"), *words]
+    words = [sys.executable, str(TESTS / "support" / "engines" / "fake_batch.py"), *words]
     process = subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL, process_group=0)
     try:
         while not batch.partial.exists() or batch.partial.read_bytes().count(b"\n") < 2:

@@ -5,11 +5,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.live_server import LiveServer, live_server
+from support.servers.live_server import LiveServer, live_server
 
-from pagoda.server import api_server
-from pagoda.server.cli import main
-from pagoda.server.cli.http_client import ApiClient, ApiError
+from pagoda.server.cli import api_server, main
+from pagoda.server.cli.client.http_client import ApiClient, ApiError
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +150,12 @@ def test_the_deprecated_server_module(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(main, "main", lambda words: calls.append(words) or 7)
     assert api_server.main(["--model", "m", "--port", "1"]) == 7
     assert calls == [["serve", "--model", "m", "--port", "1"]]
-    assert capsys.readouterr().err == "python -m pagoda.server.api_server is deprecated; use pagoda serve MODEL\n"
+    assert capsys.readouterr().err == "python -m pagoda.server.cli.api_server is deprecated; use pagoda serve MODEL\n"
     done = subprocess.run(
-        [sys.executable, "-m", "pagoda.server.api_server", "--no-such-flag"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "pagoda.server.cli.api_server", "--no-such-flag"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 2
     assert "unknown flag --no-such-flag" in done.stderr

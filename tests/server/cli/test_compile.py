@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("flax")
 
-import support.jax_devices  # noqa: F401
-from support.tiny_folder import write_model
+import support.devices.jax_devices  # noqa: F401
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.backends.jax_tpu.execution.program_keys import Forward
 from pagoda.backends.jax_tpu.execution.programs import CompileCache
-from pagoda.common.engine.shapes import StepShape
+from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.llm import LLM

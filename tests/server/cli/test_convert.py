@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 
-import support.jax_devices  # noqa: F401
-from support.tiny_folder import write_model
+import support.devices.jax_devices  # noqa: F401
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import tiny
+from models.cases import tiny
 from safetensors.numpy import load_file
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params

@@ -13,9 +13,10 @@ import pytest
 from pagoda.common.config.commands import DoctorConfig
 from pagoda.common.config.tpu_host import TpuKind
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli import doctor, machine, main
-from pagoda.server.cli.doctor import Check, Finding
-from pagoda.server.redact import Redactor
+from pagoda.common.observe.redact import Redactor
+from pagoda.server.cli import main
+from pagoda.server.cli.diagnosis import doctor, machine
+from pagoda.server.cli.diagnosis.doctor import Check, Finding
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from support.live_server import live_server
-from support.served import environment, served, wait_ready
+from support.servers.live_server import live_server
+from support.servers.served import environment, served, wait_ready
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli import main, serve
-from pagoda.server.cli.http_client import ApiClient, ApiError
+from pagoda.server.cli import main
+from pagoda.server.cli.client.http_client import ApiClient, ApiError
+from pagoda.server.cli.serving import serve
 from pagoda.server.http.server import http_server
 from pagoda.server.settings.flags import FlagParser
 

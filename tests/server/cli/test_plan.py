@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagoda.common.engine.capacity import PlannedLoad, ServiceTarget
+from pagoda.common.engine.workload.capacity import PlannedLoad, ServiceTarget
 from pagoda.common.errors import ConfigError
+from pagoda.server.cli.capacity.plan import Planning, Row
+from pagoda.server.cli.capacity.planned_load import parse_target, parse_workload
 from pagoda.server.cli.main import main
-from pagoda.server.cli.plan import Planning, Row
-from pagoda.server.cli.planned_load import parse_target, parse_workload
 
 MODELS = Path(__file__).parents[2] / "data" / "models"
 LLAMA, QWEN = str(MODELS / "llama-3.1-8b"), str(MODELS / "qwen3-8b")

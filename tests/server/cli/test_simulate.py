@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.simulated_device import calibration_of, write_calibration
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
+from support.engines.simulated_device import calibration_of, write_calibration
 
 from pagoda.backends.registry import choose_backend
 from pagoda.backends.simulated.calibration import read_calibration
-from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplerOptions
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.cli import main
-from pagoda.server.cli.trace_file import read_trace
+from pagoda.server.cli.capacity.trace_file import read_trace
 from pagoda.server.llm import LLM
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live_server import LiveServer, live_server
-from support.watching import eventually
+from support.servers.live_server import LiveServer, live_server
+from support.suite.watching import eventually
 
 from pagoda.server.cli import main
-from pagoda.server.cli.http_client import ApiClient
+from pagoda.server.cli.client.http_client import ApiClient
 
 CTRL_C, CTRL_D, LEFT, UP = "\x03", "\x04", "\x1b[D", "\x1b[A"
 PROMPT = "> "

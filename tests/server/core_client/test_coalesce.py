@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
+from support.checkpoints.byte_text import byte_tokenizer
 
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from pagoda.server.core_client.process_client import coalesce
 from pagoda.server.ipc_messages import FromEngine, Heartbeat, StepReply

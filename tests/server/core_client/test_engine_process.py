@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.clock import Clock
-from support.fake_engine import PROGRAM
-from support.served import environment
-from support.watching import PATIENCE, gone, until, variables_of
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import PROGRAM
+from support.servers.served import environment
+from support.suite.clock import Clock
+from support.suite.watching import PATIENCE, gone, until, variables_of
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.fake_engine import PROGRAM, build
-from support.watching import until
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import PROGRAM, build
+from support.suite.watching import until
 
 from pagoda.common.engine.incident.files import read_snapshot
 from pagoda.common.errors import ConfigError, EngineDeadError

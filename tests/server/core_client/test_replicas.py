@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.fake_engine import PROGRAM, allow
-from support.watching import PATIENCE, until, variables_of
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import PROGRAM, allow
+from support.suite.watching import PATIENCE, until, variables_of
 
 from pagoda.backends import registry
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -23,7 +23,7 @@ from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams

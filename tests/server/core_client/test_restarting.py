@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.clock import Clock
-from support.fake_engine import PROGRAM, allow
-from support.watching import PATIENCE, until
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import PROGRAM, allow
+from support.suite.clock import Clock
+from support.suite.watching import PATIENCE, until
 
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.errors import ConfigError, EngineDeadError, EngineRestartingError, EngineUnavailableError

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.server.core_client import shared
 from pagoda.server.core_client.shared import ClientRouter
 from pagoda.server.ipc_messages import (

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.fake_engine import PROGRAM, build
-from support.live_server import live_server
+from support.checkpoints.byte_text import byte_tokenizer
+from support.engines.fake_engine import PROGRAM, build
+from support.servers.live_server import live_server
 
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.common.errors import ConfigError, SleepError
 from pagoda.common.sampling_params import SamplingParams

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import fake_engine, memory
-from support.live_server import LiveServer, live_server
+from support.engines import fake_engine
+from support.servers.live_server import LiveServer, live_server
+from support.suite import memory
 
 MAX_SECONDS = 0.25
 
@@ -117,11 +118,11 @@ def test_logprobs_of_a_long_prompt_are_complete(server: LiveServer, kind: bool) 
             {"prompt": [7] * 9, "max_tokens": 1, "prompt_logprobs": -1},
         ),
         (
-            "pagoda.server.openai.completion.TextCompletionBuilder.whole",
+            "pagoda.server.api.openai.completion.TextCompletionBuilder.whole",
             {"prompt": [7], "max_tokens": 9, "logprobs": -1},
         ),
         (
-            "pagoda.server.openai.completion.TextCompletionBuilder._echoed_logprobs",
+            "pagoda.server.api.openai.completion.TextCompletionBuilder._echoed_logprobs",
             {"prompt": [7] * 9, "max_tokens": 1, "echo": True, "logprobs": -1, "stream": True},
         ),
         (

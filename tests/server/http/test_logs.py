@@ -126,7 +126,7 @@ def test_an_invalid_config_file_is_one_line(text: str | None, line: str, tmp_pat
 def test_the_engine_process_uses_the_same_configuration(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
         "import logging, os, sys; "
-        "from pagoda.server.core_client import engine; from support.fake_engine import build\n"
+        "from pagoda.server.core_client import engine; from support.engines.fake_engine import build\n"
         "def loud(config, usage):\n"
         "    logging.getLogger('pagoda.x').info('hello')\n"
         "    return build(config, usage)\n"

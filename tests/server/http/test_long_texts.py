@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.live_server import LiveServer, live_server
-from support.watching import PATIENCE, eventually
+from support.servers.live_server import LiveServer, live_server
+from support.suite.watching import PATIENCE, eventually
 
 from pagoda.common.text import tokenizer
 from pagoda.common.text.tokenizer import Tokenizer

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.live_server import live_server
+from support.servers.live_server import live_server
 
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 
 
 @pytest.mark.setting("--api-key")

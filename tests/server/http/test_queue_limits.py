@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.clock import Clock
-from support.live_server import LiveServer, live_server
-from support.watching import eventually
+from support.servers.live_server import LiveServer, live_server
+from support.suite.clock import Clock
+from support.suite.watching import eventually
 
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.errors import RequestError
@@ -20,8 +20,8 @@ from pagoda.server.core_client.client import Admission
 from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
 from pagoda.server.ipc_messages import OtherUse
-from pagoda.server.processing.grammar_check import GrammarCheck
 from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse, last_of_most
+from pagoda.server.processing.workers.grammar_check import GrammarCheck
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 ENDLESS = {"prompt": "abc", "max_tokens": 60_000, "temperature": 0, "stream": True}

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.byte_text import EOS, byte_tokenizer
-from support.rows import each_row
-from support.scripted import pieces
+from support.checkpoints.byte_text import EOS, byte_tokenizer
+from support.engines.scripted import pieces
+from support.suite.rows import each_row
 
 from pagoda.server.outputs import CompletionOutput, Logprob
 from pagoda.server.parsers.output_parser import DeltaParser, OutputParser

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.scripted import scripts
+from support.engines.scripted import scripts
 
 from pagoda.server.parsers.parser import (
     Arguments,

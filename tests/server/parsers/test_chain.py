@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, merge_events

@@ -1,7 +1,7 @@
 """Delimiter search and stripping in split text."""
 
-from support.rows import each_row
-from support.splits import splits
+from support.kernels.splits import splits
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.parser import DelimiterSet, DelimiterStripper
 

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Callable
 
-from support.rows import each_row
-from support.splits import read_all_splits
+from support.kernels.splits import read_all_splits
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.output_parser import MAX_CHUNK_CHARS, OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, DelimiterSet, Event, Parser, Reasoning, Tool, ToolCall

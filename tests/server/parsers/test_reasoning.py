@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from support.rows import each_row
-from support.splits import events_of, read_all_splits, splits
+from support.kernels.splits import events_of, read_all_splits, splits
+from support.suite.rows import each_row
 
 from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, merge_events

@@ -6,14 +6,14 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
-from support.live_server import live_server
-from support.rows import each_row
+from support.servers.live_server import live_server
+from support.suite.rows import each_row
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import plugins
 from pagoda.server.parsers.parser import Content, Parser, ToolCall
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats, reasoning_format, tool_format
+from pagoda.server.settings import plugins
 from pagoda.server.settings.flags import EngineArgs
 
 SHOUTING = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.live_server import LiveServer, live_server
+from support.checkpoints.byte_text import byte_tokenizer
+from support.servers.live_server import LiveServer, live_server
 
 from pagoda.common.errors import ConfigError
 from pagoda.reasoning import ReasoningParserManager
 from pagoda.server.parsers.registry import reasoning_format, tool_format
-from pagoda.server.parsers.vllm_interface import ParserClasses
+from pagoda.server.vllm.parser_interface import ParserClasses
 from pagoda.tool_parsers import ToolParserManager
 
 PLUGIN = '''

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.byte_text import EOS, byte_tokenizer
-from support.rows import each_row
-from support.watching import Children, until
+from support.checkpoints.byte_text import EOS, byte_tokenizer
+from support.suite.rows import each_row
+from support.suite.watching import Children, until
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
-from pagoda.server.processing import grammar_check
-from pagoda.server.processing.grammar_check import GrammarCheck
+from pagoda.server.processing.workers import grammar_check
+from pagoda.server.processing.workers.grammar_check import GrammarCheck
 
 
 def vocabulary() -> Vocabulary:
@@ -128,7 +128,7 @@ def test_what_takes_too_long_is_refused() -> None:
 
 SCRIPT = """
 import itertools, os, sys
-from pagoda.server.processing.worker import read_frame, write_frame
+from pagoda.server.processing.workers.worker import read_frame, write_frame
 gate, *answers = sys.argv[1:]
 read_frame(sys.stdin.buffer)
 write_frame(sys.stdout.buffer, b"ready")

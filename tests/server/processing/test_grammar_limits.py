@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_text import EOS, byte_tokenizer
-from support.live_server import LiveServer, live_server
-from support.rows import each_row
+from support.checkpoints.byte_text import EOS, byte_tokenizer
+from support.servers.live_server import LiveServer, live_server
+from support.suite.rows import each_row
 
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
-from pagoda.server.processing import grammar_check
-from pagoda.server.processing.grammar_check import GrammarCheck
-from pagoda.server.processing.grammar_worker import MEMORY_BYTES
+from pagoda.server.processing.workers import grammar_check
+from pagoda.server.processing.workers.grammar_check import GrammarCheck
+from pagoda.server.processing.workers.grammar_worker import MEMORY_BYTES
 
 
 def vocabulary() -> Vocabulary:
@@ -41,7 +41,7 @@ def why(check: GrammarCheck, grammar: Grammar) -> str:
 
 
 def program_of(folder: Path, body: str) -> tuple[str, ...]:
-    (folder / "worker.py").write_text("from pagoda.server.processing.worker import serve\n" + body)
+    (folder / "worker.py").write_text("from pagoda.server.processing.workers.worker import serve\n" + body)
     return (sys.executable, "-P", str(folder / "worker.py"))
 
 
@@ -64,7 +64,7 @@ def test_the_process_may_use_so_much_memory_more_than_at_its_start() -> None:
 
 def test_a_grammar_beyond_the_memory_is_refused_and_the_next_passes(tmp_path: Path) -> None:
     program = program_of(
-        tmp_path, "from pagoda.server.processing.grammar_worker import handler\nserve(handler, 32 << 20)\n"
+        tmp_path, "from pagoda.server.processing.workers.grammar_worker import handler\nserve(handler, 32 << 20)\n"
     )
     small = GrammarCheck(vocabulary, program, seconds=60)
     usual = GrammarCheck(vocabulary, seconds=60)

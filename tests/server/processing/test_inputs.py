@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.byte_text import EOS, byte_tokenizer
-from support.fake_engine import MAX_LEN, build
-from support.rows import each_row
+from support.checkpoints.byte_text import EOS, byte_tokenizer
+from support.engines.fake_engine import MAX_LEN, build
+from support.suite.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig

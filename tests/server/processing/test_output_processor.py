@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.byte_text import EOS, byte_tokenizer
+from support.checkpoints.byte_text import EOS, byte_tokenizer
 
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, PositionLogprobs
-from pagoda.common.engine.pooling import Pooled
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.pooling.values import Pooled
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams

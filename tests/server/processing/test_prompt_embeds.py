@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from support.rows import each_row
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
+from support.suite.rows import each_row
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.byte_text import byte_tokenizer
+from support.checkpoints.byte_text import byte_tokenizer
 
 from pagoda.common.engine.messages import (
     EngineOutput,
@@ -18,8 +18,8 @@ from pagoda.common.engine.messages import (
     RequestEvents,
     pooling_request,
 )
-from pagoda.common.engine.pooling import Pooled, PoolingRules
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.pooling.values import Pooled, PoolingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput

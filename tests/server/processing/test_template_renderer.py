@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from support.fork_server import FreshPopen
-from support.rows import each_row
+from support.suite.fork_server import FreshPopen
+from support.suite.rows import each_row
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.text.chat_template import MAX_TEMPLATE_CHARS, render
-from pagoda.server.processing import template_renderer
-from pagoda.server.processing.template_renderer import MEMORY_BYTES, TemplateRenderer
+from pagoda.server.processing.workers import template_renderer
+from pagoda.server.processing.workers.template_renderer import MEMORY_BYTES, TemplateRenderer
 
 CHAT = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

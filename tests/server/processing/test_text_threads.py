@@ -7,12 +7,12 @@ import threading
 from collections.abc import AsyncGenerator
 
 import pytest
-from support.byte_text import byte_tokenizer
-from support.watching import until
+from support.checkpoints.byte_text import byte_tokenizer
+from support.suite.watching import until
 
 from pagoda.common.text.tokenizer import TokenisingCancelledError
 from pagoda.server.processing.queue_use import OverLimitError
-from pagoda.server.processing.text_threads import MAX_CHARACTERS, MAX_WAITING, TextThreads
+from pagoda.server.processing.workers.text_threads import MAX_CHARACTERS, MAX_WAITING, TextThreads
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import tokenizers
-from support.byte_text import byte_tokenizer, framed_tokenizer
-from support.rows import each_row
+from support.checkpoints.byte_text import byte_tokenizer, framed_tokenizer
+from support.suite.rows import each_row
 from tokenizers import processors
 
 from pagoda.common.errors import RequestError

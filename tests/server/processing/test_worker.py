@@ -11,11 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.rows import each_row
-from support.watching import Children, gone
+from support.suite.rows import each_row
+from support.suite.watching import Children, gone
 
-from pagoda.server.processing import worker as module
-from pagoda.server.processing.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
+from pagoda.server.processing.workers import worker as module
+from pagoda.server.processing.workers.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 
 HANDLE = """
 def handle(data):
@@ -46,7 +46,7 @@ def handle(data):
 
 def worker_of(folder: Path, *, seconds: float = 60, elapsed: float = 60) -> ChildWorker:
     path = folder / "child.py"
-    head = "import os, signal, sys\nfrom pagoda.server.processing.worker import serve\nserved = 0\n"
+    head = "import os, signal, sys\nfrom pagoda.server.processing.workers.worker import serve\nserved = 0\n"
     path.write_text(head + textwrap.dedent(HANDLE) + f"serve(lambda setup: handle, {64 << 20})\n")
     return ChildWorker((sys.executable, "-P", str(path)), seconds, elapsed)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig

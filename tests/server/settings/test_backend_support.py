@@ -8,8 +8,8 @@ from typing import Any
 
 import interface
 import pytest
-from support.rows import each_row
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
+from support.suite.rows import each_row
 
 from pagoda.common.config import backend_support, env
 from pagoda.common.config.backend_support import BACKENDS, RULES, by_backend, status_on, variable_status_on

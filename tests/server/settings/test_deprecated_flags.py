@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli.serve import add_arguments
+from pagoda.server.cli.serving.serve import add_arguments
 from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_settings
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda import LLM
 from pagoda.backends.reference.backend import ReferenceBackend

@@ -13,13 +13,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import tiny
-from models.test_transformers_models import NANO, code_cache, expected_greedy, write_code  # noqa: F401 (a fixture)
-from models.tiny_pooling import SMALL_BERT
+from models.cases import tiny
+from models.cases.tiny_pooling import SMALL_BERT
+from models.transformers_models.test_transformers_models import (  # noqa: F401 (a fixture)
+    NANO,
+    code_cache,
+    expected_greedy,
+    write_code,
+)
 from safetensors.torch import save_file
-from support.byte_text import byte_tokenizer
-from support.rows import each_row
-from support.tiny_encoder import WORDS, word_pieces, write_modules
+from support.checkpoints.byte_text import byte_tokenizer
+from support.checkpoints.tiny_encoder import WORDS, word_pieces, write_modules
+from support.suite.rows import each_row
 
 from pagoda import PoolingParams
 from pagoda.backends import registry

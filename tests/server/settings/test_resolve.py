@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rows import each_row
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_folder import write_model
+from support.suite.rows import each_row
 
 from pagoda.common.config.defaults import ResolvedRow, Usage
 from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.caches import WindowCache
+from pagoda.common.models.mixers.caches import WindowCache
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved, _dtype, resolve
 from pagoda.server.startup.engine import build_engine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import interface
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda import LLM
 from pagoda.common.config.settings import ENGINE_SETTINGS, from_file

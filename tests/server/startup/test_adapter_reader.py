@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.adapters import llama_modules, save_adapter, write_adapter
-from support.tiny_folder import CONFIG
+from support.checkpoints.adapters import llama_modules, save_adapter, write_adapter
+from support.checkpoints.tiny_folder import CONFIG
 
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.errors import RequestError

@@ -18,10 +18,10 @@ import pytest
 
 pytest.importorskip("flax")
 
-from support.own_address import OWN_ADDRESS, own_port
-from support.served import REAL, environment, served, wait_ready
-from support.tiny_folder import write_model
-from support.watching import PATIENCE, programs
+from support.checkpoints.tiny_folder import write_model
+from support.servers.served import REAL, environment, served, wait_ready
+from support.suite.own_address import OWN_ADDRESS, own_port
+from support.suite.watching import PATIENCE, programs
 
 from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.groups.parallel import ParallelConfig

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.tiny_encoder import CONFIG, write_encoder, write_modules
-from support.tiny_folder import write_model
+from support.checkpoints.tiny_encoder import CONFIG, write_encoder, write_modules
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.common.engine.messages import pooling_request
-from pagoda.common.engine.pooling import PoolingRules, PoolingTask
-from pagoda.common.engine.pooling_scheduler import PoolingScheduler
+from pagoda.common.engine.pooling.scheduler import PoolingScheduler
+from pagoda.common.engine.pooling.values import PoolingRules, PoolingTask
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
 from pagoda.common.models.spec import ModelSpec, Pooler
 from pagoda.server import ipc_messages

@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("flax")
 
-import support.jax_devices  # noqa: F401
-from support.tiny_encoder import write_encoder
-from support.tiny_folder import write_model
+import support.devices.jax_devices  # noqa: F401
+from support.checkpoints.tiny_encoder import write_encoder
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.common.engine.messages import pooling_request
-from pagoda.common.engine.pooling import PoolingRules
+from pagoda.common.engine.pooling.values import PoolingRules
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.settings.flags import EngineArgs

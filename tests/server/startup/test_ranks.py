@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 from fakes import FakeBackend, full_layout, scrambled
-from support import fake_ranks
-from support.fake_ranks import LIMITS, fake_backend, lead
-from support.served import environment
-from support.watching import Children, children, gone
+from support.engines import fake_ranks
+from support.engines.fake_ranks import LIMITS, fake_backend, lead
+from support.servers.served import environment
+from support.suite.watching import Children, children, gone
 
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.startup import executors
 from pagoda.server.startup.engine import BuiltEngine

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("flax")
 
-import support.jax_devices  # noqa: F401
-from support.served import REAL, environment, served, wait_ready
-from support.tiny_folder import write_model
+import support.devices.jax_devices  # noqa: F401
+from support.checkpoints.tiny_folder import write_model
+from support.servers.served import REAL, environment, served, wait_ready
 
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams

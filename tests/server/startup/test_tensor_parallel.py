@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.served import REAL, environment, served, wait_ready
-from support.tiny_folder import write_model
-from support.watching import PATIENCE, Children, gone, programs
+from support.checkpoints.tiny_folder import write_model
+from support.servers.served import REAL, environment, served, wait_ready
+from support.suite.watching import PATIENCE, Children, gone, programs
 
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.common.sampling_params import SamplingParams

@@ -21,8 +21,8 @@ from torch import Tensor
 from pagoda.backends.reference.model.quantized.groups import ScaledMatrix
 
 if importlib.util.find_spec("llvmlite"):
-    from pagoda.backends.reference.native import jit, tiles
-    from pagoda.backends.reference.native.quantized_form import (
+    from pagoda.backends.cpu_kernels.emission import jit, tiles
+    from pagoda.backends.cpu_kernels.products.quantized_form import (
         FACTOR_BYTES,
         MATRIX_ROWS,
         QUAD,
@@ -30,7 +30,7 @@ if importlib.util.find_spec("llvmlite"):
         ProductForm,
         Real,
     )
-    from pagoda.backends.reference.native.quantized_products import Argument, product
+    from pagoda.backends.cpu_kernels.products.quantized_products import Argument, product
 
 _REAL: Final[dict[torch.dtype, Real]] = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _CHUNK: Final = 32

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from pagoda.common.models.drafter_family import DrafterFamily
 from pagoda.common.models.drafters import AttendedInputs, FeatureDrafter, JoinedInputs
+from pagoda.common.models.families.drafters.family import DrafterFamily
 from pagoda.common.models.families.llama_block.llama import RULES, llama
 from pagoda.common.models.family import Rename, Rule, linear, rms_norm
 from pagoda.common.models.hf_config import HfConfig

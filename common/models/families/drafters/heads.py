@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from pagoda.common.models.drafter_family import DrafterFamily
 from pagoda.common.models.drafters import HeadsDrafter, StagesDrafter
+from pagoda.common.models.families.drafters.family import DrafterFamily
 from pagoda.common.models.family import Rename, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import ModelSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from pagoda.common.models.drafter_family import DrafterFamily
 from pagoda.common.models.drafters import FeatureDrafter, JoinedInputs
+from pagoda.common.models.families.drafters.family import DrafterFamily
 from pagoda.common.models.family import Family, Rename, Rule
 from pagoda.common.models.spec import ModelSpec
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
+from pagoda.common.models.families.experts import MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

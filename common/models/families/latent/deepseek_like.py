@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import corrected_sigmoid_router, leading_dense, routed_moe
+from pagoda.common.models.families.experts import corrected_sigmoid_router, leading_dense, routed_moe
 from pagoda.common.models.families.latent.deepseek import (
     INDEXER_RULES,
     RULES,

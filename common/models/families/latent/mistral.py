@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import FUSED_EXPERT_RULES, leading_dense, routed_moe
+from pagoda.common.models.families.experts import FUSED_EXPERT_RULES, leading_dense, routed_moe
 from pagoda.common.models.families.latent.deepseek import DEEPSEEK_V2, latent_attention
 from pagoda.common.models.family import pre_norm_decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import fused_expert_rules
+from pagoda.common.models.families.experts import fused_expert_rules
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from pagoda.common.models.experts import FFN
+from pagoda.common.models.families.experts import FFN
 from pagoda.common.models.families.llama_block.granite import GRANITE
 from pagoda.common.models.families.mixtures.granite_moe import GRANITE_MOE
 from pagoda.common.models.family import Rename, Split

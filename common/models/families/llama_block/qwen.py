@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Literal
 
-from pagoda.common.models.experts import MOE_RULES, shared_rules, sparse_steps
+from pagoda.common.models.families.experts import MOE_RULES, shared_rules, sparse_steps
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

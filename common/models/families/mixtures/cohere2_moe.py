@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import MOE_RULES
+from pagoda.common.models.families.experts import MOE_RULES
 from pagoda.common.models.families.gpt_block.cohere import COHERE2
 from pagoda.common.models.family import decoder, gated_mlp, rotary_attention
 from pagoda.common.models.hf_config import HfConfig

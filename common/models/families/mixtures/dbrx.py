@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import FFN
+from pagoda.common.models.families.experts import FFN
 from pagoda.common.models.family import Family, Rename, Reshape, fused_linear, pre_norm_decoder
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from pagoda.common.models.experts import FFN
+from pagoda.common.models.families.experts import FFN
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

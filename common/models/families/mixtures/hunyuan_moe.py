@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import FFN, expert_rules, shared_rules
+from pagoda.common.models.families.experts import FFN, expert_rules, shared_rules
 from pagoda.common.models.families.llama_block.hunyuan import RULES, UNUSED, hunyuan_attention
 from pagoda.common.models.family import Family, Rename, gated_mlp, pre_norm_decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import leading_dense
+from pagoda.common.models.families.experts import leading_dense
 from pagoda.common.models.families.llama_block.qwen import QWEN3_MOE
 from pagoda.common.models.family import gated_mlp, grouped_attention, pre_norm_decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig

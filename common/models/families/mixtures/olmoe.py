@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import MOE_RULES
+from pagoda.common.models.families.experts import MOE_RULES
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from pagoda.common.models.experts import FFN, leading_dense
+from pagoda.common.models.families.experts import FFN, leading_dense
 from pagoda.common.models.families.latent.deepseek import RULES as LATENT_RULES
 from pagoda.common.models.families.latent.deepseek import latent_attention
 from pagoda.common.models.families.recurrent.kimi_linear import KDA_RULES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import leading_dense
+from pagoda.common.models.families.experts import leading_dense
 from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.families.latent.deepseek import latent_attention
 from pagoda.common.models.families.recurrent.bailing_hybrid import HYBRID_RULES, hybrid_kinds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import FFN
+from pagoda.common.models.families.experts import FFN
 from pagoda.common.models.families.mixtures.granite_moe import RULES as GRANITE_MOE_RULES
 from pagoda.common.models.families.recurrent.mamba2 import hybrid_mamba2, mamba2_rules
 from pagoda.common.models.family import (

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 
-from pagoda.common.models.experts import BLOCK_SPARSE_RULES, FFN, MOE_RULES, leading_dense, routed_moe, shared_rules
+from pagoda.common.models.families.experts import (
+    BLOCK_SPARSE_RULES,
+    FFN,
+    MOE_RULES,
+    leading_dense,
+    routed_moe,
+    shared_rules,
+)
 from pagoda.common.models.families.latent.deepseek import RULES as LATENT_RULES
 from pagoda.common.models.family import Family, Rename, Reshape, Rule, decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig

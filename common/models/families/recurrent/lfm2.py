@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import FFN, expert_rules
+from pagoda.common.models.families.experts import FFN, expert_rules
 from pagoda.common.models.family import Family, Rename, fused_linear, linear, pre_norm_decoder, rotary_attention
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Mixer, ShortConvolution

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from pagoda.common.models.experts import FFN, expert_rules
+from pagoda.common.models.families.experts import FFN, expert_rules
 from pagoda.common.models.families.recurrent.mamba2 import (
     BACKBONE_RULES,
     FEED_FORWARD_RULES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.common.models.experts import FFN, corrected_sigmoid_router
+from pagoda.common.models.families.experts import FFN, corrected_sigmoid_router
 from pagoda.common.models.families.recurrent.mamba2 import (
     BACKBONE_RULES,
     TRAINING_KEYS,

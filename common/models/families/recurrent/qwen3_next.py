@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import FUSED_EXPERT_RULES, MOE_RULES
+from pagoda.common.models.families.experts import FUSED_EXPERT_RULES, MOE_RULES
 from pagoda.common.models.families.llama_block.qwen import SHARED_RULES
 from pagoda.common.models.family import (
     EMBED_RULES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from pagoda.common.models.experts import FFN, MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
+from pagoda.common.models.families.experts import FFN, MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

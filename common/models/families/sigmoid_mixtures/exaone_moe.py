@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.common.models.experts import MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
+from pagoda.common.models.families.experts import MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
 from pagoda.common.models.families.llama_block.exaone import exaone4_attentions
 from pagoda.common.models.family import (
     ATTENTION_RULES,

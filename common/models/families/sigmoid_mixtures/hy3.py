@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.experts import FFN, MOE_RULES, leading_dense, routed_moe, shared_rules
+from pagoda.common.models.families.experts import FFN, MOE_RULES, leading_dense, routed_moe, shared_rules
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import corrected_sigmoid_router, leading_dense, routed_moe
+from pagoda.common.models.families.experts import corrected_sigmoid_router, leading_dense, routed_moe
 from pagoda.common.models.families.sigmoid_mixtures.glm4_moe import GLM4_MOE
 from pagoda.common.models.family import Rename, Rule, Split, grouped_attention, pre_norm_decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig

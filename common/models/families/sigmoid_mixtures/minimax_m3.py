@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.experts import BLOCK_SPARSE_RULES, shared_rules
+from pagoda.common.models.families.experts import BLOCK_SPARSE_RULES, shared_rules
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,

@@ -8,10 +8,10 @@ from dataclasses import fields
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels.attention import ScoreRules
-from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
-from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import blocks
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import kernel
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import blocks
+from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu.kernels.decode_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, small
 from pagoda.benchmarks.gpu.measure import BF16, Bench, worst
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu.kernels import elementwise
 from pagoda.benchmarks.gpu.measure import Bench
 

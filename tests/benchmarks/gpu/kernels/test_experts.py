@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import support.triton_interpreter  # noqa: F401
+import support.kernels.triton_interpreter  # noqa: F401
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
-from pagoda.backends.torch_cuda.kernels.moe_w8a8 import kernel
+from pagoda.backends.torch_cuda.kernels.experts.moe import kernel as moe_kernel
+from pagoda.backends.torch_cuda.kernels.experts.moe_w8a8 import kernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu.kernels import experts, gemm
 from pagoda.benchmarks.gpu.measure import Bench
 

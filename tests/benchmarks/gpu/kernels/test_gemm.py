@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import support.triton_interpreter  # noqa: F401
+import support.kernels.triton_interpreter  # noqa: F401
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.scaled_linear import kernel as scaled_kernel
-from pagoda.backends.torch_cuda.kernels.weight_only import kernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.linear.scaled_linear import kernel as scaled_kernel
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import kernel
 from pagoda.benchmarks.gpu.kernels import gemm, packed
 from pagoda.benchmarks.gpu.measure import Bench
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-import support.triton_interpreter  # noqa: F401
+import support.kernels.triton_interpreter  # noqa: F401
 import torch
 
-from pagoda.backends.torch_cuda.kernels.invariant_attention import kernel as attention_kernel
-from pagoda.backends.torch_cuda.kernels.invariant_linear import kernel as linear_kernel
-from pagoda.backends.torch_cuda.kernels.latent_attention import kernel as latent_kernel
-from pagoda.backends.torch_cuda.kernels.latent_prefill import kernel as latent_prefill_kernel
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import kernel as attention_kernel
+from pagoda.backends.torch_cuda.kernels.attention.latent_attention import kernel as latent_kernel
+from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import kernel as latent_prefill_kernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import kernel as linear_kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan import kernel as scan_kernel
 from pagoda.benchmarks.gpu.kernels import (
     decode_attention,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel
+from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import kernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu.kernels.prefill_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, worst
 from pagoda.benchmarks.gpu.measure import Bench
 

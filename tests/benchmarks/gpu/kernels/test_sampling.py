@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import support.triton_interpreter  # noqa: F401
+import support.kernels.triton_interpreter  # noqa: F401
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu.kernels import sampling
 from pagoda.benchmarks.gpu.measure import Bench
 

@@ -19,7 +19,7 @@ from pagoda.common.engine.incident.replay import Replay
 from pagoda.common.engine.incident.snapshot import Added, Planned, Reported, Snapshot
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import RequestError
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from pagoda.common.engine.kv_cache.manager import extend_hashes, page_digest, root_digest
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.request import Request
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import EMBEDDED
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.request import Request
+from pagoda.common.engine.steps.contract import EMBEDDED
 
 
 def request(prompt: list[int], salt: str | None = None) -> Request:

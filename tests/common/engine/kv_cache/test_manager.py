@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import blocks_of, full_layout, hybrid_layout, state_layout
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
 from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit, WindowRule
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.request import Request
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.models.caches import IndexCache, LatentCache, WindowCache
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.request import Request
+from pagoda.common.models.mixers.caches import IndexCache, LatentCache, WindowCache
 
 
 def manager(layout: KvLayout | None = None, num_blocks: int | tuple[int, ...] = 33, **settings) -> KvManager:

@@ -21,7 +21,7 @@ from pagoda.common.engine.kv_cache.sizing import (
     stated_blocks,
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout, layout_of
-from pagoda.common.models.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 
 GIB = 1 << 30
 LIMITS = Limits(max_model_len=32768, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)

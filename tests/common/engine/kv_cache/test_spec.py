@@ -9,8 +9,8 @@ from fakes import tiny_spec
 
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, PoolSpec, kv_layout, layout_of
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.mixers import Attention, Indexer, LatentAttention
+from pagoda.common.models.mixers.caches import FullCache, IndexCache, LatentCache, StateCache, WindowCache
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.engine.messages import DraftStats
-from pagoda.common.engine.request import RunningBatch
+from pagoda.common.engine.scheduling.request import RunningBatch
 from pagoda.common.engine.speculative.draft_lengths import DraftCounts, DraftLengths
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.steps.contract import Int32
 
 MOST = 7
 

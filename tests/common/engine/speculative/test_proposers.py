@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.engine.speculative.ngram import NgramProposer
 from pagoda.common.engine.speculative.proposer import DraftContext, PaddedGuesses, Proposer
 from pagoda.common.engine.speculative.suffix import LENGTHS, SEPARATOR, PastAnswers, SuffixProposer
 from pagoda.common.engine.speculative.token_index import TokenIndex, hashes_of
-from pagoda.common.engine.step import EMBEDDED
+from pagoda.common.engine.steps.contract import EMBEDDED
 
 
 def context(

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from fakes import FakeBackend, FakePending, FakeShards, full_layout, scrambled
 from llguidance import gbnf_to_lark
-from support.engine_runs import drain, new_tokens
-from support.grammars import END_THINK, EOS, SPECIAL, TEXTS, asking, grammar, text_of, vocabulary
-from support.rows import each_row
+from support.checkpoints.grammars import END_THINK, EOS, SPECIAL, TEXTS, asking, grammar, text_of, vocabulary
+from support.engines.engine_runs import drain, new_tokens
+from support.suite.rows import each_row
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.step import PREVIOUS, StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.steps.contract import PREVIOUS, StepPlan, StepResult, TokenMasks
 from pagoda.common.engine.structured_output.compiler import MAX_GRAMMARS, Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
 from pagoda.common.engine.structured_output.guidance import guidance_text

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.grammars import Answer, asking, grammar, vocabulary
+from support.checkpoints.grammars import Answer, asking, grammar, vocabulary
 
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.structured_output.compiler import Structured, TurnThreads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.engine.structured_output.grammar import Thinking
 from pagoda.common.engine.structured_output.token_mask import Phase, ReasoningState

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 from fakes import FakeBackend, full_layout, scrambled
-from support.clock import Clock
-from support.replaying import Replaying, drafting
-from support.scripted_masks import SlowLibrary, add_masked
+from support.engines.replaying import Replaying, drafting
+from support.engines.scripted_masks import SlowLibrary, add_masked
+from support.suite.clock import Clock
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 64
 MASKED = [f"m{number}" for number in range(24)]

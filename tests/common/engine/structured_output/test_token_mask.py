@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from support.grammars import (
+from support.checkpoints.grammars import (
     END_THINK,
     EOS,
     SIZE,
@@ -27,7 +27,7 @@ from support.grammars import (
     text_of,
     vocabulary,
 )
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import MAX_WHITESPACE, Grammar, Thinking

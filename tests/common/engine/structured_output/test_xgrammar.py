@@ -7,7 +7,7 @@ import random
 import sys
 
 import pytest
-from support.grammars import EOS, SPECIAL, TEXTS, Answer, asking, text_of, vocabulary
+from support.checkpoints.grammars import EOS, SPECIAL, TEXTS, Answer, asking, text_of, vocabulary
 
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.structured_output.compiler import Structured

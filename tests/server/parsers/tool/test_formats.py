@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from support.rows import each_row
-from support.splits import splits
+from support.kernels.splits import splits
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.scanner import Ended, Malformed, Scan, Scanner, Sink

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.parser import Arguments, Content, Event, Tool, ToolCall
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format

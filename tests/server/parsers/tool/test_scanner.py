@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.tool.scanner import (
     Ended,

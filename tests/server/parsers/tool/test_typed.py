@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rows import each_row
+from support.suite.rows import each_row
 
 from pagoda.server.parsers.parser import Tool
 from pagoda.server.parsers.tool.schemas import arguments_shape, as_json, parameter_types

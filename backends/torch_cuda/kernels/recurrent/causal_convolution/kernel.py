@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention import TRITON_TYPES
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, silu
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 

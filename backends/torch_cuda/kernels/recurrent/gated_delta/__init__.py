@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.model.mixers.gated_delta import chunked_rule, recurrent_rule
 from pagoda.backends.reference.model.ops import l2_norm
-from pagoda.backends.reference.model.recurrent.gated_delta import chunked_rule, recurrent_rule
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import DeltaWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep

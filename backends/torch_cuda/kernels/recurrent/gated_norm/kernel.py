@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention import TRITON_TYPES
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
 
 ELEMENTS: Final = 1024
 """Channels of a program, in whole groups."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.recurrent.mamba2 import chunked_scan, recurrent_scan
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
+from pagoda.backends.reference.model.mixers.mamba2 import chunked_scan, recurrent_scan
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan.kernel import (
     DecayWeights,

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, generated for the processor by LLVM. They need llvmlite and know no model."""

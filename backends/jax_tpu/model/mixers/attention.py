@@ -1,0 +1,223 @@
+"""Softmax attention over K and V as a Flax NNX module. Runs inside `shard_map`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagoda.backends.jax_tpu.execution.step_input import JaxHeadTerms
+from pagoda.backends.jax_tpu.model.layers import (
+    Caches,
+    JaxRotation,
+    Rotations,
+    all_reduce,
+    local_part,
+    normalise,
+    piecewise,
+    query_growth,
+    reduced,
+    scale_norm,
+)
+from pagoda.backends.jax_tpu.model.layout import (
+    HeadLayout,
+    slot_parts,
+)
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
+from pagoda.backends.jax_tpu.model.mixers.block_sparse import JaxBlockIndex
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project, tokens_are_columns
+from pagoda.common.models.mixers import (
+    Attention,
+)
+
+
+class JaxAttention(nnx.Module):
+    """Grouped-query attention over the paged cache (generation) or within the prompts of a step (pooling).
+
+    Heads are arranged in slots (see `layout.HeadLayout`): a slot is one KV head with its query heads, so that one axis
+    can be sharded over the devices. `qkv` [K * n, H, D]: per slot K the G query heads, then key and value unless they
+    are another layer's, then G gates if the output has one per channel; `gate` [K, G, D] if it has one per head.
+    `values` [K, V, D] has the values if they are not as wide. `out` [D, K * G * V] is flat: with G as the second-last
+    axis the TPU would choose a layout that must be undone in every step.
+    """
+
+    def __init__(self, spec: Attention, width: int, build: JaxBuildContext) -> None:
+        layout = HeadLayout.of(spec, build.tensor)
+        slots, group, dim = layout.slots, layout.group, spec.head_dim
+        self.spec, self.layout, self.kv_heads = spec, layout, slots // build.tensor
+        parts, inputs = slot_parts(spec, group), spec.input_width(width)
+        self.qkv = build.matrix("qkv", "K.D", slots * parts, dim, inputs)
+        self.qkv_bias = build.parameter("KGH", slots, parts, dim) if spec.qkv_bias else None
+        apart = spec.value_width != dim and spec.shares_cache_of is None
+        self.values = build.matrix("values", "K.D", slots, spec.value_width, inputs) if apart else None
+        self.values_bias = build.parameter("KH", slots, spec.value_width) if apart and spec.qkv_bias else None
+        self.out = build.matrix("out", "DK", width, slots * group * spec.value_width)
+        self.out_bias = build.parameter("D", width) if spec.out_bias else None
+        self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
+        biased = spec.qk_norm is not None and spec.qk_norm.bias
+        self.q_norm_bias, self.k_norm_bias = _qk_norms(spec, slots, group, build) if biased else (None, None)
+        self.sinks = build.parameter("KG", slots, group) if spec.sinks else None
+        self.gate = build.parameter("KGD", slots, group, width) if spec.gate_per_head else None
+        self.gate_bias = build.parameter("KG", slots, group) if spec.gate_per_head and spec.qkv_bias else None
+        self.kv_scale = build.float32().parameter(".", 2) if build.scaled_cache else None  # of K, of V
+        self.lora_in, self.lora_out = _lora(spec, layout, inputs, width, build)
+        self.blocks = None if spec.blocks is None else JaxBlockIndex(spec.blocks, spec, slots, width, build)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        caches: Caches,
+        cache_index: jax.Array,
+        rotations: Rotations,
+        step: AnyStep,
+        added: jax.Array | None = None,
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], the stacked caches, block table and layer of each (int32 [2 n]) -> [T, D] and the caches.
+
+        `added` [T, K, n, H]: to the projected heads, see `JaxAdapters`.
+        """
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        heads = jax.lax.optimization_barrier(piecewise(lambda piece: project(piece, self.qkv, step), x, step))
+        heads = heads.reshape(heads.shape[0], self.kv_heads, -1, self.spec.head_dim)
+        heads = heads if added is None else heads + added
+        low_rank = self._adapters(x, step)
+        if low_rank:
+            heads = heads + jnp.concatenate([each for each in low_rank.values() if each.ndim == heads.ndim], 2)
+        if self.qkv_bias is not None:
+            heads = heads + self.qkv_bias[...]
+        group, gates = self.layout.group, None
+        if self.spec.output_gate and self.gate is None:
+            heads, gates = heads[:, :, :-group], heads[:, :, -group:]
+        if self.spec.qkv_clip is not None:
+            heads = jnp.clip(heads, -self.spec.qkv_clip, self.spec.qkv_clip)
+        q, k, v = self._rotated(heads, self._values(x, step, low_rank.get("v")), rotations[self.spec.rope])
+        if self.spec.query_growth is not None:
+            q = q * query_growth(self.spec.query_growth, step.positions).astype(q.dtype)
+        scales = None if self.kv_scale is None else self.kv_scale[...]
+        if self.blocks is None:
+            attended, cache = step.attend(q, k, v, caches[0], cache_index, self.spec, self._terms(), scales)
+        else:
+            assert k is not None, "an indexer's layer keeps K and V"
+            assert v is not None
+            caches = caches[0], self.blocks.store(x, caches[1], cache_index[2:], rotations, step)
+            attended, cache = self.blocks.attend(x, (q, k, v), caches, cache_index, rotations, step)
+        if self.gate is not None:
+            gates = project(x, self.gate[...])
+            gates = gates + low_rank["gate"] if low_rank else gates
+            gates = (gates if self.gate_bias is None else gates + self.gate_bias[...])[..., None]
+        if gates is not None:
+            attended = attended * jax.nn.sigmoid(gates.reshape(*attended.shape[:2], -1))
+        attended = attended.reshape(len(x), -1)
+        out = piecewise(lambda piece: reduced(self._addend(piece, step), step), attended, step)
+        return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
+
+    def _addend(self, attended: jax.Array, step: AnyStep) -> jax.Array:
+        """Attended [T, K*G*V] -> this device's addend of the output [T, D] without its bias."""
+        out = project(attended, self.out, step)
+        if self.lora_out is None or step.adapter_mask is None:
+            return out
+        return out + self.lora_out(attended, step.adapter_mask)[0]
+
+    def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, jax.Array]:
+        """X [T, D] -> what adapters add to each projection: [T, K, n, H], or [T, K, ...] of one that is apart."""
+        if self.lora_in is None or step.adapter_mask is None:
+            return {}
+        return dict(zip(_projections(self.spec), self.lora_in(x, step.adapter_mask)))
+
+    def _values(self, x: jax.Array, step: AnyStep, added: jax.Array | None) -> jax.Array | None:
+        """X [T, D] -> values [T, K, V] if they have a projection of their own. `added`: to them."""
+        if self.values is None:
+            return None
+        v = project(x, self.values, step)
+        v = v if added is None else v + added
+        v = v if self.values_bias is None else v + self.values_bias[...]
+        return v if self.spec.qkv_clip is None else jnp.clip(v, -self.spec.qkv_clip, self.spec.qkv_clip)
+
+    def _rotated(
+        self, heads: jax.Array, v: jax.Array | None, rotation: JaxRotation | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Heads [T, K, n, H] -> normalised and rotated q [T, N, H] and k [T, K, H], v; None if another layer's.
+
+        `v` [T, K, V]: values that are not among the heads.
+        """
+        q, k = heads[:, :, : self.layout.group], None
+        if self.spec.shares_cache_of is None:
+            k = heads[:, :, self.layout.group]
+            v = heads[:, :, -1] if v is None else v
+            if self.spec.value_norm is not None:
+                v = normalise(v, self.spec.value_norm, None)
+        if not self.spec.qk_norm_after_rope:
+            q, k = self._normalise(q, k)
+        if rotation is not None:
+            rotate = partial(rotation, columns=tokens_are_columns(len(q)))
+            q, k = rotate(q), None if k is None else rotate(k)
+        if self.spec.qk_norm_after_rope:
+            q, k = self._normalise(q, k)
+        return q.reshape(len(q), -1, q.shape[-1]), k, v
+
+    def _terms(self) -> JaxHeadTerms:
+        """Return the sinks and ALiBi slopes of this device's heads."""
+        sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
+        if self.spec.alibi_slopes is None:
+            return JaxHeadTerms(self.kv_heads, sinks)
+        slopes = self.layout.queries(np.asarray(self.spec.alibi_slopes, np.float32), 1)
+        return JaxHeadTerms(self.kv_heads, sinks, local_part(jnp.asarray(slopes), self.kv_heads).reshape(-1))
+
+    def _normalise(self, q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Apply the QK norm, if any, to q [T, K, G, H] and k [T, K, H]."""
+        norm = self.spec.qk_norm
+        if norm is None:
+            return q, k
+        if self.q_norm is None:
+            return normalise(q, norm, None), None if k is None else normalise(k, norm, None)
+        if self.spec.qk_norm_over != "full":
+            q = normalise(q, norm, self.q_norm[...], None if self.q_norm_bias is None else self.q_norm_bias[...])
+            if k is not None and self.k_norm is not None:
+                k = normalise(k, norm, self.k_norm[...], None if self.k_norm_bias is None else self.k_norm_bias[...])
+            return q, k
+        wide = q.astype(jnp.float32)
+        # Empty head positions hold zeros and copies count once, so the sums cover exactly the full projection.
+        mean = all_reduce(jnp.square(wide).sum((1, 2, 3))) / (self.spec.heads * self.spec.head_dim)
+        q = scale_norm(wide, mean[:, None, None, None], norm, self.q_norm[...]).astype(q.dtype)
+        if k is not None and self.k_norm is not None:
+            first_copy = local_part(jnp.asarray(self.layout.first_copy), k.shape[1])[:, None]
+            wide = k.astype(jnp.float32)
+            mean = all_reduce((jnp.square(wide) * first_copy).sum((1, 2))) / (self.spec.kv_heads * self.spec.head_dim)
+            k = scale_norm(wide, mean[:, None, None], norm, self.k_norm[...]).astype(k.dtype)
+        return q, k
+
+
+def _projections(spec: Attention) -> tuple[str, ...]:
+    """Return the projections of the input, in the order of a slot's heads."""
+    keys = () if spec.shares_cache_of is not None else ("k",) if spec.values_are_keys else ("k", "v")
+    return ("q", *keys, *(("gate",) if spec.output_gate else ()))
+
+
+def _lora(
+    spec: Attention, layout: HeadLayout, inputs: int, width: int, build: JaxBuildContext
+) -> tuple[JaxLora | None, JaxLora | None]:
+    """Return the adapters of the projections of the input, and of the output; None without slots."""
+    if build.lora is None:
+        return None, None
+    slots, group, dim = layout.slots, layout.group, spec.head_dim
+    value = (slots, 1, dim) if spec.value_width == dim else (slots, spec.value_width)
+    gate = (slots, group) if spec.gate_per_head else (slots, group, dim)
+    shapes = {"q": (slots, group, dim), "k": (slots, 1, dim), "v": value, "gate": gate}
+    outputs = [AdapterOutputs("K" + "." * (len(shapes[name]) - 1), shapes[name]) for name in _projections(spec)]
+    out = JaxLora("K", slots * group * spec.value_width, (AdapterOutputs("D", (width,)),), build)
+    return JaxLora("D", inputs, outputs, build), out
+
+
+def _qk_norms(
+    spec: Attention, slots: int, group: int, build: JaxBuildContext
+) -> tuple[nnx.Param | None, nnx.Param | None]:
+    """Create the QK norm's weights, or its biases: [H] each, or one per channel of the full projections."""
+    if spec.qk_norm is None or not spec.qk_norm.scale:
+        return None, None
+    shared, dim = spec.shares_cache_of is not None, spec.head_dim
+    if spec.qk_norm_over == "per_head":
+        return build.parameter("H", dim), None if shared else build.parameter("H", dim)
+    return build.parameter("KGH", slots, group, dim), None if shared else build.parameter("KH", slots, dim)

@@ -1,0 +1,80 @@
+"""The gated delta rule over recurrent state: projections, the causal convolution with its tail, the rule's kernel.
+
+Heads are arranged in slots (`layout.HeadLayout`): a slot is one key head with its G value heads, and its channels are
+those of q, k and v.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
+from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.common.models.mixers import GatedDelta
+from pagoda.kernels_pallas.gated_delta import DeltaInputs, gated_delta
+
+
+class JaxGatedDelta(nnx.Module):
+    """One layer's gated delta rule.
+
+    `inner` [K, n, D]: per slot q, k, the values of its G heads, their output gates. `rates` [K, 2 G, D]: beta, decay.
+    `taps` [K, channels, taps]; `decay_rate`, `decay_offset` [K, G]; `out` [D, K * G * V].
+    """
+
+    def __init__(self, spec: GatedDelta, width: int, build: JaxBuildContext) -> None:
+        layout, wide = HeadLayout.of(spec, build.tensor), build.float32()
+        slots, group = layout.slots, layout.group
+        self.spec, self.group, self.slots = spec, group, slots // build.tensor
+        self.channels = 2 * spec.key_dim + group * spec.value_dim  # of a slot's convolution
+        self.inner = build.matrix("inner", "K.D", slots, self.channels + group * spec.value_dim, width)
+        self.rates = build.parameter("K.D", slots, 2 * group, width)
+        self.taps = wide.parameter("K..", slots, self.channels, spec.taps)
+        self.decay_rate = wide.parameter("KG", slots, group)
+        self.decay_offset = wide.parameter("KG", slots, group)
+        self.norm = JaxNorm(spec.norm, spec.value_dim, build)
+        self.out = build.matrix("out", "DK", width, slots * group * spec.value_dim)
+        values = group * spec.value_dim
+        parts = ((slots, spec.key_dim), (slots, spec.key_dim), (slots, values), (slots, values))
+        self.lora_in = matrix_lora(build, "D", width, "K.", *parts)
+        self.rates_lora = matrix_lora(build, "D", width, "K.", (slots, group), (slots, group))
+        self.lora_out = matrix_lora(build, "K", slots * values, "D", (width,))
+
+    def __call__(
+        self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
+        spec, batch = self.spec, step.states(cache_index)
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
+        qkv, gate = inner[..., : self.channels].astype(jnp.float32), inner[..., self.channels :]
+        layer = step.cache_layer(cache_index, caches[0])
+        qkv, tails = convolve(qkv, self.taps[...], caches[0], layer, batch, step.seq_ids)
+        rates = adapted(project(x, self.rates[...]), self.rates_lora, x, step)
+        inputs = self._inputs(jax.nn.silu(qkv), rates.astype(jnp.float32))
+        options = {"decode_only": step.decode_only, "exact": x.dtype == jnp.float32, **step.kernel.options}
+        heads, states = gated_delta(inputs, caches[1], layer, batch, **options)
+        gates = jax.nn.silu(gate.astype(jnp.float32)).reshape(len(x), -1, spec.value_dim)
+        gated = (self.norm(heads.astype(x.dtype)) * gates).astype(x.dtype).reshape(len(x), -1)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (tails, states)
+
+    def _inputs(self, qkv: jax.Array, rates: jax.Array) -> DeltaInputs:
+        """Qkv [T, K, channels] after the convolution, rates [T, K, 2 G] -> the rule's inputs."""
+        spec, tokens = self.spec, len(qkv)
+        q, k, v = jnp.split(qkv, [spec.key_dim, 2 * spec.key_dim], axis=-1)
+        beta, decay = rates[..., : self.group], rates[..., self.group :]
+        log_decay = -jnp.exp(self.decay_rate[...]) * jax.nn.softplus(decay + self.decay_offset[...])
+        return DeltaInputs(
+            l2_norm(q) * spec.key_dim**-0.5,
+            l2_norm(k),
+            v.reshape(tokens, -1, spec.value_dim),
+            self._scaled(jax.nn.sigmoid(beta)).reshape(tokens, -1),
+            log_decay.reshape(tokens, -1),
+        )
+
+    def _scaled(self, beta: jax.Array) -> jax.Array:
+        return beta if self.spec.beta_scale == 1 else beta * self.spec.beta_scale

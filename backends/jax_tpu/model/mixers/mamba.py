@@ -1,0 +1,78 @@
+"""Mamba over recurrent state: projections, the causal convolution, the recurrence's kernel.
+
+Channels are divided among the devices, a slot of C channels each; the step of low rank, b and c are sums over all.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, apply_norm, make_norm, reduced
+from pagoda.backends.jax_tpu.model.layout import padded
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.common.models.mixers import Mamba
+from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, Selective, linear_recurrence
+
+
+class JaxMamba(nnx.Module):
+    """One layer's state space model. S: states of a channel; R: channels of the step of low rank.
+
+    `inner` [K, 2 C, D]: v, gate; `taps` [K, C, taps]; `selection` [K, R + 2 S, C]: step of low rank, b, c; `step`
+    [K, C, R]; `step_offset`, `skip` [K, C]; `decay_rate` [K, S, C]; `out` [D, K * C].
+    """
+
+    def __init__(self, spec: Mamba, width: int, build: JaxBuildContext) -> None:
+        slots, wide = build.tensor, build.float32()
+        channels, rank, states = padded(spec.channels, slots) // slots, spec.step_rank, spec.state_dim
+        self.spec = spec
+        self.inner = build.matrix("inner", "K.D", slots, 2 * channels, width)
+        self.inner_bias = build.parameter("K.", slots, 2 * channels) if spec.bias else None
+        self.taps = wide.parameter("K..", slots, channels, spec.taps)
+        self.taps_bias = wide.parameter("K.", slots, channels) if spec.conv_bias else None
+        self.selection = build.parameter("K..", slots, rank + 2 * states, channels)
+        self.step_a_norm = make_norm(spec.part_norm, rank, build)
+        self.b_norm, self.c_norm = (make_norm(spec.part_norm, states, build) for _ in "bc")
+        self.step = build.parameter("K..", slots, channels, rank)
+        self.step_offset = wide.parameter("K.", slots, channels)
+        self.decay_rate = wide.parameter("K..", slots, states, channels)
+        self.skip = wide.parameter("K.", slots, channels)
+        self.out = build.matrix("out", "DK", width, slots * channels)
+        self.lora_in = matrix_lora(build, "D", width, "K.", (slots, channels), (slots, channels))
+        self.lora_out = matrix_lora(build, "K", slots * channels, "D", (width,))
+        self.out_bias = build.parameter("D", width) if spec.bias else None
+
+    def __call__(
+        self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
+        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
+        if self.inner_bias is not None:
+            inner = inner + self.inner_bias[...]
+        v, gate = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
+        v, tails = convolve(v, self.taps[...], caches[0], layer, batch, step.seq_ids)
+        v = jax.nn.silu(v if self.taps_bias is None else v + self.taps_bias[...])
+        options = {"decode_only": step.decode_only, **step.kernel.options}
+        inputs = self._inputs(v, x.dtype)
+        mixed, states = linear_recurrence(Selective(), inputs, caches[1], layer, batch, **options)
+        gated = ((mixed + self.skip[...] * v) * jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
+        out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
+        return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
+
+    def _inputs(self, v: jax.Array, dtype: jnp.dtype) -> RecurrenceInputs:
+        """V float32 [T, K, C] after the convolution -> the recurrence's inputs. `dtype`: of the products."""
+        tokens, slots, _ = v.shape
+        selected = jnp.einsum("tkc,krc->tr", v.astype(dtype), self.selection[...], preferred_element_type=jnp.float32)
+        ends = self.spec.step_rank, self.spec.step_rank + self.spec.state_dim
+        low_rank, b, c = jnp.split(all_reduce(selected), ends, axis=-1)
+        low_rank, b, c = (
+            apply_norm(norm, part) for norm, part in ((self.step_a_norm, low_rank), (self.b_norm, b), (self.c_norm, c))
+        )
+        steps = project(low_rank.astype(dtype), self.step[...]).astype(jnp.float32) + self.step_offset[...]
+        keys = tuple(jnp.broadcast_to(part[:, None], (tokens, slots, self.spec.state_dim)) for part in (c, b))
+        return RecurrenceInputs(keys, (v, jax.nn.softplus(steps)), (-jnp.exp(self.decay_rate[...]),))

@@ -1,0 +1,106 @@
+"""Mamba-2 over recurrent state: projections, the causal convolution, the recurrence's kernel, the norm of each group.
+
+Heads are arranged in slots (`layout.HeadLayout`): a slot has the b and c of one group, and G of its heads. With more
+devices than groups a group is copied to several slots, which divide its heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, local_part, reduced, scale_norm
+from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.parallel import MODEL
+from pagoda.common.models.mixers import Mamba2
+from pagoda.common.models.primitives import Norm
+from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
+
+
+class JaxMamba2(nnx.Module):
+    """One layer's state space model. W: G heads of H channels.
+
+    `inner` [K, n, D]: per slot v [W], b, c, the gate [W]; `steps` [K, G, D]; `taps` [K, W + b + c, taps];
+    `decay_rate`, `step_offset`, `skip` [K, G]; `norm` [K, W]; `out` [D, K * W].
+    """
+
+    def __init__(self, spec: Mamba2, width: int, build: JaxBuildContext) -> None:
+        layout, wide = HeadLayout.of(spec, build.tensor), build.float32()
+        slots, group = layout.slots, layout.group
+        self.spec, self.layout, self.slots = spec, layout, slots // build.tensor
+        self.values = group * spec.head_dim
+        self.channels = self.values + 2 * spec.state_dim  # of a slot's convolution
+        inner = self.channels + self.values
+        self.inner = build.matrix("inner", "K.D", slots, inner, width)
+        self.inner_bias = build.parameter("K.", slots, inner) if spec.bias else None
+        self.steps = build.parameter("K.D", slots, group, width)
+        self.steps_bias = build.parameter("K.", slots, group) if spec.bias else None
+        self.taps = wide.parameter("K..", slots, self.channels, spec.taps)
+        self.taps_bias = wide.parameter("K.", slots, self.channels) if spec.conv_bias else None
+        self.decay_rate = wide.parameter("KG", slots, group)
+        self.step_offset = wide.parameter("KG", slots, group)
+        self.skip = wide.parameter("KG", slots, group)
+        self.norm = build.parameter("K.", slots, self.values) if spec.norm is not None and spec.norm.scale else None
+        self.out = build.matrix("out", "DK", width, slots * self.values)
+        values, states = (slots, self.values), (slots, spec.state_dim)
+        self.lora_in = matrix_lora(build, "D", width, "K.", values, states, states, values)
+        self.steps_lora = matrix_lora(build, "D", width, "K.", (slots, group))
+        self.lora_out = matrix_lora(build, "K", slots * self.values, "D", (width,))
+        self.out_bias = build.parameter("D", width) if spec.bias else None
+
+    def __call__(
+        self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
+        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
+        if self.inner_bias is not None:
+            inner = inner + self.inner_bias[...]
+        vbc, gate = inner[..., : self.channels].astype(jnp.float32), inner[..., self.channels :].astype(jnp.float32)
+        vbc, tails = convolve(vbc, self.taps[...], caches[0], layer, batch, step.seq_ids)
+        vbc = jax.nn.silu(vbc if self.taps_bias is None else vbc + self.taps_bias[...])
+        inputs = self._inputs(vbc, self._step_sizes(x, step))
+        options = {"decode_only": step.decode_only, **step.kernel.options}
+        heads, states = linear_recurrence(ScalarDecay(), inputs, caches[1], layer, batch, **options)
+        heads = heads + jnp.repeat(self.skip[...], self.spec.head_dim, axis=1) * vbc[..., : self.values]
+        mixed = self._gated(heads, jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
+        out = reduced(adapted(project(mixed, self.out, step), self.lora_out, mixed, step), step)
+        return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
+
+    def _step_sizes(self, x: jax.Array, step: AnyStep) -> jax.Array:
+        """X [T, D] -> float32 [T, K, G]."""
+        steps = adapted(project(x, self.steps[...]), self.steps_lora, x, step)
+        if self.steps_bias is not None:
+            steps = steps + self.steps_bias[...]
+        return jnp.clip(jax.nn.softplus(steps.astype(jnp.float32) + self.step_offset[...]), *self.spec.step_limit)
+
+    def _inputs(self, vbc: jax.Array, steps: jax.Array) -> RecurrenceInputs:
+        """Vbc [T, K, channels] after the convolution, steps [T, K, G] -> the recurrence's inputs."""
+        v, b, c = jnp.split(vbc, [self.values, self.values + self.spec.state_dim], axis=-1)
+        values = v * jnp.repeat(steps, self.spec.head_dim, axis=2)
+        return RecurrenceInputs((c, b), (values, -jnp.exp(self.decay_rate[...]) * steps))
+
+    def _gated(self, heads: jax.Array, factor: jax.Array) -> jax.Array:
+        """Heads and factors of the gate [T, K, W] -> [T, K, W], with the norm before or after the gate, or none."""
+        spec = self.spec
+        if spec.norm is None:
+            return heads * factor
+        if spec.norm_before_gate:
+            return self._normalised(heads, spec.norm) * factor
+        return self._normalised(heads * factor, spec.norm)
+
+    def _normalised(self, heads: jax.Array, norm: Norm) -> jax.Array:
+        """Normalise the channels of each group by itself, [T, K, W]. Empty head positions hold zeros."""
+        sums = jnp.square(heads).sum(-1)  # [T, K]
+        if self.layout.copies > 1:
+            sums = jax.lax.all_gather(sums, MODEL, axis=1, tiled=True)
+            same_group = (self.layout.kv_of[:, None] == self.layout.kv_of[None]).astype(np.float32)
+            sums = jnp.matmul(sums, local_part(jnp.asarray(same_group), self.slots).T, precision="highest")
+        mean = sums[..., None] / (self.spec.width // self.spec.groups)
+        return scale_norm(heads, mean, norm, None if self.norm is None else self.norm[...])

@@ -1,0 +1,51 @@
+"""The short convolution between two gates, in plain XLA: of a sequence's state it moves a tail of a few inputs per
+channel, little beside the layer's weights, so a kernel has nothing to save.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, reduced
+from pagoda.backends.jax_tpu.model.layout import padded
+from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
+from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.common.models.mixers import ShortConvolution
+
+
+class JaxShortConvolution(nnx.Module):
+    """One layer's convolution, its channels in a slot per device: `inner` [K, 3 C, D] for b, c, v; `taps` [K, C, taps];
+    `out` [D, K * C].
+    """
+
+    def __init__(self, spec: ShortConvolution, width: int, build: JaxBuildContext) -> None:
+        slots, wide = build.tensor, build.float32()
+        channels = padded(spec.channels, slots) // slots
+        self.inner = build.matrix("inner", "K.D", slots, 3 * channels, width)
+        self.inner_bias = build.parameter("K.", slots, 3 * channels) if spec.bias else None
+        self.taps = wide.parameter("K..", slots, channels, spec.taps)
+        self.taps_bias = wide.parameter("K.", slots, channels) if spec.bias else None
+        self.out = build.matrix("out", "DK", width, slots * channels)
+        self.lora_in = matrix_lora(build, "D", width, "K.", *((slots, channels),) * 3)
+        self.lora_out = matrix_lora(build, "K", slots * channels, "D", (width,))
+        self.out_bias = build.parameter("D", width) if spec.bias else None
+
+    def __call__(
+        self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """X [T, D], the stacked tails, this layer's int32 [2] (block table, layer) -> [T, D], the tails."""
+        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
+        inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
+        if self.inner_bias is not None:
+            inner = inner + self.inner_bias[...]
+        b, c, v = jnp.split(inner, 3, axis=-1)
+        mixed, tails = convolve((b * v).astype(jnp.float32), self.taps[...], caches[0], layer, batch, step.seq_ids)
+        if self.taps_bias is not None:
+            mixed = mixed + self.taps_bias[...]
+        gated = (mixed * c).astype(x.dtype).reshape(len(x), -1)
+        out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
+        return (out if self.out_bias is None else out + self.out_bias[...]), (tails,)

@@ -1,0 +1,1 @@
+"""Mixers of the CPU backend, a file per kind; `recurrence` has what recurrent ones share."""

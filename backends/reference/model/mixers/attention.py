@@ -1,0 +1,394 @@
+"""Grouped-query attention over the paged cache.
+
+Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend (a sequence may share
+blocks that another one fills in the same step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.execution import CacheSpan, StepBatch
+from pagoda.backends.reference.memory import LayerCache
+from pagoda.backends.reference.model.ops import (
+    alibi,
+    deinterleave,
+    norm,
+    query_growth,
+    sigmoid,
+    softcap,
+    softmax,
+)
+from pagoda.backends.reference.programs.operators import CacheWriter, HeadShape, Operators
+from pagoda.backends.reference.weights import AttentionParams, NormParams
+from pagoda.common.models.mixers import Attention
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope, cos_sin
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotates heads by the positions of one step's tokens; channel i of the first `dim` pairs with i + dim/2.
+
+    Channels from `dim` on are not rotated. `interleaved`: channel 2i pairs with 2i + 1, and the result has them at i
+    and i + dim/2.
+    """
+
+    tables: tuple[Tensor, Tensor]  # cos and sin [max_len, 1, dim]; sin includes the sign of its half
+    positions: Tensor  # int64 [T]
+    dim: int
+    interleaved: bool = False
+
+    @cached_property
+    def cos(self) -> Tensor:
+        """[T, 1, dim]."""
+        return self.tables[0][self.positions]
+
+    @cached_property
+    def sin(self) -> Tensor:
+        """[T, 1, dim]."""
+        return self.tables[1][self.positions]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """X [T, n, H] -> [T, n, H]."""
+        if self.interleaved:
+            x = deinterleave(x, self.dim)
+        if self.dim == x.shape[-1]:
+            return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
+        head, tail = x[..., : self.dim], x[..., self.dim :]
+        rotated = torch.addcmul(head * self.cos, head.roll(self.dim // 2, -1), self.sin)
+        return torch.cat((rotated, tail), -1)
+
+
+Rotations = dict[Rope | None, Rotation | None]
+"""The rotation of each Rope of the model in one step; None maps to None."""
+
+
+class RotaryTables:
+    """Tables of cos and sin [max_len, 1, dim] in the compute dtype, computed in float64, per distinct Rope."""
+
+    def __init__(self, ropes: Iterable[Rope], max_len: int, dtype: torch.dtype) -> None:
+        positions = np.arange(max_len)
+        self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
+        for rope in ropes:
+            cos, sin = cos_sin(rope, max_len, positions)
+            both = np.concatenate([cos, cos], -1)[:, None], np.concatenate([-sin, sin], -1)[:, None]
+            self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)
+
+    def at(self, positions: Tensor) -> Rotations:
+        """Return the rotations at positions int64 [T]."""
+        rotations: Rotations = {None: None}
+        for rope, tables in self._tables.items():
+            rotations[rope] = Rotation(tables, positions, rope.dim, rope.interleaved)
+        return rotations
+
+
+class Projection:
+    """One layer's projections around attention."""
+
+    def __init__(
+        self, spec: Attention, params: AttentionParams, head_norm: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """`head_norm`: computes the QK norm of heads [T, N + K, H]."""
+        self.spec, self.params = spec, params
+        self._normalise = self._normalise_parts if head_norm is None else head_norm
+
+    def __call__(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """X [T, D] -> queries [T, N, H], keys [T, K, H] and values [T, K, V], normalised and rotated."""
+        spec = self.spec
+        heads, values = self.before_rotation(x)
+        if rotation is not None:
+            heads = rotation(heads)
+        if spec.qk_norm_after_rope:
+            heads = self._normalise(heads)
+        return heads[:, : spec.heads], heads[:, spec.heads :], values
+
+    def before_rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """X [T, D] -> queries and keys [T, N + K, H], normalised if that comes before RoPE, and values [T, K, V]."""
+        spec = self.spec
+        projected, count = self.params.qkv(x), spec.heads + spec.kv_heads
+        if spec.qkv_clip is not None:
+            projected = projected.clamp(-spec.qkv_clip, spec.qkv_clip)
+        heads = projected[:, : count * spec.head_dim].view(len(x), count, spec.head_dim)
+        if not spec.qk_norm_after_rope:
+            heads = self._normalise(heads)
+        values = projected[:, count * spec.head_dim :].view(len(x), spec.kv_heads, spec.value_width)
+        return heads, values if spec.value_norm is None else norm(values, spec.value_norm, None)
+
+    def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """X [T, D] -> queries [T, N, H] of a mixer that reads another layer's K and V."""
+        spec, q_norm = self.spec, self.params.q_norm
+        queries = self.params.qkv(x).view(x.shape[0], spec.heads, spec.head_dim)
+        if spec.qkv_clip is not None:
+            queries = queries.clamp(-spec.qkv_clip, spec.qkv_clip)
+        if spec.qk_norm_after_rope and rotation is not None:
+            queries = rotation(queries)
+        if spec.qk_norm is not None:
+            queries = self._normalise_part(queries, spec.qk_norm, q_norm)
+        return queries if spec.qk_norm_after_rope or rotation is None else rotation(queries)
+
+    def out(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Attended heads [T, N*V] and the layer's input x [T, D], of which the output gate is computed -> [T, D]."""
+        if self.params.gate is None:
+            return self.params.out(heads)
+        gate = sigmoid(self.params.gate(x))
+        if self.spec.gate_per_head:
+            gate = gate.repeat_interleave(self.spec.value_width, 1)
+        return self.params.out(heads * gate)
+
+    def _normalise_parts(self, heads: Tensor) -> Tensor:
+        """Apply the QK norm, if any, to heads [T, N+K, H]."""
+        spec, params = self.spec, self.params
+        if spec.qk_norm is None:
+            return heads
+        parts = (heads[:, : spec.heads], params.q_norm), (heads[:, spec.heads :], params.k_norm)
+        return torch.cat([self._normalise_part(h, spec.qk_norm, p) for h, p in parts], dim=1)
+
+    def _normalise_part(self, heads: Tensor, spec: Norm, params: NormParams | None) -> Tensor:
+        if params is None:
+            assert not spec.scale, "the weights are complete"
+            return norm(heads, spec, None)
+        if self.spec.qk_norm_over == "full":
+            return norm(heads.flatten(1), spec, params.weight, params.bias).view(heads.shape)
+        return norm(heads, spec, params.weight, params.bias)
+
+
+class PagedHeads:
+    """Attention of projected heads over one layer's cache. N query heads, K KV heads; head n reads head n // (N/K)."""
+
+    def __init__(self, spec: Attention, number: int, sinks: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """`number`: of the cache that it reads. `sinks` [N]: if the spec says that there are.
+
+        `bias` [N, L]: added to the scores of keys that are 0, 1, ... tokens before the query; at most L are seen.
+        """
+        self.spec, self.number, self.sinks, self.bias = spec, number, sinks, bias
+        self.group = spec.heads // spec.kv_heads
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys_and_values: tuple[Tensor, Tensor] | None,
+        batch: StepBatch,
+        caches: Mapping[int, LayerCache],
+    ) -> Tensor:
+        """Queries [T, N, H], keys [T, K, H] and values [T, K, V] -> [T, N*V]; None: the cache is another layer's."""
+        cache = caches[self.number]
+        view = batch.views[cache.view]
+        if keys_and_values is not None:
+            for cached, new in zip(cache.arrays, keys_and_values):
+                cached.index_copy_(1, view.write_slots, new.transpose(0, 1))
+        spans = view.spans
+        if (chunk := self.spec.chunk) is not None:
+            lookback = self.spec.chunk_lookback
+            spans = tuple(span.of_chunk(seq.context, chunk, lookback) for span, seq in zip(spans, batch.sequences))
+        return self._attend_all(queries, batch, spans, cache)
+
+    def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:
+        """Queries [T, N, H] -> [T, N*V], sequence by sequence."""
+        if len(queries) == 1:
+            return self._decode(queries[0], spans[0], cache).view(1, -1)
+        out = torch.empty(len(queries), self.spec.heads * self.spec.value_width, dtype=queries.dtype)
+        for sequence, span in zip(batch.sequences[: batch.num_decodes], spans):
+            out[sequence.begin] = self._decode(queries[sequence.begin], span, cache)
+        for sequence, span in zip(batch.sequences[batch.num_decodes :], spans[batch.num_decodes :]):
+            out[sequence.begin : sequence.end] = self._prefill(queries[sequence.begin : sequence.end], span, cache)
+        return out
+
+    def _decode(self, query: Tensor, span: CacheSpan, cache: LayerCache) -> Tensor:
+        """One query token [N, H] -> [N*V]; the heads of a group are the rows of one product."""
+        spec = self.spec
+        q = query.view(1, spec.kv_heads, self.group, spec.head_dim)
+        keys, values = cache.arrays
+        return self._attend(q, span.read(keys)[None], span.read(values)[None], span).reshape(-1)
+
+    def _prefill(self, queries: Tensor, span: CacheSpan, cache: LayerCache) -> Tensor:
+        """Several query tokens [T, N, H] -> [T, N*V]: each sees the span up to itself, within the window."""
+        keys, values = (span.read(array).repeat_interleave(self.group, 0)[None] for array in cache.arrays)
+        return self._attend(queries.transpose(0, 1)[None], keys, values, span)[0].transpose(0, 1).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, span: CacheSpan) -> Tensor:
+        """Softmax attention; q [1, n, T, H], k [1, n, C, H], v [1, n, C, V]; visibility from the span."""
+        spec = self.spec
+        if spec.alibi_slopes is not None or self.bias is not None:
+            tokens = q.shape[1] * q.shape[2] // spec.heads
+            added = alibi(spec, tokens, k.shape[2], q) if self.bias is None else _at(self.bias, tokens, k.shape[2])
+            bias = added.reshape(1, q.shape[1], -1, k.shape[2])
+            bias = bias if span.mask is None else bias.masked_fill(~span.mask, float("-inf"))
+            if span.causal:
+                bias = bias.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), float("-inf"))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=spec.scale)
+        if spec.softcap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=span.mask, is_causal=span.causal, scale=spec.scale)
+        scores = (q @ k.transpose(-1, -2)) * spec.scale
+        scores = scores if spec.softcap is None else softcap(scores, spec.softcap)
+        if span.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        elif span.mask is not None:
+            scores = scores.masked_fill(~span.mask, float("-inf"))
+        sinks = None if self.sinks is None else self.sinks.view(q.shape[1], -1)
+        return softmax(scores, sinks).to(v.dtype) @ v
+
+
+def _at(bias: Tensor, tokens: int, length: int) -> Tensor:
+    """Return the bias [N, tokens, length] of the last `tokens` of `length` tokens, of `bias` [N, L] by distance."""
+    if tokens == 1:
+        return bias[:, :length].flip(-1)
+    distance = torch.arange(length - tokens, length)[:, None] - torch.arange(length)
+    return bias[:, distance.clamp(min=0)]
+
+
+QUERIES: Final = 16
+KEYS: Final = 128
+
+
+class InvariantHeads(PagedHeads):
+    """Attention whose result for a token depends on its sequence alone: every product has one shape.
+
+    A sequence's queries are attended to QUERIES at a time, in float32. Keys are read in tiles of KEYS positions that
+    begin at multiples of KEYS, so that a query's scores are summed in the same order in whatever chunk it is computed.
+    Positions that it does not see add zeros.
+    """
+
+    def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:
+        out = torch.empty(len(queries), self.spec.heads * self.spec.value_width, dtype=queries.dtype)
+        for sequence, span in zip(batch.sequences, spans):
+            keys, values = (_in_tiles(span.read(array).float(), span.start) for array in cache.arrays)
+            for begin in range(sequence.begin, sequence.end, QUERIES):
+                end = min(begin + QUERIES, sequence.end)
+                first = sequence.context + begin - sequence.begin
+                out[begin:end] = self._attend_tiles(queries[begin:end].float(), keys, values, first, span)
+        return out
+
+    def _attend_tiles(
+        self, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first: int, span: CacheSpan
+    ) -> Tensor:
+        """Queries [t, N, H] from position `first`, each tile's keys [K, KEYS, H], values [K, KEYS, V] -> [t, N*V]."""
+        spec, count = self.spec, len(queries)
+        q = F.pad(queries, (0, 0, 0, 0, 0, QUERIES - count)).view(QUERIES, spec.kv_heads, self.group, spec.head_dim)
+        q = q.permute(1, 2, 0, 3).reshape(spec.kv_heads, self.group * QUERIES, spec.head_dim)
+        positions = torch.arange(first, first + QUERIES)[:, None]
+        begin = span.start // KEYS * KEYS
+        scores = [
+            self._scores(q, tile, positions, torch.arange(at, at + KEYS)[None])
+            for at, tile in zip(range(begin, begin + len(keys) * KEYS, KEYS), keys)
+        ]
+        largest = torch.stack([tile.amax(-1, keepdim=True) for tile in scores]).amax(0)
+        total, mixed = torch.zeros_like(largest), q.new_zeros(*q.shape[:-1], spec.value_width)
+        if self.sinks is not None:
+            sinks = self.sinks.float().view(spec.kv_heads, self.group, 1).expand(-1, -1, QUERIES).reshape(total.shape)
+            largest = largest.maximum(sinks)
+            total = (sinks - largest).exp()
+        for tile, value in zip(scores, values):
+            weights = (tile - largest).exp()
+            total += weights.sum(-1, keepdim=True)
+            mixed += weights @ value
+        heads = (mixed / total).view(spec.kv_heads, self.group, QUERIES, spec.value_width)
+        return heads.permute(2, 0, 1, 3)[:count].flatten(1)
+
+    def _scores(self, q: Tensor, keys: Tensor, queries_at: Tensor, keys_at: Tensor) -> Tensor:
+        """Return the scores [K, group * QUERIES, KEYS], -inf where a query does not see a key."""
+        spec = self.spec
+        scores = (q @ keys.transpose(-1, -2)) * spec.scale
+        if spec.softcap is not None:
+            scores = softcap(scores, spec.softcap)
+        scores = scores.view(spec.kv_heads, self.group, QUERIES, KEYS)
+        if spec.alibi_slopes is not None:
+            slopes = scores.new_tensor(spec.alibi_slopes).view(spec.kv_heads, self.group, 1, 1)
+            distance = (queries_at - keys_at).clamp(min=0)
+            scores = scores - slopes * (distance.sqrt() if spec.alibi_root else distance)
+        seen = keys_at <= queries_at
+        if spec.window is not None:
+            seen = seen & (keys_at > queries_at - spec.window)
+        if spec.chunk is not None:
+            seen = seen & (keys_at // spec.chunk >= queries_at // spec.chunk - spec.chunk_lookback)
+        return scores.masked_fill(~seen, float("-inf")).flatten(1, 2)
+
+
+def _in_tiles(array: Tensor, start: int) -> tuple[Tensor, ...]:
+    """Return K or V [K, length, H] of positions from `start` as tiles [K, KEYS, H], with zeros around."""
+    before = start % KEYS
+    return F.pad(array, (0, 0, before, -(before + array.shape[1]) % KEYS)).split(KEYS, 1)
+
+
+class PagedAttention:
+    """One layer's attention."""
+
+    def __init__(self, spec: Attention, params: AttentionParams, attend: PagedHeads) -> None:
+        self.spec, self.project, self.attend = spec, Projection(spec, params), attend
+
+    def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        spec = self.spec
+        rotation, new = rotations[spec.rope], None
+        if spec.shares_cache_of is None:
+            queries, keys, values = self.project(x, rotation)
+            new = keys, values
+        else:
+            queries = self.project.queries(x, rotation)
+        if spec.query_growth is not None:
+            queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
+        return self.project.out(self.attend(queries, new, batch, caches), x)
+
+
+def fused_attention(spec: Attention, params: AttentionParams, number: int, native: Operators) -> FusedAttention | None:
+    """Return attention by compiled kernels over the cache of that number; None for what they do not compute."""
+    special = (
+        spec.softcap is not None or spec.alibi_slopes is not None or spec.chunk is not None or spec.blocks is not None
+    )
+    if special or params.sinks is not None or spec.shares_cache_of is not None or spec.qk_norm_after_rope:
+        return None
+    if spec.rope is not None and spec.rope.interleaved:
+        return None
+    shape = HeadShape(spec.heads, spec.kv_heads, spec.head_dim, spec.value_width, spec.scale)
+    write = native.cache_writer(shape, 0 if spec.rope is None else spec.rope.dim)
+    if write is None or not native.attends(shape):
+        return None
+    return FusedAttention(
+        Projection(spec, params, _head_norm(spec, params, shape, native)), number, shape, write, native
+    )
+
+
+def _head_norm(
+    spec: Attention, params: AttentionParams, shape: HeadShape, native: Operators
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the compiled QK norm; None if there is none, or no kernel for it."""
+    kind, q_norm, k_norm = spec.qk_norm, params.q_norm, params.k_norm
+    if kind is None or kind.kind != "rms" or spec.qk_norm_over != "per_head" or q_norm is None or k_norm is None:
+        return None
+    weights = q_norm.weight, k_norm.weight
+    return native.head_norm(shape, kind.eps, *weights, unit_offset=kind.unit_offset)
+
+
+class FusedAttention:
+    """One layer's attention, of two kernels: RoPE with the write into the cache, and attention of all sequences."""
+
+    def __init__(
+        self, project: Projection, number: int, shape: HeadShape, write: CacheWriter, native: Operators
+    ) -> None:
+        self.spec, self.project, self.number = project.spec, project, number
+        self._shape, self._write, self._native = shape, write, native
+
+    def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        spec, cache, rotation = self.spec, caches[self.number], rotations[self.spec.rope]
+        view = batch.views[cache.view]
+        heads, values = self.project.before_rotation(x)
+        tables = None if rotation is None else rotation.tables
+        self._write(heads, values, tables, batch.positions, view.write_slots, cache.arrays)
+        queries = heads[:, : spec.heads]
+        if spec.query_growth is not None:
+            queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
+        attend = self._native.attention(self._shape, view.block_size)
+        tiles = batch.tiles(attend.tile_tokens)
+        heads = attend(
+            queries, cache.arrays, view.table, batch.context, batch.num_decodes, tiles, view.window, view.prefixes
+        )
+        return self.project.out(heads, x)

@@ -1,0 +1,116 @@
+"""The gated delta rule with a decay per channel (KDA).
+
+A decode step goes token by token. A prefill goes by chunks of tokens (arXiv 2510.26692, section 3): within a chunk the
+rule is a triangular system, as without channels; the decay between two tokens enters the products of their channels.
+
+Axis letters: S sequences, T tokens, N heads, K channels of a key head, V of a value head, C of the convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.ops import l2_norm, norm
+from pagoda.backends.reference.weights import KimiDeltaParams
+from pagoda.common.models.mixers import KimiDelta
+
+KDA_CHUNK: Final = 32
+"""Tokens whose updates of the state are solved for at once."""
+
+
+class KimiDeltaLayer:
+    """One layer's projections, convolution and rule, a RecurrentLayer."""
+
+    def __init__(self, spec: KimiDelta, params: KimiDeltaParams) -> None:
+        self.spec, self.params, self.convolve = spec, params, Convolution(params.conv)
+        (cache,) = spec.caches()
+        self.elements = cache.block_elements(1)
+
+    def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
+        """X [T, D] -> (q, k and v before the convolution [T, C], beta [T, N], log decay [T, N*K]), gates [T, N*V]."""
+        spec, params = self.spec, self.params
+        rank = spec.rank or spec.width
+        qkv, beta, decay, gate = params.inner(x).split([3 * spec.width, spec.heads, rank, rank], -1)
+        decay, gate = (
+            part if layer is None else layer(part) for part, layer in ((decay, params.decay), (gate, params.gate))
+        )
+        shifted, rate = (
+            (decay.float() + params.decay_offset).unflatten(-1, (spec.heads, -1)),
+            params.decay_rate[:, None],
+        )
+        if spec.decay_bound is None:
+            log_decay = rate * F.softplus(shifted)
+        else:
+            log_decay = spec.decay_bound * (-rate * shifted).sigmoid()
+        return (qkv.float(), beta.float().sigmoid(), log_decay.flatten(1)), gate
+
+    def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*V], the states after them."""
+        spec, (before, beta, decay) = self.spec, inputs
+        tail, state = states.tensor_split([self.convolve.elements], -1)
+        qkv, tail = self.convolve(before, tail)
+        q, k, v = (part.unflatten(1, (spec.heads, -1)).mT for part in F.silu(qkv).chunk(3, 1))
+        heads, state = channel_rule(
+            l2_norm(q) * spec.head_dim**-0.5,
+            l2_norm(k),
+            v,
+            beta.mT,
+            decay.unflatten(-1, (spec.heads, -1)).transpose(1, 2),
+            state.view(-1, spec.heads, spec.head_dim, spec.head_dim),
+        )
+        return heads.transpose(1, 2).flatten(2), torch.cat((tail, state.flatten(1)), 1)
+
+    def out(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Heads float32 and gates [T, N*V] -> [T, D]."""
+        normed = norm(heads.unflatten(-1, (self.spec.heads, -1)), self.spec.norm, self.params.norm.float())
+        return self.params.out((normed.flatten(-2) * gate.float().sigmoid()).to(gate.dtype))
+
+
+def channel_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the heads [S, N, T, V] and the state after T tokens, in float32.
+
+    q, k and log decay [S, N, T, K]; v [S, N, T, V]; beta [S, N, T]; state [S, N, K, V]. See
+    `gated_delta.chunked_rule`, of which the factors exp(G_i - G_j) belong to channels here.
+    """
+    if q.shape[2] == 1:
+        state = state * decay.mT.exp()
+        state = state + k.mT @ (beta[..., None] * (v - k @ state))
+        return q @ state, state
+    tokens = q.shape[2]
+    size = min(KDA_CHUNK, tokens)
+    padding = -tokens % size  # with beta, k and log decay 0, which changes nothing
+    q, k, v, decay = (F.pad(part, (0, 0, 0, padding)).unflatten(2, (-1, size)) for part in (q, k, v, decay))
+    beta = F.pad(beta, (0, padding)).unflatten(2, (-1, size))[..., None]
+    scores, system, until_end = _products(q, k, decay.exp())
+    since_start = decay.cumsum(-2).exp()
+    sides = beta * torch.cat((v, k * since_start), -1)
+    of_v, of_state = torch.linalg.solve_triangular(beta * system, sides, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], -1
+    )
+    queries, last, heads = q * since_start, since_start[..., -1, :, None], []
+    for chunk in range(q.shape[2]):
+        written = of_v[:, :, chunk] - of_state[:, :, chunk] @ state
+        heads.append(queries[:, :, chunk] @ state + scores[:, :, chunk] @ written)
+        state = last[:, :, chunk] * state + until_end[:, :, chunk].mT @ written
+    return torch.cat(heads, 2)[:, :, :tokens], state
+
+
+def _products(q: Tensor, k: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q and k of each token times k of all up to it, decayed in between; and k decayed to the chunk's end.
+
+    All [..., size, K]; the products [..., size, size], 0 for later tokens. Keys decay token by token, so that no decay
+    is the quotient of two others, which may be 0.
+    """
+    size, keys = q.shape[-2], k.clone()
+    rows, products = torch.stack((q, k), -2), q.new_zeros(2, *q.shape[:-1], size)
+    for token in range(size):
+        keys[..., :token, :].mul_(factors[..., token : token + 1, :])
+        both = rows[..., token, :, :] @ keys[..., : token + 1, :].mT  # [..., 2, token + 1]
+        products[..., token, : token + 1] = both.movedim(-2, 0)
+    return products[0], products[1], keys

@@ -1,0 +1,1 @@
+"""Models whose layers are transformers' code (--model-impl transformers)."""

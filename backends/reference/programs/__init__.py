@@ -1,0 +1,1 @@
+"""The compiled kernels as torch operators, and small steps recorded as programs of kernel calls."""

@@ -1,0 +1,1 @@
+"""Attention kernels: decode, prefill, latents, sparse selections, and the rotary cache write."""

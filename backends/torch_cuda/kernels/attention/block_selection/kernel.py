@@ -1,0 +1,189 @@
+"""The kernels of a block indexer: the best score of each block of keys, and the pages of the best blocks.
+
+Queries that see no more blocks than are selected are not scored: they select all. Threshold and order of the selection
+are exact, as those of `token_selection`.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.token_selection.kernel import ordered
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of
+from pagoda.common.models.mixers import BlockIndexer
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
+
+ROWS: Final = 64
+"""Queries per program of `score` where several tokens of a sequence follow one another."""
+BLOCK: Final = 256
+"""Scores read at a time by `select`."""
+SCORE_WARPS: Final = 4
+SELECT_WARPS: Final = 4
+
+
+@triton.jit(do_not_specialize=["tables", "rows", "lens", "tokens", "table_stride", "blocks"])
+def score(
+    q, cache, tables, rows, lens, scores, tokens, table_stride, blocks,
+    HEADS: tl.constexpr, H: tl.constexpr, H_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, LOCAL: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (TILE tokens, block): scores [T, HEADS, blocks], none of tokens that select all blocks they see.
+
+    A tile's queries are ROWS rows; its tokens may be of several sequences, one after the other.
+    """
+    first, block = tl.program_id(0) * TILE, tl.program_id(1)
+    row, channel, at = tl.arange(0, ROWS), tl.arange(0, H_WIDTH), tl.arange(0, WIDTH)
+    token = first + row // HEADS
+    real = (row < TILE * HEADS) & (token < tokens)
+    length = tl.load(lens + token, real, 0)
+    own = (length - 1) // TOKENS
+    scored = real & (length > 0) & (own >= TOP) & (block <= own)
+    if tl.max(scored.to(tl.int32), 0) == 0:
+        return
+    sequence = tl.load(rows + token, scored, -1)
+    query = token.to(tl.int64) * HEADS + row % HEADS
+    inside = scored[:, None] & (channel < H)[None, :]
+    x = tl.load(q + query[:, None] * H + channel[None, :], inside, 0.0)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    for current in range(tl.min(tl.where(scored, sequence, 2147483647), 0), tl.max(sequence, 0) + 1):
+        mine = sequence == current
+        last = tl.max(tl.where(mine, length, 0), 0) - 1
+        position = block * TOKENS + at
+        seen = (at < TOKENS) & (position <= last)
+        page = tl.load(tables + (tl.zeros([], tl.int64) + current) * table_stride + position // PAGE, seen, 0).to(
+            tl.int64
+        )
+        slot = page * PAGE + (position & (PAGE - 1))
+        k = tl.load(cache + slot[:, None] * H + channel[None, :], seen[:, None] & (channel < H)[None, :], 0.0)
+        products = tl.dot(x, tl.trans(k), input_precision="ieee")
+        visible = mine[:, None] & (at < TOKENS)[None, :]  # all of a block that is not the query's own
+        best = tl.maximum(best, tl.max(tl.where(visible, products, float("-inf")), 1))
+    best = tl.where(block > own - LOCAL, float("inf"), best)
+    tl.store(scores + query * blocks + block, best, scored)
+
+
+@triton.jit(do_not_specialize=["kv_tables", "rows", "lens", "kv_table_stride", "blocks"])
+def select(
+    scores, kv_tables, rows, lens, selected, selected_lens, kv_table_stride, blocks,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, TOP: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, PARTS_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): the pages of SIZE tokens of the TOP best blocks, ascending; of equal ones the earlier."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query = token * HEADS + head
+    length = tl.load(lens + token)
+    if length <= 0:
+        tl.store(selected_lens + query, 0)
+        return
+    count = (length + TOKENS - 1) // TOKENS
+    row, lane = scores + query * blocks, tl.arange(0, BLOCK)
+    every = count <= TOP
+    threshold = tl.zeros([], tl.int64)
+    above = tl.zeros([], tl.int32)
+    if not every:
+        for bit in range(32):
+            higher = threshold + (tl.full([], 2147483648, tl.int64) >> bit)
+            least = tl.zeros([], tl.int32)
+            for at in range(0, count, BLOCK):
+                real = at + lane < count
+                least += tl.sum((real & (ordered(tl.load(row + at + lane, real, 0.0)) >= higher)).to(tl.int32), 0)
+            threshold = tl.where(least >= TOP, higher, threshold)
+        for at in range(0, count, BLOCK):
+            real = at + lane < count
+            above += tl.sum((real & (ordered(tl.load(row + at + lane, real, 0.0)) > threshold)).to(tl.int32), 0)
+    table = kv_tables + tl.load(rows + token).to(tl.int64) * kv_table_stride
+    part = tl.arange(0, PARTS_WIDTH)
+    written = tl.zeros([], tl.int32)
+    equal = tl.zeros([], tl.int32)
+    for at in range(0, count, BLOCK):
+        block = at + lane
+        real = block < count
+        x = ordered(tl.load(row + block, real & (not every), 0.0))
+        same = (real & (x == threshold)).to(tl.int32)
+        among = equal + tl.cumsum(same, 0)
+        chosen = real & (every | (x > threshold) | ((same == 1) & (among <= TOP - above)))
+        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        position = block[:, None] * TOKENS + part[None, :] * SIZE
+        seen = chosen[:, None] & (part < PARTS)[None, :] & (position < length)
+        page = (tl.load(table + position // PAGE, seen, 0) * HEADS + head) * (PAGE // SIZE)
+        to = selected + query * (TOP * PARTS) + place[:, None] * PARTS + part[None, :]
+        tl.store(to, page + (position & (PAGE - 1)) // SIZE, seen)
+        equal += tl.sum(same, 0)
+        written += tl.sum(chosen.to(tl.int32), 0)
+    tl.store(selected_lens + query, (written - count) * TOKENS + length)  # the last block is the query's own
+
+
+def launch(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    kv_tables: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    spec: BlockIndexer,
+    several: bool,
+    scores: Tensor,
+    selected: Tensor,
+    selected_lens: Tensor,
+) -> None:
+    """Write the pages selected int32 [T, K, W] and their tokens int32 [T, K]. scores float32 [T, K, C]: scratch."""
+    tokens, heads, _ = q.shape
+    if not tokens:
+        return
+    blocks = scores.shape[2]
+    of_score = _constants(score, spec, heads, cache.shape[1], several)
+    score[(triton.cdiv(tokens, of_score["TILE"]), blocks)](
+        q, cache, tables, rows, lens, scores, tokens, tables.stride(0), blocks, **of_score, num_warps=SCORE_WARPS
+    )  # fmt: skip
+    select[(tokens, heads)](
+        scores, kv_tables, rows, lens, selected, selected_lens, kv_tables.stride(0), blocks,
+        **_constants(select, spec, heads, cache.shape[1], several), num_warps=SELECT_WARPS,
+    )  # fmt: skip
+
+
+def _constants(function: Any, spec: BlockIndexer, heads: int, page: int, several: bool) -> dict[str, int]:
+    """Return those of the constants that a kernel has, by name."""
+    size, tile = gcd(spec.tokens, page), max(1, ROWS // heads) if several else 1
+    parts = spec.tokens // size
+    every = {
+        **{"HEADS": heads, "H": spec.head_dim, "H_WIDTH": padded(spec.head_dim), "PAGE": page, "SIZE": size},
+        **{"TOKENS": spec.tokens, "WIDTH": padded(spec.tokens), "TOP": spec.top_k, "LOCAL": spec.local},
+        **{"PARTS": parts, "PARTS_WIDTH": triton.next_power_of_2(parts), "BLOCK": BLOCK},
+        **{"TILE": tile, "ROWS": padded(tile * heads)},
+    }
+    return arguments_of(function, every)
+
+
+# Specialisations compiled ahead of time: MiniMax-M3's indexer.
+
+_SPEC: Final = BlockIndexer(128, 128, 16, 1, Rope(5e6, 64), Norm(1e-6))
+_KV_HEADS: Final = 4
+_PAGE: Final = 16
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by name."""
+    by_name = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kind, hot = f"*{TRITON_TYPES[dtype]}", dtype != torch.float32
+        signature = {"q": kind, "cache": kind, **dict.fromkeys(("tables", "rows", "lens"), "*i32"), "scores": "*fp32"}
+        signature |= dict.fromkeys(("tokens", "table_stride", "blocks"), "i32")
+        for name, several in (("decode", False), ("prefill", True)):
+            constants = _constants(score, _SPEC, _KV_HEADS, _PAGE, several)
+            by_name[f"score-{name}-{TRITON_TYPES[dtype]}"] = Launch(
+                score, signature, constants, num_warps=SCORE_WARPS, hot=hot
+            )
+    arrays = ("kv_tables", "rows", "lens", "selected", "selected_lens")
+    signature = {"scores": "*fp32", **dict.fromkeys(arrays, "*i32"), "kv_table_stride": "i32", "blocks": "i32"}
+    constants = _constants(select, _SPEC, _KV_HEADS, _PAGE, False)
+    by_name["select"] = Launch(select, signature, constants, num_warps=SELECT_WARPS)
+    return by_name

@@ -1,0 +1,722 @@
+"""Decode attention in two kernels: online softmax over a split of a sequence's keys, then the sum of the splits.
+
+The rows of a tile are the query tokens times the heads of a group, so K and V are read once per KV head. A split is a
+whole number of tiles of TILE tokens. A tile is gathered page by page; its page numbers are loaded while the previous
+tile is fetched. Positions that no token sees are not masked but clamped to a visible neighbour: copies stay whole, and
+the contents of unused slots do not matter. Scores are in units of log 2. With a work list a program takes one of its
+pieces in place of a split; pieces of whole sequences write the result themselves.
+
+Source of the split softmax: Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.attention import work_list
+from pagoda.backends.torch_cuda.kernels.attention.alibi import behind
+from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, MIN_DOT_8, TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import native, split_float8, unit_of, widen
+from pagoda.backends.torch_cuda.kernels.frame.launch import KIB, Chip, Launch, settings
+
+# Block sizes of the kernels: the table in tuning.json, and candidates for tuning.
+
+TUNING: Final = Path(__file__).with_name("tuning.json")
+WGMMA_ROWS: Final = 64
+"""Rows from which sm_90 multiplies in warp groups from shared memory, which needs another buffer."""
+NARROWEST: Final = 64
+"""Channels of the narrowest heads that have settings of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What the best block sizes depend on, and the channels of a value head."""
+
+    head_dim: int
+    group: int  # query heads per KV head
+    query_len: int
+    cache: torch.dtype
+    value_dim: int | None = None  # None: head_dim
+
+    @property
+    def width(self) -> int:
+        """H padded."""
+        return padded(self.head_dim)
+
+    @property
+    def values(self) -> int:
+        """Channels of a value head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head, padded."""
+        return padded(self.group * self.query_len)
+
+    @property
+    def key(self) -> str:
+        """Key of the table, e.g. 16bit_h128_r16. Narrower heads have the settings of 64 channels."""
+        return f"{8 * self.cache.itemsize}bit_h{max(self.width, NARROWEST)}_r{min(self.rows, WGMMA_ROWS)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBlockSizes:
+    """Constants of a launch."""
+
+    ROWS: int  # query rows per program
+    TILE: int  # tokens per loop iteration
+    num_warps: int
+    num_stages: int
+
+
+def blocks(shape: DecodeShape, chip: Chip) -> DecodeBlockSizes:
+    """Return the tuned block sizes."""
+    tuned = settings(TUNING, chip, shape.key)
+    return DecodeBlockSizes(min(tuned["ROWS"], shape.rows), tuned["TILE"], tuned["num_warps"], tuned["num_stages"])
+
+
+def multiplies8(shape: DecodeShape, queries: torch.dtype, tile: int, chip: Chip) -> bool:
+    """Return whether queries and keys are multiplied as float8, in tiles of that many keys.
+
+    sm_89 and sm_120 do so by warps, sm_90 by groups of warps, for which keys are the rows; sm_100 only in its tensor
+    memory, whose copies would cost more instructions than the widening of keys.
+    """
+    fits = shape.cache.itemsize == 1 and queries.itemsize == 2 and shape.width >= MIN_DOT_8
+    by_warps = chip.capability in ((8, 9), (12, 0))
+    return fits and (by_warps or (chip.capability == (9, 0) and tile >= WGMMA_ROWS))
+
+
+def shared_bytes(shape: DecodeShape, chosen: DecodeBlockSizes, chip: Chip) -> int:
+    """Return the shared memory of a program, to within a few KiB: tiles in flight, queries, weights."""
+    grouped = chosen.ROWS >= WGMMA_ROWS and chip.capability >= (9, 0)
+    tiles = (chosen.num_stages - 1 + grouped) * 2 * chosen.TILE * shape.width * shape.cache.itemsize
+    return tiles + chosen.ROWS * (shape.width + chosen.TILE) * max(2, shape.cache.itemsize)
+
+
+def candidates(shape: DecodeShape, chip: Chip) -> Iterator[DecodeBlockSizes]:
+    """Yield what a benchmark should try: enough bytes in flight, two programs per multiprocessor."""
+    all_rows = sorted({min(shape.rows, most) for most in (MIN_DOT, 32, WGMMA_ROWS)})
+    for choice in product(all_rows, (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5)):
+        chosen = DecodeBlockSizes(*choice)
+        size = 2 * chosen.TILE * shape.width * shape.cache.itemsize
+        enough = 8 * KIB <= size <= 64 * KIB and size // chosen.num_warps >= 4 * KIB
+        fits = shared_bytes(shape, chosen, chip) <= chip.shared_bytes // 2
+        if enough and fits and (chosen.ROWS < WGMMA_ROWS or chosen.num_warps >= 4):
+            yield chosen
+
+
+NOTHING = tl.constexpr(-1e30)
+"""A masked score: finite, so that the difference of two is not NaN."""
+LOG2E = tl.constexpr(math.log2(math.e))
+BITS_SCALE = tl.constexpr(256.0)
+"""Corrects the exponent of a float8 whose bits were moved to a float16."""
+CHUNK: Final = 32
+"""Partial sums read at a time by the reduction."""
+GRAIN = tl.constexpr(work_list.GRAIN)
+
+
+@triton.jit
+def _first(kv_len, count, WINDOW: tl.constexpr, SPAN: tl.constexpr, BACK: tl.constexpr):
+    """Return the first position that any of the last `count` tokens sees."""
+    if SPAN > 0:
+        return tl.maximum(tl.maximum(kv_len - count, 0) // SPAN * SPAN - BACK, 0)
+    elif WINDOW == 0:
+        return 0
+    else:
+        return tl.maximum(kv_len - count - WINDOW + 1, 0)
+
+
+@triton.jit
+def _share(
+    kv_len, splits, count, WINDOW: tl.constexpr, SPAN: tl.constexpr, BACK: tl.constexpr, RUN: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Return (start of the first tile, tiles of the sequence, tiles of a split)."""
+    start = _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN
+    tiles = tl.cdiv(kv_len - start, TILE)
+    return start, tiles, tl.cdiv(tiles, splits)
+
+
+@triton.jit
+def _count(query_counts, seq, QUERY_LEN: tl.constexpr):
+    """Return how many of a sequence's tokens are not padding."""
+    if query_counts is None:
+        return QUERY_LEN
+    else:
+        return tl.load(query_counts + seq)
+
+
+@triton.jit
+def _pages(table, start, last, PAGE: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
+    """Return a tile's pages, int32 [TILE / RUN]; past the end, the page of position `last`."""
+    position = tl.minimum(start + tl.arange(0, TILE // RUN) * RUN, last)
+    return tl.load(table + position // PAGE)
+
+
+@triton.jit
+def _load(cache, offsets, H: tl.constexpr, WIDTH: tl.constexpr):
+    """Return [TILE, WIDTH] of rows of H, zero-padded."""
+    dims = tl.arange(0, WIDTH)
+    if H == WIDTH:
+        return tl.load(cache + offsets[:, None] + dims[None, :])
+    else:
+        return tl.load(cache + offsets[:, None] + dims[None, :], mask=(dims < H)[None, :], other=0.0)
+
+
+@triton.jit
+def _typed(x, DTYPE: tl.constexpr):
+    """Return cached values as DTYPE. The bits of a float8 e4m3, as int8, become 1/256 of it, subnormals included.
+
+    The bit fields are shifted to where a float16 has them, and the second copy of the sign is dropped; NaN becomes a
+    number. This takes a third of the instructions of `fp8_convert.decode`, which limit the speed of chips that need it.
+    """
+    if x.dtype == tl.int8:
+        return ((x.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def _halved(x):
+    """Return (x [ROWS, WIDTH] / p as float16, p float32 [ROWS]), with p a power of two near the row's maximum: exact.
+
+    Converting float8 to float16 takes half an instruction, to bfloat16 several.
+    """
+    wide = x.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.maximum(exponent, 1 << 23).to(tl.float32, bitcast=True)
+    return (wide / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
+def _scores(
+    q, low, k, pos, last, scale, slope, SOFTCAP: tl.constexpr, ROOT: tl.constexpr, WINDOW: tl.constexpr,
+    SPAN: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Return scores [ROWS, TILE] in units of log 2. pos [TILE]; scale, last, a row's position, and slope [ROWS].
+
+    `low`: what q lacks to be the queries, if their product is one of float8, with the keys as its rows.
+    """
+    if low is None:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
+    else:
+        s = tl.trans(tl.dot(k, tl.trans(q), tl.dot(k, tl.trans(low)))) * scale[:, None]
+    if SOFTCAP > 0:
+        # scale holds 2 log2(e) / cap: tanh(x) = 1 - 2 / (1 + exp(2x))
+        s = (SOFTCAP * LOG2E) * (1 - 2 / (1 + tl.exp2(s)))
+    if slope is not None:
+        s += slope[:, None] * behind(pos, last, ROOT)
+    seen = pos[None, :] <= last[:, None]
+    if WINDOW > 0:
+        seen &= pos[None, :] > last[:, None] - WINDOW
+    if SPAN > 0:
+        seen &= pos[None, :] >= last[:, None] // SPAN * SPAN - BACK
+    return tl.where(seen, s, NOTHING)
+
+
+@triton.jit
+def _inverse(weight):
+    """Return 1 / weight, or 0 if nothing was seen; otherwise the highest score weighs 1."""
+    return tl.where(weight > 0, 1 / tl.maximum(weight, 1.0), 0.0)
+
+
+@triton.jit
+def piece_of(items, number):
+    """Return (sequence, first position, end, slot) of a piece of a `WorkList`."""
+    item = items + number * 4
+    return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+
+
+@triton.jit
+def _store_result(out, query, acc, top, weight, sinks, heads, real, written, channels, V: tl.constexpr):
+    """Write the attention [ROWS, V] of queries, rows of out [T * N, V], with the sinks of their heads."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=real, other=0).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        fade = tl.exp2(top - higher)
+        weight = weight * fade + tl.exp2(sink - higher)
+        acc *= fade[:, None]
+    result = acc * _inverse(weight)[:, None]
+    tl.store(out + query[:, None] * V + channels[None, :], result.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V: tl.constexpr):
+    """Write weighted sums, maxima and sums of weights of rows to `place`."""
+    tl.store(partial + place[:, None] * V + channels[None, :], acc, mask=written)
+    tl.store(tops + place, top, mask=real)
+    tl.store(sums + place, weight, mask=real)
+
+
+# Arguments that vary between steps or are views into a larger tensor must not be specialized on alignment.
+@triton.jit(
+    do_not_specialize=[
+        "tables", "kv_lens", "query_counts", "items", "tops", "sums", "k_scale", "v_scale", "table_stride",
+    ]
+)  # fmt: skip
+def attend(
+    q,
+    tables,
+    kv_lens,
+    query_counts,
+    items,
+    out,
+    partial,
+    tops,
+    sums,
+    sinks,
+    table_stride,
+    keys,
+    values,
+    slopes,
+    k_scale,
+    v_scale,
+    scale,
+    page_stride,
+    value_page_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    BACK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROOT: tl.constexpr,
+    PRODUCT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Program (block of a KV head's rows, split, sequence), KV heads adjacent so that a page is read once.
+
+    With `items` [M, 4], see `WorkList`, the second is a piece and there is no third. Without tops and sums there is one
+    split and its result is final; else partial is [slots, QUERY_LEN, N, V] of weighted sums, and tops and sums [slots,
+    QUERY_LEN, N] are the score that the weights are relative to and the sum of the weights. Without `items`, slots are
+    those of the splits of each sequence; empty ones are not written.
+    """
+    BLOCKS: tl.constexpr = (QUERY_LEN * GROUP + ROWS - 1) // ROWS
+    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    RUN: tl.constexpr = min(PAGE, TILE) if items is None else min(min(PAGE, TILE), GRAIN)
+    row = block * ROWS + tl.arange(0, ROWS)
+    real = row < QUERY_LEN * GROUP
+    if items is not None:
+        seq, begin, end, part = piece_of(items, tl.program_id(1))
+        if seq < 0:
+            return
+        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        begin = tl.maximum(begin, _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN)
+        end = tl.minimum(end, kv_len)
+        if (begin >= end) & (part >= 0):
+            empty = (part * QUERY_LEN + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+            tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
+            return
+    else:
+        split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        start, _, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
+        begin = start + split * share * TILE
+        end = tl.minimum(begin + share * TILE, kv_len)
+        part = seq * splits + split
+        if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
+            if begin >= end:
+                return
+
+    dims = tl.arange(0, WIDTH)
+    token = seq * QUERY_LEN + row // GROUP
+    query = token * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # of q as [T * N, H]
+    kept = real[:, None] & (dims < H)[None, :]
+    queries = tl.load(q + query[:, None] * H + dims[None, :], mask=kept, other=0)
+    if k_scale is not None:
+        scale *= tl.load(k_scale)
+    if keys.dtype.element_ty == tl.int8:
+        scale *= BITS_SCALE
+    scales = tl.full([ROWS], 1.0, tl.float32) * scale
+    low = None
+    if PRODUCT8:
+        queries = queries.to(tl.float32)
+        power = unit_of(tl.max(tl.abs(queries), 1))
+        queries, low = split_float8(queries / power[:, None], NATIVE)
+        scales *= power
+    elif keys.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype != tl.float32:
+        queries, power = _halved(queries)
+        scales *= power
+    WIDE: tl.constexpr = tl.float16 if PRODUCT8 else queries.dtype
+    PAIRS: tl.constexpr = NATIVE and values.dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head * GROUP + row % GROUP, mask=real, other=0) * LOG2E
+    last = kv_len - QUERY_LEN + row // GROUP
+    first, final = _first(kv_len, count, WINDOW, SPAN, BACK), tl.maximum(end - 1, 0)
+
+    table = tables + seq.to(tl.int64) * table_stride
+    keys += head * (PAGE * H)
+    values += head * (PAGE * V)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    weights = tl.zeros([ROWS, TILE], tl.float32)
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    pages = _pages(table, begin, final, PAGE, RUN, TILE)
+    for at in range(begin, end, TILE):
+        pos = at + tl.arange(0, TILE)
+        slot = tl.minimum(tl.maximum(pos, first), final) & (PAGE - 1)
+        page = tl.reshape(tl.broadcast_to(pages[:, None], [TILE // RUN, RUN]), [TILE])
+        offsets = page.to(tl.int64) * page_stride + slot * H
+        k = _load(keys, offsets, H, WIDTH)
+        if not (PRODUCT8 and NATIVE):
+            k = _typed(k, WIDE)
+        s = _scores(queries, low, k, pos, last, scales, slope, SOFTCAP, ROOT, WINDOW, SPAN, BACK)
+        if items is not None and (TILE > GRAIN or WINDOW > 0 or SPAN > 0):  # a piece may end within a tile
+            s = tl.where((pos < end)[None, :], s, NOTHING)
+        higher = tl.maximum(top, tl.max(s, 1))
+        fade = tl.exp2(top - higher)
+        p = tl.exp2(s - higher[:, None])
+        weights = weights * fade[:, None] + p
+        if value_page_stride is not None:
+            offsets = page.to(tl.int64) * value_page_stride + slot * V
+        if PAIRS:
+            v = widen(_load(values.to(tl.pointer_type(tl.int16)), offsets // 2, V // 2, V_WIDTH // 2))
+        else:
+            v = _typed(_load(values, offsets, V, V_WIDTH), WIDE)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = higher
+        pages = _pages(table, at + TILE, final, PAGE, RUN, TILE)
+
+    channels = tl.arange(0, V_WIDTH)
+    written = real[:, None] & (channels < V)[None, :]
+    weight = tl.where(top > NOTHING, tl.sum(weights, 1), 0.0)
+    if v_scale is not None:
+        acc *= tl.load(v_scale)
+    if values.dtype.element_ty == tl.int8:
+        acc *= BITS_SCALE
+    if tops is None:
+        _store_result(out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V)
+    else:
+        place = (part.to(tl.int64) * QUERY_LEN + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+        if items is None:
+            _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
+        else:
+            if part < 0:
+                _store_result(
+                    out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V
+                )
+            else:
+                _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
+
+
+_ATTEND: Final = BoundKernel(attend)
+
+
+@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "query_counts", "merges", "splits"])
+def reduce(
+    partial,
+    tops,
+    sums,
+    kv_lens,
+    query_counts,
+    merges,
+    sinks,
+    out,
+    splits,
+    HEADS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    V: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    BACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program (head, token): sum the non-empty splits, or the pieces that `merges` names, and the sink."""
+    head, token = tl.program_id(0), tl.program_id(1)
+    query = token.to(tl.int64) * HEADS + head
+    seq = token // QUERY_LEN
+    if merges is not None:
+        begin, live = tl.load(merges + 2 * seq), tl.load(merges + 2 * seq + 1)
+        if live == 1:
+            return
+    else:
+        RUN: tl.constexpr = min(PAGE, TILE)
+        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        _, tiles, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
+        begin, live = seq * splits, tl.cdiv(tiles, tl.maximum(share, 1))
+
+    dims = tl.arange(0, V_WIDTH)
+    top = tl.full([], NOTHING, tl.float32)
+    weight = tl.zeros([], tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + head).to(tl.float32) * LOG2E
+        weight += 1.0
+    acc = tl.zeros([V_WIDTH], tl.float32)
+    first = (begin.to(tl.int64) * QUERY_LEN + token % QUERY_LEN) * HEADS + head
+    for at in range(0, live, CHUNK):
+        split = at + tl.arange(0, CHUNK)
+        place = first + split * (QUERY_LEN * HEADS)
+        sums_of = tl.load(sums + place, mask=split < live, other=0)
+        real = sums_of > 0  # of others there is nothing but that
+        kept = real[:, None] & (dims < V)[None, :]
+        each = tl.load(tops + place, mask=real, other=NOTHING)
+        x = tl.load(partial + place[:, None] * V + dims[None, :], mask=kept, other=0)
+        higher = tl.maximum(top, tl.max(each, 0))
+        fade, shares = tl.exp2(top - higher), tl.exp2(each - higher)
+        weight = weight * fade + tl.sum(sums_of * shares, 0)
+        acc = acc * fade + tl.sum(x * shares[:, None], 0)
+        top = higher
+    result = acc * _inverse(weight)
+    tl.store(out + query * V + dims, result.to(out.dtype.element_ty), mask=dims < V)
+
+
+_REDUCE: Final = BoundKernel(reduce)
+
+
+class DecodeLaunch:
+    """Launches over one cache for queries of a type: `group` heads per KV head, `query_len` tokens per sequence.
+
+    `chosen`: block sizes on trial, in place of the tuned ones.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rules: ScoreRules,
+        queries: torch.dtype,
+        group: int,
+        query_len: int,
+        chip: Chip,
+        chosen: DecodeBlockSizes | None = None,
+    ) -> None:
+        kv_heads, page, dim = keys.shape[1:]
+        shape = DecodeShape(dim, group, query_len, keys.dtype, values.shape[3])
+        use = blocks(shape, chip) if chosen is None else chosen
+        if keys.dtype == torch.float8_e4m3fn and not chip.float8:
+            keys, values = keys.view(torch.int8), values.view(torch.int8)
+        common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
+        common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
+        self._sinks, self._heads = rules.sinks, kv_heads * group
+        self._partial = query_len, self._heads, shape.values
+        self._blocks = kv_heads * -(-group * query_len // use.ROWS)
+        self._attend = _ATTEND.fixed(
+            keys,
+            values,
+            rules.slopes,
+            rules.k_scale,
+            rules.v_scale,
+            factor(rules.scale, rules.softcap),
+            keys.stride(0),
+            None if keys.stride(0) == values.stride(0) and dim == shape.values else values.stride(0),
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            H=dim,
+            WIDTH=shape.width,
+            ROWS=use.ROWS,
+            SOFTCAP=rules.softcap or 0.0,
+            ROOT=rules.root,
+            PRODUCT8=multiplies8(shape, queries, use.TILE, chip),
+            NATIVE=native(chip, keys),
+            num_warps=use.num_warps,
+            num_stages=use.num_stages,
+            **common,
+        )
+        self._reduce = _REDUCE.fixed(HEADS=self._heads, CHUNK=CHUNK, **common)
+
+    def __call__(
+        self,
+        q: Tensor,
+        tables: Tensor,
+        kv_lens: Tensor,
+        query_counts: Tensor | None,
+        splits: int,
+        work: WorkList | None,
+        out: Tensor,
+    ) -> None:
+        """Write the attention to `out` [T, N, V]."""
+        seqs, stride = kv_lens.shape[0], tables.stride(0)
+        if work is None and splits == 1:
+            grid, arrays = (self._blocks, 1, seqs), (q, tables, kv_lens, query_counts, None, out)
+            self._attend(grid, *arrays, None, None, None, self._sinks, stride)
+            return
+        items, merges, direct_sinks = None, None, None
+        grid, slots = (self._blocks, splits, seqs), seqs * splits
+        if work is not None:
+            items, merges, direct_sinks = work.items, work.merges, self._sinks
+            grid, slots = (self._blocks, items.shape[0], 1), work.num_slots
+        parts = scratch(slots, *self._partial, q.device)
+        self._attend(grid, q, tables, kv_lens, query_counts, items, out, *parts, direct_sinks, stride)
+        self._reduce((self._heads, q.shape[0]), *parts, kv_lens, query_counts, merges, self._sinks, out, splits)
+
+
+def scratch(
+    slots: int, query_len: int, heads: int, channels: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return memory for the weighted sums, maxima and sums of weights of partial results; None for no slots."""
+    if not slots:
+        return None, None, None
+    partial = torch.empty(slots, query_len, heads, channels, dtype=torch.float32, device=device)
+    tops, sums = torch.empty(2, slots, query_len, heads, dtype=torch.float32, device=device).unbind()
+    return partial, tops, sums
+
+
+def factor(scale: float, softcap: float | None) -> float:
+    """Return the factor of q.k: log2(e) * scale, or that of the soft cap's tanh."""
+    return scale * math.log2(math.e) * (2 / softcap if softcap else 1.0)
+
+
+# Specialisations compiled ahead of time.
+
+KV_HEADS: Final = 8
+PAGE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttentionArgs:
+    """The specialisation for one model. Sinks have the type of the queries."""
+
+    shape: DecodeShape
+    dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    chunk: int = 0
+    lookback: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    slopes: bool = False
+    root: bool = False  # of the distances
+    direct: bool = False  # one split
+    listed: bool = False  # with a work list
+
+    @property
+    def name(self) -> str:
+        """E.g. h128-g4-q1-bf16-fp8e4nv-direct."""
+        shape, traits = (
+            self.shape,
+            (("window", self.window), ("chunk", self.chunk), ("lookback", self.lookback), ("softcap", self.softcap)),
+        )
+        traits = (*traits, ("sinks", self.sinks), ("slopes", self.slopes), ("root", self.root), ("direct", self.direct))
+        traits = (*traits, ("listed", self.listed))
+        width = f"h{shape.head_dim}" + (f"v{shape.value_dim}" if shape.value_dim else "")
+        parts = [f"{width}-g{shape.group}-q{shape.query_len}", TRITON_TYPES[self.dtype]]
+        parts += [TRITON_TYPES[shape.cache]] if shape.cache != self.dtype else []
+        return "-".join([*parts, *(name for name, on in traits if on)])
+
+    def attend(self, chip: Chip) -> Launch:
+        """Return the launch over the splits."""
+        use, cached = blocks(self.shape, chip), TRITON_TYPES[self.shape.cache]
+        quantised = self.shape.cache.itemsize == 1
+        if quantised and not chip.float8:
+            cached = "i8"
+        queries = f"*{TRITON_TYPES[self.dtype]}"
+        scratch = {} if self.direct else dict.fromkeys(("partial", "tops", "sums"), "*fp32")
+        items = {"items": "*i32"} if self.listed else {}
+        scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantised else {}
+        sinks = {"sinks": queries} if self.sinks and (self.direct or self.listed) else {}
+        slopes = {"slopes": "*fp32"} if self.slopes else {}
+        signature = {
+            "q": queries,
+            "keys": f"*{cached}",
+            "values": f"*{cached}",
+            "tables": "*i32",
+            "kv_lens": "*i32",
+            **items,
+            "out": queries,
+            **scratch,
+            **sinks,
+            **slopes,
+            **scales,
+            "scale": "fp32",
+            "page_stride": "i32:16",
+            **({"value_page_stride": "i32:16"} if self.shape.value_dim else {}),
+            "table_stride": "i32",
+        }
+        constants = {
+            **dict.fromkeys(set(attend.arg_names) - set(signature)),
+            **self._common(use),
+            "KV_HEADS": KV_HEADS,
+            "GROUP": self.shape.group,
+            "H": self.shape.head_dim,
+            "WIDTH": self.shape.width,
+            "ROWS": use.ROWS,
+            "SOFTCAP": self.softcap,
+            "ROOT": self.root,
+            "PRODUCT8": multiplies8(self.shape, self.dtype, use.TILE, chip),
+            "NATIVE": chip.float8,
+        }
+        hot = self.dtype != torch.float32  # which does not use tensor cores
+        return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages, hot=hot)
+
+    def reduce(self, chip: Chip) -> Launch:
+        """Return the launch that sums the splits."""
+        queries = f"*{TRITON_TYPES[self.dtype]}"
+        signature = {
+            **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
+            "kv_lens": "*i32",
+            **({"merges": "*i32"} if self.listed else {}),
+            "out": queries,
+            "splits": "i32",
+            **({"sinks": queries} if self.sinks else {}),
+        }
+        constants = {**dict.fromkeys(set(reduce.arg_names) - set(signature)), **self._common(blocks(self.shape, chip))}
+        constants |= {"HEADS": KV_HEADS * self.shape.group, "CHUNK": CHUNK}
+        return Launch(reduce, signature, constants, num_stages=3)
+
+    def _common(self, use: DecodeBlockSizes) -> dict[str, int]:
+        shape = self.shape
+        common = {"QUERY_LEN": shape.query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": PAGE}
+        return {**common, "TILE": use.TILE, "WINDOW": self.window, "SPAN": self.chunk, "BACK": self.lookback}
+
+
+def _specs() -> Iterator[DecodeAttentionArgs]:
+    bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    for cache in (bf16, fp8):
+        for dim in (64, 128, 256):
+            for group, query_len in ((4, 1), (4, 8), (8, 8)):
+                yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache))
+                yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache), listed=True)
+    shapes = (64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1), (512, 8)
+    for dim, group in shapes:
+        yield DecodeAttentionArgs(DecodeShape(dim, group, 1, bf16))
+    yield DecodeAttentionArgs(DecodeShape(128, 16, 8, bf16))
+    yield DecodeAttentionArgs(DecodeShape(80, 1, 1, fp8))
+    for cache in (bf16, fp8):
+        yield DecodeAttentionArgs(DecodeShape(128, 4, 1, cache), direct=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp16), dtype=fp16)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp8), dtype=fp16)
+    yield DecodeAttentionArgs(DecodeShape(256, 2, 1, bf16), window=4096, softcap=50.0)
+    yield DecodeAttentionArgs(DecodeShape(128, 5, 1, bf16), chunk=8192)
+    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True)
+    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, direct=True)
+    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, listed=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 1, 1, bf16), slopes=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 12, 1, bf16), slopes=True, root=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, bf16), chunk=16384, lookback=16384)
+    for cache in (bf16, fp8):
+        yield DecodeAttentionArgs(DecodeShape(192, 16, 1, cache, value_dim=128))
+        yield DecodeAttentionArgs(DecodeShape(192, 8, 1, cache, value_dim=128), window=128, sinks=True)
+        yield DecodeAttentionArgs(DecodeShape(192, 8, 1, cache, value_dim=128), window=128, sinks=True, direct=True)
+    yield DecodeAttentionArgs(DecodeShape(64, 3, 1, fp32), dtype=fp32)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 8, fp32), dtype=fp32)
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by name; only block sizes depend on the chip."""
+    by_name = {f"attend-{spec.name}": spec.attend(chip) for spec in _specs()}
+    for spec in _specs():
+        if not spec.direct and spec.shape.group == 8:
+            by_name[f"reduce-{spec.name}"] = spec.reduce(chip)
+    return by_name

@@ -1,0 +1,138 @@
+"""The kernels of an indexer: scores of a query against every cached key, and the positions of the best ones.
+
+Queries whose context is no longer than what is selected are not scored: they select all of it. Threshold and order of
+the selection are exact: floats become integers of the same order, and the threshold is found bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
+
+TILE: Final = 64
+"""Keys per program of `score`."""
+BLOCK: Final = 1024
+"""Scores read at a time by `select`."""
+SCORE_WARPS: Final = 4
+SELECT_WARPS: Final = 8
+
+
+@triton.jit(do_not_specialize=["tables", "table_stride"], do_not_specialize_on_alignment=["rows", "lens"])
+def score(
+    q, weights, cache, tables, rows, lens, scores, table_stride, score_stride,
+    HEADS: tl.constexpr, HEADS_WIDTH: tl.constexpr, H: tl.constexpr, H_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TOP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile of keys): scores [T, C] of keys before lens[token]; none of a token that selects all."""
+    token, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
+    length = tl.load(lens + token)
+    if (length <= TOP) | (start >= length):
+        return
+    head, channel = tl.arange(0, HEADS_WIDTH), tl.arange(0, H_WIDTH)
+    mask = (head < HEADS)[:, None] & (channel < H)[None, :]
+    x = tl.load(q + (token * HEADS + head)[:, None] * H + channel[None, :], mask, 0.0)
+    position = start + tl.arange(0, TILE)
+    seen = position < length
+    table = tables + tl.load(rows + token).to(tl.int64) * table_stride
+    page = tl.load(table + tl.minimum(position, length - 1) // PAGE).to(tl.int64)
+    slot = page * PAGE + (tl.minimum(position, length - 1) & (PAGE - 1))
+    k = tl.load(cache + slot[:, None] * H + channel[None, :], (channel < H)[None, :], 0.0)
+    products = tl.maximum(tl.dot(x, tl.trans(k), input_precision="ieee"), 0.0)
+    weight = tl.load(weights + token * HEADS + head, head < HEADS, 0.0).to(tl.float32)
+    total = tl.sum(products * weight[:, None], 0)
+    tl.store(scores + token * score_stride + position, total, seen)
+
+
+@triton.jit
+def ordered(x):
+    """Return int64 numbers in the order of float32 x, from 0 to 2^32 - 1; -0 and 0 are the same."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -1 - bits, bits + 2147483648)
+
+
+@triton.jit(do_not_specialize_on_alignment=["lens"])
+def select(scores, lens, selected, counts, score_stride, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (token): the positions of the TOP best scores, ascending; of equal ones the earlier."""
+    token = tl.program_id(0).to(tl.int64)
+    length = tl.load(lens + token)
+    to, row, lane = selected + token * TOP, scores + token * score_stride, tl.arange(0, BLOCK)
+    tl.store(counts + token, tl.minimum(length, TOP))
+    if length <= TOP:
+        for at in range(0, length, BLOCK):
+            tl.store(to + at + lane, at + lane, at + lane < length)
+        return
+    threshold = tl.zeros([], tl.int64)
+    for bit in range(32):
+        higher = threshold + (tl.full([], 2147483648, tl.int64) >> bit)
+        count = tl.zeros([], tl.int32)
+        for at in range(0, length, BLOCK):
+            real = at + lane < length
+            x = ordered(tl.load(row + at + lane, real, 0.0))
+            count += tl.sum((real & (x >= higher)).to(tl.int32), 0)
+        threshold = tl.where(count >= TOP, higher, threshold)
+    above = tl.zeros([], tl.int32)
+    for at in range(0, length, BLOCK):
+        real = at + lane < length
+        x = ordered(tl.load(row + at + lane, real, 0.0))
+        above += tl.sum((real & (x > threshold)).to(tl.int32), 0)
+    written = tl.zeros([], tl.int32)
+    equal = tl.zeros([], tl.int32)
+    for at in range(0, length, BLOCK):
+        real = at + lane < length
+        x = ordered(tl.load(row + at + lane, real, 0.0))
+        same = (real & (x == threshold)).to(tl.int32)
+        among = equal + tl.cumsum(same, 0)
+        chosen = (real & (x > threshold)) | ((same == 1) & (among <= TOP - above))
+        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(to + place, at + lane, chosen)
+        equal += tl.sum(same, 0)
+        written += tl.sum(chosen.to(tl.int32), 0)
+
+
+def launch(
+    q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, rows: Tensor, lens: Tensor, top: int, scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (selected int32 [T, top], counts int32 [T]). scores float32 [T, C]: scratch."""
+    tokens, heads, dim = q.shape
+    selected = torch.empty(tokens, top, dtype=torch.int32, device=q.device)
+    counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
+    if not tokens:
+        return selected, counts
+    score[(tokens, triton.cdiv(scores.shape[1], TILE))](
+        q, weights, cache, tables, rows, lens, scores, tables.stride(0), scores.stride(0),
+        **_constants(heads, dim, cache.shape[1], top), num_warps=SCORE_WARPS,
+    )  # fmt: skip
+    select[(tokens,)](
+        scores, lens, selected, counts, scores.stride(0), TOP=top, BLOCK=BLOCK, num_warps=SELECT_WARPS
+    )  # fmt: skip
+    return selected, counts
+
+
+def _constants(heads: int, dim: int, page: int, top: int) -> dict[str, int]:
+    widths = {"HEADS_WIDTH": padded(heads), "H_WIDTH": padded(dim)}
+    return {"HEADS": heads, "H": dim, "PAGE": page, "TOP": top, "TILE": TILE, **widths}
+
+
+# Specialisations compiled ahead of time: an indexer of 64 heads of 128 that selects 2,048 tokens.
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by name."""
+    per_step = {**dict.fromkeys(("tables", "rows", "lens"), "*i32"), "table_stride": "i32", "score_stride": "i32:16"}
+    by_name = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kind = f"*{TRITON_TYPES[dtype]}"
+        signature = {**dict.fromkeys(("q", "cache", "weights"), kind), **per_step, "scores": "*fp32"}
+        by_name[f"score-{TRITON_TYPES[dtype]}"] = Launch(
+            score, signature, _constants(64, 128, 16, 2048), num_warps=SCORE_WARPS, hot=dtype != torch.float32
+        )
+    signature = {"scores": "*fp32", **dict.fromkeys(("lens", "selected", "counts"), "*i32"), "score_stride": "i32:16"}
+    by_name["select"] = Launch(select, signature, {"TOP": 2048, "BLOCK": BLOCK}, num_warps=SELECT_WARPS)
+    return by_name

@@ -1,0 +1,1 @@
+"""Kernels of linear maps: packed and quantised matrices, rounded activations, low-rank adapters."""

@@ -1,0 +1,278 @@
+"""Products of rows with the low-rank matrices of their adapters, in tiles of rows of one adapter.
+
+Rows are sorted by slot on the device (the experts' counting sort), so that a slot's matrices are read once for a tile
+of its rows, be they one decode token each or a long prompt; rows without an adapter are in no tile. The number of tiles
+is known on the device alone: grids have room for the worst case, and surplus programs return at once.
+
+A program reads no block of ranks beyond the rank of the tile's adapter. The inputs of a shrink are split where few
+tiles would not fill the chip; the expand adds the splits in order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels.experts.moe.kernel import align
+from pagoda.backends.torch_cuda.kernels.frame import launch
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import SCHEMES, tile_product
+
+TUNING = Path(__file__).with_name("tuning.json")
+TILES: Final = (16, 64)
+"""Rows of one slot per program; the larger one for steps of more rows than SMALL_STEP."""
+
+SMALL_STEP: Final = 256
+CHANNELS: Final = 128
+"""Outputs of one projection per program of an expand."""
+
+SMALLEST_RANK: Final = 16
+"""Ranks of a matrix product that tensor cores compute."""
+
+_PLAIN = tl.constexpr(SCHEMES["plain"])
+_SPLIT_BLOCK, _MOST_SPLITS = 512, 16
+
+
+def sort_rows(slots, num_slots, tile):
+    """Return (order, tile_slots, ends) of rows with slots int32 [T]; `num_slots` for rows without an adapter."""
+    return align(slots[:, None], num_slots, tile)
+
+
+def shrink(x, a, ranks, rank, sorted_rows, tile, splits, chip):
+    """Return float32 [splits, T, P * R], undefined for rows without an adapter, of x [T, I] and a [slots, P * R, I]."""
+    (rows, inputs), (slots, columns, _) = x.shape, a.shape
+    order, tile_slots, ends = sorted_rows
+    constants = shrink_settings(a.dtype, rank, inputs, tile, chip)
+    parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
+    shrink_kernel[(tile_slots.numel(), columns // constants["CHANNELS"], splits)](
+        x,
+        a,
+        ranks,
+        parts,
+        order,
+        tile_slots,
+        ends,
+        rows,
+        slots,
+        inputs,
+        row_stride(x),
+        split_size(inputs, splits),
+        RANK=rank,
+        COLUMNS=columns,
+        **constants,
+    )
+    return parts
+
+
+def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
+    """Add to out [T, O] the products of parts [splits, T, P * R] and b [slots, O, R]; `sections`: of `AdapterStack`."""
+    splits, rows, columns = parts.shape
+    slots, outputs, rank = b.shape
+    order, tile_slots, ends = sorted_rows
+    expand_kernel[(tile_slots.numel(), len(sections))](
+        parts,
+        b,
+        ranks,
+        sections,
+        out,
+        order,
+        tile_slots,
+        ends,
+        rows,
+        slots,
+        splits,
+        outputs,
+        row_stride(out),
+        RANK=rank,
+        COLUMNS=columns,
+        **expand_settings(b.dtype, rank, tile, chip),
+    )
+
+
+def choose_tile(rows):
+    """Return the rows per tile of a step of `rows` rows."""
+    return TILES[rows > SMALL_STEP]
+
+
+def choose_splits(tiles, columns, rank, inputs, dtype, tile, chip):
+    """Return into how many programs the inputs of a shrink are split: two per multiprocessor, if tiles are few."""
+    blocks = columns // shrink_settings(dtype, rank, inputs, tile, chip)["CHANNELS"]
+    wanted = max(2 * chip.sms // (tiles * blocks), 1)
+    return triton.cdiv(inputs, split_size(inputs, min(wanted, _MOST_SPLITS)))
+
+
+def split_size(inputs, splits):
+    """Return the inputs of a split, whole blocks."""
+    return int(triton.cdiv(triton.cdiv(inputs, _SPLIT_BLOCK), splits)) * _SPLIT_BLOCK
+
+
+def shrink_settings(dtype, rank, inputs, tile, chip) -> dict[str, Any]:
+    """Return constants, num_warps and num_stages; a program has the CHANNELS ranks of one projection."""
+    tuned = dict(launch.settings(TUNING, chip, f"shrink-b{dtype.itemsize}-{tile}"))
+    depth = tuned.pop("DEPTH")
+    return {
+        "TOKENS": tile,
+        "CHANNELS": rank_block(rank),
+        "DEPTH": depth,
+        "EVEN": inputs % depth == 0,
+        **tuned,
+    }
+
+
+def expand_settings(dtype, rank, tile, chip) -> dict[str, Any]:
+    """Return constants, num_warps and num_stages."""
+    tuned = launch.settings(TUNING, chip, f"expand-b{dtype.itemsize}-{tile}")
+    return {"TOKENS": tile, "CHANNELS": CHANNELS, "DEPTH": rank_block(rank), **tuned}
+
+
+def rank_block(rank):
+    """Return the ranks that a program computes at a time."""
+    return min(rank, 2 * SMALLEST_RANK)
+
+
+@triton.jit(do_not_specialize=["rows", "split_inputs"])
+def shrink_kernel(
+    x,
+    a,
+    ranks,
+    parts,
+    order,
+    tile_slots,
+    ends,
+    rows,
+    slots,
+    inputs,
+    x_stride,
+    split_inputs,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """parts [splits, rows, COLUMNS] of a [slots, COLUMNS, inputs]; grid (tiles, blocks of columns, splits)."""
+    tile = tl.program_id(0)
+    if tile >= tl.load(ends + slots - 1):
+        return
+    slot = tl.load(tile_slots + tile).to(tl.int64)
+    first = tl.program_id(1) * CHANNELS
+    if first % RANK >= tl.load(ranks + slot):
+        return
+    row = tl.load(order + tile * TOKENS + tl.arange(0, TOKENS))
+    real = row < rows
+    columns = first + tl.arange(0, CHANNELS)
+    matrix = a + slot * COLUMNS * inputs
+    begin = tl.program_id(2) * split_inputs
+    acc = tile_product(x, row.to(tl.int64) * x_stride, real, matrix, a, a, columns, inputs, COLUMNS, begin,
+                       tl.minimum(begin + split_inputs, inputs),
+                       _PLAIN, 0, 1, False, EVEN, False, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+    at = (tl.program_id(2).to(tl.int64) * rows + row)[None, :] * COLUMNS + columns[:, None]
+    tl.store(parts + at, acc, mask=real[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def expand_kernel(
+    parts,
+    b,
+    ranks,
+    sections,
+    out,
+    order,
+    tile_slots,
+    ends,
+    rows,
+    slots,
+    splits,
+    outputs,
+    out_stride,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out [rows, outputs] += b [slots, outputs, RANK] times parts [splits, rows, COLUMNS], summed over the splits.
+
+    Grid (tiles, sections). sections int32 [n, 3]: the projection of a block of outputs, the first, the end.
+    """
+    tile = tl.program_id(0)
+    if tile >= tl.load(ends + slots - 1):
+        return
+    slot = tl.load(tile_slots + tile).to(tl.int64)
+    rank = tl.load(ranks + slot)
+    if rank == 0:
+        return
+    row = tl.load(order + tile * TOKENS + tl.arange(0, TOKENS))
+    real = row < rows
+    section = sections + 3 * tl.program_id(1)
+    end = tl.load(section + 2)
+    channels = tl.load(section + 1) + tl.arange(0, CHANNELS)
+    inside = channels < end
+    matrix = b + (slot * outputs + tl.minimum(channels, end - 1))[:, None] * RANK
+    inner = parts + row.to(tl.int64)[None, :] * COLUMNS + tl.load(section) * RANK
+    step = rows.to(tl.int64) * COLUMNS
+    acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
+    for first in range(0, rank, DEPTH):
+        depth = first + tl.arange(0, DEPTH)
+        total = tl.zeros([DEPTH, TOKENS], tl.float32)
+        at = inner + depth[:, None]
+        for _ in range(0, splits):
+            total += tl.load(at, mask=real[None, :], other=0.0)
+            at += step
+        weights = tl.load(matrix + depth[None, :])
+        acc = tl.dot(weights, total.to(weights.dtype), acc, input_precision="ieee")
+    at = out + row.to(tl.int64)[None, :] * out_stride + channels[:, None]
+    mask = inside[:, None] & real[None, :]
+    base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (base + acc).to(out.dtype.element_ty), mask=mask)
+
+
+# Specialisations compiled ahead of time.
+
+_TRITON: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_INPUTS: Final = 4096
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by kernel, type, tile and rank; `ragged`: inputs that fill no block; `head`: float32 out."""
+    specs = {}
+    for tile in TILES:
+        for dtype, rank in (("bf16", 16), ("bf16", 64), ("bf16", 256), ("fp16", 16), ("fp32", 16), ("fp32", 64)):
+            specs[f"shrink-{dtype}-{tile}-{rank}"] = _shrink(chip, dtype, tile, rank)
+            specs[f"expand-{dtype}-{tile}-{rank}"] = _expand(chip, dtype, tile, rank, dtype)
+        specs[f"shrink-bf16-{tile}-ragged"] = _shrink(chip, "bf16", tile, 16, inputs=720)
+        specs[f"expand-bf16-{tile}-head"] = _expand(chip, "bf16", tile, 16, "fp32")
+    return specs
+
+
+def _shrink(chip: Chip, dtype: str, tile: int, rank: int, inputs: int = _INPUTS) -> Launch:
+    constants = shrink_settings(_TRITON[dtype], rank, inputs, tile, chip)
+    signature = {"x": f"*{dtype}", "a": f"*{dtype}", "parts": "*fp32"}
+    return _launch(shrink_kernel, signature, ("inputs", "x_stride"), ("split_inputs",), constants, rank, dtype)
+
+
+def _expand(chip: Chip, dtype: str, tile: int, rank: int, out: str) -> Launch:
+    constants = expand_settings(_TRITON[dtype], rank, tile, chip)
+    signature = {"parts": "*fp32", "b": f"*{dtype}", "sections": "*i32", "out": f"*{out}"}
+    return _launch(expand_kernel, signature, ("outputs", "out_stride"), ("splits",), constants, rank, dtype)
+
+
+def _launch(
+    kernel: Any,
+    signature: dict[str, str],
+    aligned: tuple[str, ...],
+    numbers: tuple[str, ...],
+    constants: dict[str, Any],
+    rank: int,
+    dtype: str,
+) -> Launch:
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    signature |= dict.fromkeys(("ranks", "order", "tile_slots", "ends"), "*i32")
+    signature |= dict.fromkeys(("rows", "slots", *numbers), "i32") | dict.fromkeys(aligned, "i32:16")
+    constants |= {"RANK": rank, "COLUMNS": 3 * rank}
+    return Launch(kernel, signature, constants, warps, stages, hot=dtype != "fp32")

@@ -1,0 +1,172 @@
+"""Edits of a few rows' logits, in position. Sizes of requests set grids and masks, never specialisations."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
+from pagoda.common.engine.sampling.logit_edits import MAX_WORD_HEADS
+
+BLOCK = 1024
+WARPS = 4
+IN_PROMPT = tl.constexpr(1 << 30)
+"""The bit of a token's count that marks it as part of the prompt."""
+
+
+def penalise(logits, history, packed):
+    """Count every known token of a row, then update its logits."""
+    length, vocab, count = history.shape[1], logits.shape[1], packed.shape[1]
+    counts = torch.zeros((count, vocab), dtype=torch.int32, device=logits.device)
+    count_tokens[(count, triton.cdiv(length, BLOCK))](
+        history, packed, counts, count, LENGTH=length, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
+    )
+    apply_penalties[(count, triton.cdiv(vocab, BLOCK))](
+        logits, packed, counts, count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
+    )
+
+
+def add(logits, packed):
+    (rows, vocab), count = logits.shape, packed.shape[1]
+    add_values[(triton.cdiv(count, BLOCK),)](logits, packed, rows, count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS)
+
+
+def ban_words(logits, history, words, heads):
+    """One program per word."""
+    (rows, vocab), count, tokens = logits.shape, words.shape[1], heads.shape[1]
+    ban_word[(count,)](
+        logits,
+        history,
+        words,
+        heads,
+        rows,
+        count,
+        VOCAB=vocab,
+        LENGTH=history.shape[1],
+        HEADS=tokens,
+        BLOCK=triton.next_power_of_2(tokens),
+        num_warps=WARPS,
+    )
+
+
+def mask(logits, sequences, bits):
+    vocab = logits.shape[1]
+    mask_block[(len(sequences), triton.cdiv(vocab, BLOCK))](
+        logits, sequences, bits, VOCAB=vocab, WORDS=bits.shape[1], BLOCK=BLOCK, num_warps=WARPS
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def count_tokens(history, packed, counts, count, LENGTH: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Count how often each token of a block of history was generated; mark those in the prompt."""
+    column, block = tl.program_id(0), tl.program_id(1)
+    prompt, known = tl.load(packed + 2 * count + column), tl.load(packed + 3 * count + column)
+    if block * BLOCK < known:
+        position = block * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(packed + count + column).to(tl.int64)
+        token = tl.load(history + row * LENGTH + position, mask=position < known, other=VOCAB)
+        here = token < VOCAB  # not a prompt embedding
+        mine = counts + column.to(tl.int64) * VOCAB + token
+        tl.atomic_or(mine, tl.full((BLOCK,), IN_PROMPT, tl.int32), mask=here & (position < prompt))
+        tl.atomic_add(mine, tl.full((BLOCK,), 1, tl.int32), mask=here & (position >= prompt))
+
+
+@triton.jit(do_not_specialize=["count"])
+def apply_penalties(logits, packed, counts, count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Penalise the seen tokens of a block of a row."""
+    column = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = token < VOCAB
+    logits += tl.load(packed + column).to(tl.int64) * VOCAB
+    repetition = tl.load(packed + 4 * count + column).to(tl.float32, bitcast=True)
+    frequency = tl.load(packed + 5 * count + column).to(tl.float32, bitcast=True)
+    presence = tl.load(packed + 6 * count + column).to(tl.float32, bitcast=True)
+    seen = tl.load(counts + column.to(tl.int64) * VOCAB + token, mask=here, other=0)
+    generated = seen & (IN_PROMPT - 1)
+    x = tl.load(logits + token, mask=here & (seen > 0), other=0.0)
+    x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    x -= frequency * generated.to(tl.float32) + tl.where(generated > 0, presence, 0.0)
+    tl.store(logits + token, x, mask=here & (seen > 0))
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def add_values(logits, packed, rows, count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(packed + entry, mask=entry < count, other=rows)
+    here = (entry < count) & (row < rows)
+    token = tl.load(packed + count + entry, mask=here, other=0)
+    value = tl.load(packed + 2 * count + entry, mask=here, other=0).to(tl.float32, bitcast=True)
+    tl.atomic_add(logits + row.to(tl.int64) * VOCAB + token, value, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def ban_word(
+    logits,
+    history,
+    words,
+    heads,
+    rows,
+    count,
+    VOCAB: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    word = tl.program_id(0)
+    row = tl.load(words + word)
+    if row < rows:
+        at = tl.arange(0, BLOCK)
+        mine = tl.load(heads + at, mask=at < HEADS, other=-1) == word
+        source = tl.load(heads + HEADS + at, mask=mine, other=0).to(tl.int64)
+        position = tl.load(heads + 2 * HEADS + at, mask=mine, other=0)
+        token = tl.load(heads + 3 * HEADS + at, mask=mine, other=0)
+        actual = tl.load(history + source * LENGTH + position, mask=mine, other=0)
+        wrong = tl.sum((mine & (actual != token)).to(tl.int32), 0)
+        last = tl.load(words + count + word)
+        tl.store(logits + row.to(tl.int64) * VOCAB + last, float("-inf"), mask=wrong == 0)
+
+
+@triton.jit
+def mask_block(logits, sequences, bits, VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(bits + number * WORDS + token // 32, mask=token < VOCAB, other=-1)
+    forbidden = ((word >> (token % 32)) & 1) == 0
+    row = tl.load(sequences + number).to(tl.int64)
+    tl.store(logits + row * VOCAB + token, float("-inf"), mask=forbidden & (token < VOCAB))
+
+
+# Specialisations compiled ahead of time: vocabularies of real models, a history of 128k tokens.
+
+VOCABS = {"v128k": 128_256, "v50k": 50_257}
+LENGTH = 131_073
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by name."""
+    by_name = {}
+    block = {"BLOCK": BLOCK}
+    for name, vocab in VOCABS.items():
+        sizes = {"VOCAB": vocab, **block}
+        counted = {"packed": "*i32", "counts": "*i32", "count": "i32"}
+        by_name[f"count-{name}"] = Launch(
+            count_tokens, {"history": "*i32", **counted}, {"LENGTH": LENGTH, **sizes}, WARPS
+        )
+        by_name[f"penalise-{name}"] = Launch(apply_penalties, {"logits": "*fp32", **counted}, sizes, WARPS)
+        by_name[f"add-{name}"] = Launch(
+            add_values, {"logits": "*fp32", "packed": "*i32", "rows": "i32", "count": "i32"}, sizes, WARPS
+        )
+        by_name[f"ban-{name}"] = Launch(
+            ban_word,
+            {"logits": "*fp32", **dict.fromkeys(("history", "words", "heads"), "*i32"), "rows": "i32", "count": "i32"},
+            {"VOCAB": vocab, "LENGTH": LENGTH, "HEADS": MAX_WORD_HEADS, "BLOCK": MAX_WORD_HEADS},
+            WARPS,
+        )
+        by_name[f"mask-{name}"] = Launch(
+            mask_block,
+            {"logits": "*fp32", "sequences": "*i32", "bits": "*i32"},
+            {**sizes, "WORDS": -(-vocab // 32)},
+            WARPS,
+        )
+    return by_name

@@ -1,0 +1,134 @@
+"""Grouped-query attention to the blocks of tokens that an indexer selects, over a paged cache and within prompts.
+
+A KV head's selected blocks are a sequence with a block table of its own, so decode attention computes prefills, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.execution import PackedPrompts
+from pagoda.backends.reference.model.ops import select_blocks
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.kernels.attention.block_selection import SelectedPages, select_pages
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import rotated
+from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache, CudaLayerCache
+from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
+from pagoda.backends.torch_cuda.model.mixers.latent_attention import contexts
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.common.models.mixers import Attention, BlockIndexer
+from pagoda.common.models.rope import Rope
+
+MAX_SEQUENCES: Final = 65535
+"""Sequences of a launch of decode attention, the extent of a grid's last axis."""
+
+
+class CudaBlockIndex:
+    """One layer's projections to the keys and queries that select blocks; a rank has the queries of its KV heads."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        spec: BlockIndexer,
+        tables: Mapping[Rope | None, Tensor | None],
+        build: CudaBuildContext,
+        prefix: str,
+    ) -> None:
+        self.spec, self.cos_sin, self.heads = spec, tables[spec.rope], build.shard.share(attention.kv_heads)
+        self.q, self.k = build.linear(f"{prefix}.blocks.q"), build.linear(f"{prefix}.blocks.k")
+        self.q_norm, self.k_norm = (build.norm(spec.norm, f"{prefix}.blocks.{part}_norm") for part in "qk")
+
+    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the keys [T, H] of x [T, D]."""
+        return rotated(self.k_norm(self.k(x), None)[0][:, None], positions, self.cos_sin)[:, 0]
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the queries [T, K, H] of x [T, D]."""
+        normed = self.q_norm(self.q(x).view(-1, self.spec.head_dim), None)[0]
+        return rotated(normed.view(len(x), self.heads, -1), positions, self.cos_sin)
+
+
+class CudaBlockAttention(CudaAttention):
+    """One layer's attention over a rank's share of the heads."""
+
+    def __init__(
+        self,
+        spec: Attention,
+        tables: Mapping[Rope | None, Tensor | None],
+        build: CudaBuildContext,
+        prefix: str,
+        numbers: tuple[int, ...],
+    ) -> None:
+        """`numbers`: of its caches, that of the indexer's keys second."""
+        super().__init__(spec, tables[spec.rope], build, prefix, numbers[0])
+        assert spec.blocks is not None
+        self.index, self.index_number = CudaBlockIndex(spec, spec.blocks, tables, build, prefix), numbers[1]
+
+    def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
+        """Return [T, D] of x [T, D]."""
+        cache, keys = caches[self.number], caches[self.index_number]
+        assert isinstance(cache, CudaLayerCache), "attention keeps K and V"
+        assert isinstance(keys, CudaArrayCache), "an indexer keeps keys"
+        queries, positions = self.queries(x, batch, cache), batch.positions
+        slots = batch.groups[keys.group].slots.long()
+        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots, self.index.keys(x, positions))
+        rows, lens = contexts(batch)
+        selected = select_pages(
+            self.index.queries(x, positions).contiguous(),
+            keys.array,
+            batch.groups[keys.group].tables,
+            batch.groups[cache.group].tables,
+            rows,
+            lens,
+            spec=self.index.spec,
+            several=batch.tiles is not None,
+            use_kernel=self.device.use_kernels,
+        )
+        return self.project_out(self._attend_selected(queries, batch, cache, selected), x)
+
+    def _attend_selected(
+        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, selected: SelectedPages
+    ) -> Tensor:
+        """Return [T, N, H] of queries [T, N, H], each KV head of a token a sequence."""
+        blocks, sequences = self.index.spec, queries.view(-1, self.heads // self.kv_heads, self.spec.head_dim)
+        keys, values = (SelectedPages.pages_of(each, blocks) for each in (cache.keys, cache.values))
+        one = self.span is not None or batch.tiles is not None
+        splits = 1 if one else choose_splits(len(sequences), 1, blocks.top_k * blocks.tokens, self.device.chip)
+        parts = [
+            decode_attention(
+                part,
+                keys,
+                values,
+                tables,
+                lens,
+                scale=self.spec.scale,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+                splits=splits,
+                use_kernel=self.device.use_kernels,
+                chip=self.device.chip,
+            )
+            for part, tables, lens in zip(
+                *(each.split(MAX_SEQUENCES) for each in (sequences, selected.tables, selected.lens))
+            )
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(queries.shape)
+
+
+def packed_masks(index: CudaBlockIndex, spec: Attention, x: Tensor, batch: PackedPrompts) -> dict[int, Tensor]:
+    """Return by length which tokens the tokens of each prompt attend to, bool [n, N, length, length]."""
+    positions, group = batch.positions.int(), spec.heads // spec.kv_heads
+    queries, keys = index.queries(x, positions).float(), index.keys(x, positions).float()
+    masks = {}
+    for prompts in batch.groups:
+        seen = [
+            select_blocks(torch.einsum("tkh,ch->ktc", queries[rows], keys[rows]), index.spec, 0)
+            for rows in prompts.prompts
+        ]
+        masks[prompts.length] = torch.stack(seen).repeat_interleave(group, 1)
+    return masks

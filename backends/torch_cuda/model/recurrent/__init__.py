@@ -1,1 +1,0 @@
-"""Mixers with recurrent state: `recurrence` has what they share, `layers` the kinds."""

@@ -1,0 +1,1 @@
+"""Tensor-parallel ranks: their processes, shards and collectives. Importing the package imports no torch."""

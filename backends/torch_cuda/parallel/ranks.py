@@ -1,0 +1,99 @@
+"""This backend's tensor-parallel ranks: processes with a GPU each. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from pagoda.common.config.env import TORCH_CUDA_DEVICE
+from pagoda.common.distributed.messages import RankInfo
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import GatedDelta, Mamba, Mixer, ShortConvolution
+from pagoda.common.models.spec import Ffn, Mlp, ModelSpec
+
+if TYPE_CHECKING:
+    from pagoda.backends.torch_cuda.parallel.tensor_parallel import TorchComm
+
+
+def check(spec: ModelSpec, size: int) -> None:
+    """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks.
+
+    `SUPPORTED.check` must have passed.
+    """
+    if (indivisible := _indivisible(spec, size)) is None:
+        return
+    heads = min(_num_heads(mixer) for mixer in spec.mixers)
+    fitting = [str(fewer) for fewer in range(1, heads + 1) if _indivisible(spec, fewer) is None]
+    raise ConfigError(
+        "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
+    )
+
+
+def check_devices(size: int) -> None:
+    """Raise ConfigError if fewer than `size` usable GPUs are visible."""
+    import torch
+
+    from pagoda.backends.torch_cuda.device import use_device
+
+    if use_device(0).torch.type == "cpu":
+        return
+    count = torch.cuda.device_count()
+    if count < size:
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"{size} ranks need {size} GPUs, {count} are visible; use {count} or less, or show this process more GPUs "
+            "(CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def needs_gpu() -> bool:
+    """Return whether each rank needs a GPU; False if CPUs replace them, in tests."""
+    return TORCH_CUDA_DEVICE.read() != "cpu"
+
+
+def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
+    """Connect to the other ranks. Raise ConfigError or EngineDeadError."""
+    from pagoda.backends.torch_cuda.device import use_device
+    from pagoda.backends.torch_cuda.parallel.tensor_parallel import join as join_group
+
+    return join_group(rank_info, listener, use_device(rank_info.device).torch)
+
+
+def _indivisible(spec: ModelSpec, size: int) -> str | None:
+    for layer in dict.fromkeys(spec.layers):
+        for mixer in layer.mixers:
+            if (heads := mixer.indivisible(size)) is not None:
+                return heads
+        beside = (layer.side_moe, layer.shortcut)
+        block = None if layer.block is None else layer.block.ffn
+        for mlp in (
+            *_mlps(layer.ffn),
+            *_mlps(block),
+            *(mlp for each in beside if each is not None for mlp in _mlps(each.moe)),
+        ):
+            if mlp.width % size:
+                return f"the ffn width of {mlp.width}"
+    return None
+
+
+def _num_heads(mixer: Mixer) -> int:
+    """Return the largest number of ranks that can share the mixer."""
+    match mixer:
+        case GatedDelta():
+            return mixer.key_heads
+        case Mamba() | ShortConvolution():
+            return mixer.channels
+        case _:
+            return mixer.heads
+
+
+def _mlps(ffn: Ffn | None) -> list[Mlp]:
+    if ffn is None:
+        return []
+    if isinstance(ffn, Mlp):
+        return [ffn]
+    return [ffn.expert] if ffn.shared is None else [ffn.expert, ffn.shared]
+
+
+def _either(sizes: list[str]) -> str:
+    return " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)

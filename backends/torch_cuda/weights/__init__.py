@@ -1,0 +1,1 @@
+"""Weights of a rank: loading into fused and sharded tensors, and the layouts of quantised matrices."""

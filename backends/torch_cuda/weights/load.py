@@ -1,0 +1,437 @@
+"""Weight loading: canonical weights are copied into a rank's fused and sharded tensors, and quantized if configured.
+
+A matrix that is packed at load is assembled unpacked on the device and packed when its last part arrives. A matrix
+that the checkpoint holds in a scheme of the kernels is allocated when its last part arrives, since the types of scales
+and offsets depend on their values, and keeps numbers and scales.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.model.ops import to_torch
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, Scheme, pack
+from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, Pack, RankParams
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
+from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.weights.quantized_layout import (
+    MIN_GROUP,
+    as_scheme,
+    estimated_form,
+    form_of,
+    least_group,
+    write,
+)
+from pagoda.common.backend import Weight
+from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.mixers import Attention, GatedDelta, KimiDelta, Mamba, Mamba2, Mixer, ShortConvolution
+from pagoda.common.models.primitives import Param
+from pagoda.common.models.shapes import checked, lacking, params
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.quantization.on_the_fly import GROUPS
+from pagoda.common.weights.quantization.tensors import Activations, QuantizedTensor, Value, log_dequantized
+from pagoda.common.weights.quantization.tensors import Scheme as StoredScheme
+from pagoda.common.weights.rope_order import half_split
+
+_FLOAT8, _INT8 = (Activations(numbers, "row") for numbers in ("float8", "int8"))
+
+METHODS: Final[Mapping[str, tuple[Scheme, Activations | None]]] = {
+    "fp8": ("fp8", _FLOAT8),
+    "fp8_per_channel": ("fp8", _FLOAT8),
+    "ptpc_fp8": ("fp8", _FLOAT8),
+    "int8": ("int8", _INT8),
+    "int8_per_channel_weight_only": ("int8", None),
+    "tpu_int8": ("int8", None),
+    "int4": ("int4", None),
+}
+"""Value of --quantization -> scheme, and how activations are rounded."""
+
+_FUSED: Final = {
+    **{"q": "qkv", "k": "qkv", "v": "qkv", "o": "out"},
+    **{"q_a": "latents", "kv_a": "latents"},
+    **{"q_conv": "conv", "k_conv": "conv", "v_conv": "conv", "beta": "scalars", "decay": "scalars"},
+    **dict.fromkeys(("q_adapter", "k_adapter", "v_adapter"), "adapter"),
+}
+"""Last part of a mixer's canonical name -> that of its fused tensor; biases follow their matrices."""
+
+_FUSED_OF: Final[Mapping[type, Mapping[str, str]]] = {
+    KimiDelta: {"decay": "decay", "decay_a": "scalars", "gate_a": "scalars"},
+    Mamba: {**dict.fromkeys(("v", "gate"), "inner"), **dict.fromkeys(("step_a", "b", "c"), "selection")},
+    Mamba2: {
+        **dict.fromkeys(("gate", "v", "b", "c"), "inner"),
+        **{"step": "scalars", "b_conv": "conv", "c_conv": "conv"},
+    },
+    ShortConvolution: dict.fromkeys("bcv", "inner"),
+}
+"""The same where a kind of mixer differs."""
+
+_FUSED_FFN: Final = {
+    **{"gate": "inner", "up": "inner"},
+    **{"gate_adapter_out": "inner_adapter_out", "up_adapter_out": "inner_adapter_out"},
+}
+"""The same for feed-forward blocks."""
+
+_ONCE: Final = ("out_bias", "down_bias")
+"""Biases of all-reduced products: only the first rank adds them."""
+
+_MATRIX_AXES: Final = 2
+_NARROWER: Final[Mapping[Scheme, Scheme]] = {"int8": "int4"}
+"""Schemes whose numbers become wider beside others in one matrix, by those."""
+
+_MATRICES: Final = (".qkv", ".gate", ".decay", ".latents", ".q_b", ".out", ".inner", ".down")
+"""Name suffixes of layers' matrices that may be packed; not the router's, which is small and sensitive."""
+
+_SMALL_MATRICES: Final = (
+    ".indexer.q",
+    ".indexer.k",
+    ".blocks.q",
+    ".blocks.k",
+    ".selection",
+    ".step",
+    ".left",
+    ".right",
+)
+"""The same of those that stay packed where a checkpoint holds them so."""
+
+
+def packing(method: str | None) -> Pack | None:
+    """Return how matrices of layers are packed, None if they are not. `method`: a value of --quantization, or None.
+
+    Raise ConfigError for a method that this backend does not support.
+    """
+    if method is None:
+        return None
+    if method not in METHODS:
+        raise ConfigError("--quantization", f"torch_cuda does not support {method}; use {', '.join(METHODS)}")
+    scheme, activations = METHODS[method]
+    return lambda weight: replace(_pack(weight, scheme), activations=activations)
+
+
+def _pack(weight: Tensor, scheme: Scheme) -> PackedMatrix:
+    """Quantize in the largest int4 groups that divide the inputs; if none do, the last group is padded."""
+    inputs = weight.shape[-1]
+    return pack(weight, scheme, next((size for size in GROUPS if inputs % size == 0), GROUPS[0]))
+
+
+class Loader:
+    """Allocates a rank's parameters and fills them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shard: RankShard,
+        dtype: torch.dtype,
+        empty: Empty,
+        pack: Pack | None = None,
+        allocators: Mapping[str, Empty] | None = None,
+        schemes: Mapping[str, StoredScheme] | None = None,
+        *,
+        parameters: Mapping[str, Param] | None = None,
+        attention: Attention | None = None,
+    ) -> None:
+        """`empty`: allocates parameters, except those with an own entry in `allocators`; `pack`: quantizes matrices.
+
+        `schemes`: of parameters that the checkpoint holds quantised. `parameters`: of a drafter, in place of those of
+        the spec; `attention`: that in front of its layers.
+        """
+        self._spec, self._dtype, self._pack = spec, dtype, pack
+        self._parameters = params(spec) if parameters is None else parameters
+        self._layout = make_layout(spec, shard, self._parameters, attention)
+        self._schemes = schemes or {}
+        self._stored = _stored_packings(self._layout, self._schemes)
+        self._unfinished: dict[str, Tensor] = {}
+        self._waiting: dict[str, dict[int, QuantizedTensor]] = {}  # stored tensor -> its parts by first row
+        allocators = allocators or {}
+        self._allocators = {name: allocators.get(name, empty) for name in self._layout.shapes}
+        self._matrices = {name: self._allocate(name, self._allocators[name]) for name in self._layout.shapes}
+        self.params = RankParams(self._matrices)
+
+    def _allocate(self, name: str, empty: Empty) -> Matrix:
+        shape = self._layout.shapes[name]
+        if (stored := self._stored.get(name)) is not None:
+            return self._estimate(name, stored)
+        if self._pack is None or not self._packs(name):
+            return empty(shape, torch.float32 if name in self._layout.float32 else self._dtype)
+        like = self._pack(torch.empty(shape, dtype=self._dtype, device="meta"))
+        return like.mapped(lambda part: empty(tuple(part.shape), part.dtype))
+
+    def _estimate(self, name: str, stored: Scheme) -> PackedMatrix:
+        """Return a stored matrix on the meta device, as large as it may become."""
+        parts = {
+            part: each for part, each in self._layout.placements.items() if each is not None and each.tensor == name
+        }
+        groups = [least_group(self._schemes[part], *_inputs(each)) for part, each in parts.items()]
+        sizes = [size for size in groups if size is not None]
+        form = estimated_form(stored, self._schemes[next(iter(parts))], gcd(*sizes) if sizes else None)
+        return form.allocate(self._layout.shapes[name], _meta)
+
+    def fill(self, weights: Iterable[Weight]) -> None:
+        """Load every parameter. Raise WeightError as `update`, or naming a missing parameter. Can be called again."""
+        missing = dict(self._parameters)
+        self._write(weights, missing)
+        if missing:
+            raise lacking(missing)
+
+    def update(self, weights: Iterable[Weight]) -> None:
+        """Replace parameters in place, which captured graphs read.
+
+        Raise WeightError naming a parameter that is unknown, repeated, misshapen, not quantised as stated, or missing
+        beside others of its matrix, which is quantised as a whole. A collection is checked before anything changes.
+        """
+        missing = dict(self._parameters)
+        if isinstance(weights, Collection):
+            self._check_parts(missing.keys() - {name for name, _ in weights})
+        try:
+            self._write(weights, missing)
+            self._check_parts(missing.keys())
+        finally:
+            self._unfinished.clear()
+            self._waiting.clear()
+
+    def _check_parts(self, missing: Collection[str]) -> None:
+        """Raise WeightError if parts of a matrix that is quantised at load are missing while others came."""
+        parts: dict[str, list[str]] = {}
+        for name, placement in self._layout.placements.items():
+            if placement is not None and self._is_whole(placement.tensor):
+                parts.setdefault(placement.tensor, []).append(name)
+        for tensor, names in parts.items():
+            lacks = [name for name in names if name in missing]
+            if 0 < len(lacks) < len(names):
+                raise WeightError(f"parameters of {tensor} are quantised together; send {', '.join(lacks)} too")
+
+    def _is_whole(self, tensor: str) -> bool:
+        """Return whether the parts of a tensor only change together."""
+        matrix = self._matrices[tensor]
+        fused = isinstance(matrix, PackedMatrix) and (matrix.order is not None or matrix.input_scale is not None)
+        return fused or self._packs(tensor)
+
+    def _packs(self, tensor: str) -> bool:
+        """Return whether a tensor is quantised when its last part arrives."""
+        return self._pack is not None and tensor in self._layout.matrices and tensor not in self._stored
+
+    @torch.inference_mode()
+    def _write(self, weights: Iterable[Weight], missing: dict[str, Param]) -> None:
+        """Write the rank's part of each parameter, removing it from `missing`."""
+        placements = self._layout.placements
+        dequantised: list[str] = []
+        parts = Counter(each.tensor for each in placements.values() if each is not None)
+        for name, value in half_split(self._spec, checked(weights, missing)):
+            if (placement := placements[name]) is None:
+                continue
+            if placement.tensor in self._stored:
+                self._put_stored(name, placement, value)
+                continue
+            if isinstance(value, QuantizedTensor):
+                dequantised.append(name)
+                part = value.values(placement.cut)
+            else:
+                part = value[placement.cut]
+            self._put(placement, to_torch(part))
+            parts[placement.tensor] -= 1
+            if not parts[placement.tensor]:
+                self._finish(placement.tensor)
+        log_dequantized(dequantised, "torch_cuda")
+
+    def _put_stored(self, name: str, placement: TensorSlice, value: Value) -> None:
+        """Copy a rank's part of a quantised parameter, the first time when all parts of its matrix are there."""
+        tensor = placement.tensor
+        matrix, scheme = self.params.matrix(tensor), self._stored[tensor]
+        assert isinstance(matrix, PackedMatrix), "allocated as such"
+        experts = len(self._layout.shapes[tensor]) > _MATRIX_AXES
+        if not isinstance(value, QuantizedTensor) or packed_scheme(value.scheme, experts) not in (
+            scheme,
+            _NARROWER.get(scheme, scheme),
+        ):
+            raise WeightError(f"parameter {name} is not {scheme}, as its config.json states; download it again")
+        try:
+            part = as_scheme(value, scheme)[placement.cut]
+            if not matrix.data.is_meta and not self._is_whole(tensor):
+                write(matrix, placement.into[-2].start, part)
+                return
+            waiting = self._waiting.setdefault(tensor, {})
+            waiting[placement.into[-2].start] = part
+            if sum(each.shape[-2] for each in waiting.values()) < self._layout.shapes[tensor][-2]:
+                return
+            parts = sorted(self._waiting.pop(tensor).items(), key=lambda each: each[0])
+            if matrix.data.is_meta:
+                form = form_of(scheme, parts, rounds=self._dtype != torch.float32)
+                matrix = form.allocate(self._layout.shapes[tensor], self._allocators[tensor])
+                self._matrices[tensor] = matrix
+            for first, each in parts:
+                write(matrix, first, each)
+        except WeightError as error:
+            raise WeightError(f"parameter {name} ({scheme}): {error}") from None
+
+    def _put(self, placement: TensorSlice, part: Tensor) -> None:
+        target = self._target(placement.tensor)
+        if part.dtype != target.dtype:
+            part = part.to(target.device)  # cast on the device
+        target[placement.into].copy_(part)
+
+    def _target(self, name: str) -> Tensor:
+        """Return the tensor in which the parts of a matrix are assembled."""
+        matrix = self.params.matrix(name)
+        if isinstance(matrix, Tensor):
+            return matrix
+        if name not in self._unfinished:
+            shape = self._layout.shapes[name]
+            self._unfinished[name] = torch.empty(shape, dtype=self._dtype, device=matrix.data.device)
+        return self._unfinished[name]
+
+    def _finish(self, name: str) -> None:
+        matrix = self.params.matrix(name)
+        if isinstance(matrix, PackedMatrix):
+            assert self._pack is not None, "a packed parameter needs a pack function"
+            packed = self._pack(self._unfinished.pop(name))
+            for part, tensor in matrix.tensors.items():
+                tensor.copy_(packed.tensors[part])
+        elif (filled := self._layout.filled.get(name)) is not None:
+            matrix[filled:].zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Where a canonical parameter is stored: `tensor[into] = parameter[cut]`, one slice per axis."""
+
+    tensor: str
+    into: tuple[slice, ...]
+    cut: tuple[slice, ...]
+    cut_inputs: bool = False  # the last axis has a part of the parameter's alone
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The tensors of a rank."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by tensor
+    placements: dict[str, TensorSlice | None] = field(default_factory=dict)  # by canonical parameter; None: not here
+    matrices: set[str] = field(default_factory=set)  # tensors that may be packed: [out, in], experts [E, out, in]
+    small_matrices: set[str] = field(default_factory=set)  # tensors that are packed only if the checkpoint has them so
+    float32: set[str] = field(default_factory=set)  # tensors that are kept in float32
+    filled: dict[str, int] = field(default_factory=dict)  # vocabulary tensors: rows without padding
+
+
+def make_layout(
+    spec: ModelSpec,
+    shard: RankShard,
+    parameters: Mapping[str, Param] | None = None,
+    attention: Attention | None = None,
+) -> RankLayout:
+    """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `ranks.check` must have passed.
+
+    `parameters`, `attention`: see `Loader`.
+    """
+    layout = RankLayout()
+    for param in (params(spec) if parameters is None else parameters).values():
+        mixer = attention if param.name.startswith("inputs.attention.") else _mixer(spec, param.name)
+        name = _fused_name(param.name, mixer)
+        if not shard.first and name.endswith(_ONCE):
+            layout.placements[param.name] = None
+            continue
+        _place(layout, name, param, _cut(mixer, param, shard))
+        if param.axes[0] == "V":
+            layout.filled[name] = layout.shapes[name][0]
+            layout.shapes[name] = (shard.vocab(param.shape[0]), *layout.shapes[name][1:])
+        if name.startswith("layers.") and name.endswith(_MATRICES):
+            layout.matrices.add(name)
+        if name.startswith("layers.") and name.endswith(_SMALL_MATRICES) and not param.float32:
+            layout.small_matrices.add(name)
+        if param.float32:
+            layout.float32.add(name)
+    return layout
+
+
+def _stored_packings(layout: RankLayout, schemes: Mapping[str, StoredScheme]) -> dict[str, Scheme]:
+    """Return the kernels' schemes of the matrices all parts of which are stored in one.
+
+    Numbers of 4 bits beside numbers of 8 become those.
+    """
+    packings: dict[str, set[tuple[Scheme | None, Activations | None]]] = {}
+    for name, placement in layout.placements.items():
+        if placement is not None and placement.tensor in layout.matrices | layout.small_matrices:
+            packings.setdefault(placement.tensor, set()).add(_packing(schemes.get(name), placement))
+    chosen: dict[str, Scheme] = {}
+    for tensor, kinds in packings.items():
+        names = {scheme for scheme, _ in kinds}
+        if len(kinds) == 1 and (scheme := names.pop()) is not None:
+            chosen[tensor] = scheme
+        elif kinds == {("int8", None), ("int4", None)}:
+            chosen[tensor] = "int8"
+    return chosen
+
+
+def _packing(stored: StoredScheme | None, placement: TensorSlice) -> tuple[Scheme | None, Activations | None]:
+    """Return the kernels' scheme of a part and how its input is rounded; None: no kernel multiplies it."""
+    if stored is None:
+        return None, None
+    scheme = packed_scheme(stored, len(placement.cut) > _MATRIX_AXES)
+    start, inputs = _inputs(placement)
+    group = least_group(stored, start, inputs)
+    divided = bool(getattr(stored, "ordered", False)) and placement.cut_inputs
+    if scheme is None or divided or (group is not None and group < MIN_GROUP):
+        return None, None
+    return scheme, getattr(stored, "activations", None)
+
+
+def _inputs(placement: TensorSlice) -> tuple[int, int]:
+    """Return the first of a part's inputs and how many there are."""
+    cut = placement.cut[-1]
+    return cut.start, cut.stop - cut.start
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _mixer(spec: ModelSpec, name: str) -> Mixer | None:
+    """Return the mixer that a canonical parameter belongs to; None: to none."""
+    if not name.startswith("layers.") or ".mixers." not in name:
+        return None
+    _, layer, _, index, *_ = name.split(".")
+    return spec.layers[int(layer)].mixers[int(index)]
+
+
+def _fused_name(name: str, mixer: Mixer | None) -> str:
+    """Return the name of the tensor that a canonical parameter is stored in."""
+    stem, _, last = name.rpartition(".")
+    matrix, bias = last.removesuffix("_bias"), "_bias" if last.endswith("_bias") else ""
+    if stem.endswith((".per_layer", ".indexer", ".blocks")):
+        return name
+    fused = _FUSED_FFN if mixer is None else {**_FUSED, **_FUSED_OF.get(type(mixer), {})}
+    return f"{stem}.{fused[matrix]}{bias}" if stem and matrix in fused else name
+
+
+def _place(layout: RankLayout, name: str, param: Param, cut: tuple[slice, ...]) -> None:
+    """Append the part `cut` of a parameter to its tensor, along the rows."""
+    extents = [part.stop - part.start for part in cut]
+    rows = 1 if param.axes.startswith("EF") else 0  # axis 0 is the expert
+    before = layout.shapes[name][rows] if name in layout.shapes else 0
+    into = [slice(0, extent) for extent in extents]
+    into[rows] = slice(before, before + extents[rows])
+    layout.placements[param.name] = TensorSlice(name, tuple(into), cut, extents[-1] < param.shape[-1])
+    layout.shapes[name] = tuple(part.stop for part in into)
+
+
+def _cut(mixer: Mixer | None, param: Param, shard: RankShard) -> tuple[slice, ...]:
+    kv_heads = 1 if mixer is None else _key_heads(mixer)
+    return tuple(shard.cut(axis, extent, kv_heads) for axis, extent in zip(param.axes, param.shape))
+
+
+def _key_heads(mixer: Mixer) -> int:
+    """Return the heads that an axis "K" of the mixer's parameters consists of."""
+    match mixer:
+        case Attention():
+            return mixer.kv_heads
+        case GatedDelta():
+            return mixer.key_heads
+        case Mamba2():
+            return mixer.groups
+        case _:
+            return 1

@@ -1,0 +1,1 @@
+"""Settings whose value is an object with keys of its own, such as --speculative-config."""

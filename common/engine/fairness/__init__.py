@@ -1,1 +1,0 @@
-"""What keeps one API key from using what others need."""

@@ -1,0 +1,1 @@
+"""Pooling models in the engine: their values and their scheduler."""

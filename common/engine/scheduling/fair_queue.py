@@ -1,0 +1,171 @@
+"""The queue of waiting sequences that keeps one key or one request from starving others.
+
+The next row goes to the key that runs the fewest sequences, of the others the one served longest ago; within a key to
+the request that runs the fewest sequences, then to the one that came first. Sequences of one key, one per request, are
+thus served in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pagoda.common.engine.scheduling.request import Request, WaitingQueue
+
+Rank = tuple[float, ...]
+
+_SPARE_ENTRIES: Final = 64
+"""Outdated entries of a heap, beyond four per group, at which it is built again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The sequences of one caller's request. Entries of `heap` that are no longer waiting are skipped."""
+
+    running: int = 0
+    waiting: dict[str, Request] = field(default_factory=dict)
+    heap: list[tuple[Rank, str]] = field(default_factory=list)
+
+    def first(self) -> Request | None:
+        """Return the waiting sequence that came first; None if none waits."""
+        while self.heap:
+            rank, request_id = self.heap[0]
+            request = self.waiting.get(request_id)
+            if request is not None and request.rank == rank:
+                return request
+            heapq.heappop(self.heap)
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """The requests of one key. `heap` has (running, rank, group) of groups; outdated entries are skipped."""
+
+    running: int = 0
+    served: int = 0  # when it last got a row, in rows given so far
+    groups: dict[str, _Group] = field(default_factory=dict)
+    heap: list[tuple[int, Rank, str]] = field(default_factory=list)
+
+    def touch(self, name: str) -> None:
+        """Enter a group with its present state; drop it once it has no sequence."""
+        group = self.groups[name]
+        if (request := group.first()) is not None:
+            heapq.heappush(self.heap, (group.running, request.rank, name))
+        elif not group.running:
+            del self.groups[name]
+        if len(self.heap) > 4 * len(self.groups) + _SPARE_ENTRIES:
+            first = ((name, group, group.first()) for name, group in self.groups.items())
+            self.heap = [(group.running, request.rank, name) for name, group, request in first if request is not None]
+            heapq.heapify(self.heap)
+
+    def first(self) -> Request | None:
+        """Return the sequence that is next; None if none waits."""
+        while self.heap:
+            running, rank, name = self.heap[0]
+            group = self.groups.get(name)
+            request = None if group is None else group.first()
+            if group is not None and request is not None and (group.running, request.rank) == (running, rank):
+                return request
+            heapq.heappop(self.heap)
+        return None
+
+
+class FairQueue(WaitingQueue):
+    """Sequences that wait for a row, fair between keys and between requests. The scheduler reports which run."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, _Owner] = {}
+        self._requests: dict[str, Request] = {}
+        self._rows_given = 0
+        self._next: Request | None = None
+
+    def push(self, request: Request) -> None:
+        owner = self._owners.setdefault(request.owner, _Owner())
+        group = owner.groups.setdefault(request.group, _Group())
+        group.waiting[request.request_id] = request
+        heapq.heappush(group.heap, (request.rank, request.request_id))
+        self._requests[request.request_id] = request
+        owner.touch(request.group)
+        self._next = None
+
+    def push_front(self, request: Request) -> None:
+        self.push(request)  # by its rank it is before those that came later
+
+    def peek(self) -> Request:
+        if self._next is None:
+            firsts = [(owner, first) for owner in self._owners.values() if (first := owner.first()) is not None]
+            if not firsts:
+                raise IndexError("no request is waiting")
+            self._next = min(firsts, key=lambda each: (each[0].running, each[0].served, each[1].rank))[1]
+        return self._next
+
+    def pop(self) -> Request:
+        request = self.peek()
+        self.remove(request.request_id)
+        return request
+
+    def remove(self, request_id: str) -> Request | None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            owner = self._owners[request.owner]
+            del owner.groups[request.group].waiting[request_id]
+            self._update(request, owner)
+        return request
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def start(self, request: Request) -> None:
+        """Count a sequence that was popped as running."""
+        owner = self._owners.setdefault(request.owner, _Owner())
+        owner.running += 1
+        self._rows_given += 1
+        owner.served = self._rows_given
+        owner.groups.setdefault(request.group, _Group()).running += 1
+        self._update(request, owner)
+
+    def end(self, request: Request) -> None:
+        """Count a sequence as no longer running."""
+        owner = self._owners[request.owner]
+        owner.running -= 1
+        owner.groups[request.group].running -= 1
+        self._update(request, owner)
+
+    def served(self) -> tuple[dict[str, int], int]:
+        """Return when each key last got a row, in rows given so far, and the latter."""
+        return {name: owner.served for name, owner in self._owners.items()}, self._rows_given
+
+    def restore_served(self, served: Mapping[str, int], rows_given: int) -> None:
+        """Replace what `served` returns, of the keys in the queue."""
+        self._rows_given, self._next = rows_given, None
+        for name, owner in self._owners.items():
+            owner.served = served.get(name, 0)
+
+    def victim(self, running: list[Request]) -> Request | None:
+        """Return the running sequence, of `running` by rank, that the next waiting one should replace.
+
+        None unless its request runs nothing, and either another key runs at least two sequences more than its own, or
+        another request of its key runs at least two. The newest sequence of the key's largest request is replaced.
+        """
+        request = self.peek()
+        owner = self._owners[request.owner]
+        if owner.groups[request.group].running:
+            return None
+        largest = max(self._owners.values(), key=lambda each: (each.running, each.served))
+        if largest.running < owner.running + 2:
+            largest = owner
+        most = max(each.running for each in largest.groups.values())
+        if largest is owner and most < 2:
+            return None
+        for each in reversed(running):
+            if self._owners[each.owner] is largest and largest.groups[each.group].running == most:
+                return each
+        return None
+
+    def _update(self, request: Request, owner: _Owner) -> None:
+        owner.touch(request.group)
+        if not owner.groups:
+            del self._owners[request.owner]
+        self._next = None

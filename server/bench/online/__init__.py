@@ -1,0 +1,1 @@
+"""`pagoda bench serve`: a client that loads a running server."""

@@ -1,0 +1,1 @@
+"""`pagoda run-batch` and its files."""

@@ -1,0 +1,1 @@
+"""Commands about capacity: calibrate, simulate, plan, replay."""

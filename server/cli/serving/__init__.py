@@ -1,0 +1,1 @@
+"""`pagoda serve`: one or several API server processes, and signals."""

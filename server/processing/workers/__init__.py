@@ -1,0 +1,1 @@
+"""Child processes and threads for text from clients: templates, tokenising, grammars."""

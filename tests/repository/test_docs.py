@@ -1,0 +1,178 @@
+"""What the documents state is what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from itertools import dropwhile
+from pathlib import Path
+
+import httpx
+import interface
+import pytest
+from model_support import FALLBACK_ONLY, UNSUPPORTED
+from support.servers.served import REAL, environment, served, wait_ready
+from support.suite.rows import each_row
+
+import docs
+from pagoda.common.models.registry import ARCHITECTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+]
+
+
+def test_the_support_table_lists_the_registry() -> None:
+    table = (ROOT / "docs" / "reference" / "models.md").read_text()
+    assert set(re.findall(r"`(\w+)`", table)) >= set(ARCHITECTURES)
+    named = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", table))
+    assert named - set(ARCHITECTURES) - set(UNSUPPORTED) == set(FALLBACK_ONLY) > {"NanoChatForCausalLM"}
+    assert set(UNSUPPORTED) <= named
+
+
+def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
+    listed = set((ROOT / "tests" / "data" / "vllm_text_architectures.txt").read_text().split())
+    stated = len(listed & set(ARCHITECTURES)), len(listed)
+    texts = {name: (ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md")}
+    for name, text in texts.items():
+        found = re.search(r"(\d+) of the (\d+) text architectures", text)
+        assert found is not None, name
+        assert (int(found[1]), int(found[2])) == stated, name
+    table = set(re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "reference" / "models.md").read_text(), re.MULTILINE))
+    rows = set(re.findall(r"`(\w+)`", " ".join(table)))
+    assert listed & {*ARCHITECTURES, *FALLBACK_ONLY} <= rows
+    assert sorted(listed - rows) == sorted(UNSUPPORTED)
+
+
+@each_row("document", DOCUMENTS)
+def test_make_targets_named_in_the_documents_exist(document: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)`", (ROOT / document).read_text())) <= targets
+
+
+@each_row("document", ["BUILD.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"])
+def test_files_named_in_the_documents_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for name in re.findall(
+        r"`((?:tests|common|backends|server|benchmarks|constraints)/[\w/]+(?:\.py|\.txt|/)?)`", text
+    ):
+        assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
+
+
+@each_row("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / document).read_text()):
+        assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
+
+
+def test_the_readme_says_how_often_tokens_are_the_same_in_a_batch() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (name,) = re.findall(r"benchmarks/results/[\w-]+-batch-invariance\.json", text)
+    found = json.loads((ROOT / name).read_text())
+    same = found["bfloat16"]["greedy"]["same_first_tokens"]
+    assert (
+        f"{same['16']} of 20 greedy prompts had the same first 16 tokens, {same['64']} of 20 the same first 64" in text
+    )
+    assert all(number == 20 for kind in found["float32"].values() for number in kind["same_first_tokens"].values())
+
+
+def test_generated_pages_are_current() -> None:
+    stale = [path.name for path, text in docs.pages().items() if not path.is_file() or path.read_text() != text]
+    assert stale == [], "run `make docs`"
+
+
+def test_the_check_says_which_page_is_stale(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(docs, "pages", lambda: {page: "new\n"})
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
+    assert docs.main() == 1
+    assert capsys.readouterr().out == "stale: page.md\n"
+    assert not page.exists()
+    monkeypatch.setattr("sys.argv", ["docs.py"])
+    assert docs.main() == 0
+    assert page.read_text() == "new\n"
+    monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
+    assert docs.main() == 0
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """The blocks of a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def command_lines(document: str) -> list[str]:
+    """The lines of the blocks that are shell commands alone, and what follows the prompt in the others."""
+    prompted = [line for block in blocks(document, "console") for line in block.replace("\\\n", " ").splitlines()]
+    plain = [line for block in blocks(document, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    return [*plain, *(line[2:] for line in prompted if line.startswith("$ "))]
+
+
+@each_row("document", DOCUMENTS)
+def test_command_lines_in_the_documents_are_understood(document: str) -> None:
+    for line in command_lines(document):
+        words = shlex.split(line.removesuffix(" &"), comments=True)
+        words = list(dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))
+        if words[0].rpartition("/")[2] == "pagoda":
+            parse(words[1:])
+
+
+def parse(words: list[str]) -> None:
+    known = dict(interface.commands())
+    name = next(name for count in (3, 2, 1) if (name := " ".join(words[:count])) in known)
+    parser = interface.parsers()[name]
+    rest = words[len(name.split()) :]
+    if any(word.startswith("--help") for word in rest):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(rest)
+        assert ended.value.code == 0
+    else:
+        parser.parse_args(rest)
+
+
+@each_row("document", DOCUMENTS)
+def test_installs_name_the_clone_and_an_extra_that_there_is(document: str) -> None:
+    """The name on PyPI is another project's; `pagoda[extra]` adds to an installation, as error messages say it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for line in command_lines(document):
+        if "pip install" in line:
+            assert not re.search(r"install (-\S+ )*'?pagoda", line), line
+            assert set(",".join(re.findall(r"\.\[([\w,-]+)\]", line)).split(",")) <= {*extras, ""}, line
+
+
+@pytest.mark.model
+def test_the_first_example_of_the_readme_runs(model_file: Path) -> None:
+    example = blocks("README.md", "python")[0]
+    assert example.count(EXAMPLE_MODEL) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace(EXAMPLE_MODEL, str(model_file))],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == example.rpartition("# ")[2].strip()
+
+
+@pytest.mark.model
+def test_the_first_request_of_the_readme_is_answered(model_file: Path) -> None:
+    lines = command_lines("README.md")
+    serve = next(line for line in lines if line.startswith("pagoda serve"))
+    assert shlex.split(serve)[2:] == [EXAMPLE_MODEL]
+    curl = shlex.split(next(line for line in lines if line.startswith("curl")))
+    path, header, body = curl[1].removeprefix("localhost:8000"), curl[3], curl[5]
+    with served(str(model_file), program=REAL) as (process, url):
+        wait_ready(process)
+        answer = httpx.post(url + path, headers=dict([header.split(": ")]), content=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]

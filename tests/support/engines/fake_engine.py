@@ -1,0 +1,160 @@
+"""Engines over FakeBackend, for tests of everything above the engine. Run as a program, it is an engine process.
+
+The model's name says how it behaves: "fake" spells the alphabet (after z it ends), "fake:slow" takes its time,
+"fake:endless" too, for minutes, "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang"
+never comes back from it, "fake:held@FILE" generates as long as a sequence has at most as many tokens as the file says,
+"fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
+between [[ and ]], "fake:harmony" too, as a model of the family with that format.
+"fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from fakes import FakeBackend, FakeTracer, full_layout
+from support.checkpoints.byte_text import EOS, byte_tokenizer
+from support.engines.fake_pooling import INFOS, fake_pooling_core
+
+from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.core import Sleeper, generation_core
+from pagoda.common.engine.steps.profiling import StepProfiler
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import vocabulary_of
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.registry import family
+from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.startup.engine import BuiltEngine
+
+MAX_LEN = 64
+
+WIDTH = 4
+"""Numbers in an embedding, of which the first is the token that it stands for."""
+
+CRASH_AT: int | None = 3
+"""The step in which "fake:crash" fails."""
+MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536}
+
+
+def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
+    """An engine whose backend is fake; reads nothing from disk."""
+    kind = config.model.model.partition(":")[2]
+    if kind == "config":
+        raise ConfigError("--dtype", "not today; use another")
+    if kind == "bug":
+        raise KeyError("a bug")
+    layout = full_layout(4)
+    max_len = MAX_LENS.get(kind.partition("@")[0], MAX_LEN)
+    num_blocks = config.cache.num_gpu_blocks_override or max_len
+    next_token = held(Path(kind.removeprefix("held@"))) if kind.startswith("held@") else NEXT.get(kind, alphabet)
+    backend = FakeBackend(layout, num_blocks=num_blocks, next_token=next_token)
+    if kind == "crash":
+        backend.fail_at = CRASH_AT
+    limits = resolve_limits(
+        config, platform=Platform("cpu"), usage="llm", block_size=4, model=ModelLimits(max_len)
+    ).limits
+    info = EngineInfo(
+        names=config.model.names,
+        limits=limits,
+        vocab_size=257,
+        eos_token_ids=(EOS,),
+        sampling_defaults={"temperature": 0.0},
+        backend="fake",
+        device="none",
+        dtype="float32",
+        num_blocks=num_blocks,
+        memory="",
+        phases=(("pretend", 0.0),),
+        embeds_width=WIDTH if config.model.enable_prompt_embeds else 0,
+    )
+    if kind == "harmony":
+        info = msgspec.structs.replace(info, answers=family("GptOssForCausalLM").answers)
+    if kind.startswith("pool-"):
+        kind = kind.removeprefix("pool-")
+        info = msgspec.structs.replace(info, pooling=INFOS[kind], eos_token_ids=())
+        return BuiltEngine(fake_pooling_core(kind, limits), backend, info)
+    structured = Structured(lambda: vocabulary_of(byte_tokenizer(), 257, (EOS,)))
+    core = generation_core(backend, layout, limits, backend.num_blocks, structured=structured)
+    if config.extension.profiler is not None:
+        core.profiler = StepProfiler(FakeTracer(backend))
+    sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
+    return BuiltEngine(core, backend, info, sleeper=sleeper, structured=structured)
+
+
+def alphabet(history: list[int]) -> int:
+    """The next letter; after z, the end."""
+    return EOS if history[-1] == ord("z") else (history[-1] + 1) % 256
+
+
+def slow(history: list[int]) -> int:
+    time.sleep(0.01)
+    return ord("a") + len(history) % 20
+
+
+def held(file: Path) -> Callable[[list[int]], int]:
+    """The tokens of `slow`, each once the file allows sequences of that length."""
+
+    def next_token(history: list[int]) -> int:
+        while len(history) >= int(file.read_text()):
+            time.sleep(0.002)
+        return ord("a") + len(history) % 20
+
+    return next_token
+
+
+def allow(file: Path, tokens: int) -> None:
+    """Let sequences of `held` grow to so many tokens, prompts included."""
+    new = file.with_suffix(".new")
+    new.write_text(str(tokens))
+    new.rename(file)
+
+
+def leave(history: list[int]) -> int:
+    if history[-1] == ord("d"):
+        os._exit(7)
+    return alphabet(history)
+
+
+def hang(history: list[int]) -> int:
+    if history[-1] == ord("d"):
+        time.sleep(3600)
+    return alphabet(history)
+
+
+def say(history: list[int]) -> int:
+    """The next byte of what the prompt gives to say. It ends with `assistant:`, or that, a tag and \\x1f."""
+    if history[-1] == EOS:  # a step planned ahead, whose token nobody reads
+        return EOS
+    text = b"".join(b"<eos>" if token == EOS else bytes([token]) for token in history)
+    found = _SCRIPT.search(text)
+    assert found is not None, "the prompt has nothing between [[ and ]]"
+    said = len(text) - found.end()
+    return found[1][said] if said < len(found[1]) else EOS
+
+
+_SCRIPT = re.compile(rb"\[\[(.*?)\]\].*?assistant:(?! )(?:</?think>\x1f)?", re.DOTALL)
+
+NEXT: dict[str, Callable[[list[int]], int]] = {
+    "slow": slow,
+    "endless": slow,
+    "exit": leave,
+    "hang": hang,
+    "say": say,
+    "harmony": say,
+}
+
+PROGRAM = (sys.executable, "-P", __file__)
+
+
+if __name__ == "__main__":
+    from pagoda.server.core_client import engine
+
+    os._exit(engine.serve(sys.argv[1], build, int(sys.argv[2]) if len(sys.argv) > 2 else 0))
