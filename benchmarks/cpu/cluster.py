@@ -5,9 +5,9 @@ usage: python benchmarks/cpu/cluster.py CONFIG [--replicas 1000] [--requests 100
 
 CONFIG: a folder with the model's config.json. Requests have lengths like those of chats (log-normal, see
 server/cli/capacity/planned_load.py), begin with one of 5,000 prefixes of 200 tokens in half of the cases, and arrive at
-random at `--busy` of the rate at which one replica serves them when all arrive at once, times the replicas. The requests
-of `--compared` replicas are then run again by the production scheduler and KV cache manager on a virtual clock; reported
-is how far their times differ.
+random at `--busy` of the rate at which one replica serves them when all arrive at once, times the replicas. The
+requests of `--compared` replicas are then run again by the production scheduler and KV cache manager on a virtual
+clock; reported is how far their times differ.
 """
 
 from __future__ import annotations
